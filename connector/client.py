@@ -1,0 +1,314 @@
+"""Non-blocking client of the sidecar; the connector's only importer of `sidecar.protocol`.
+
+Owns one session at a time: a Unix connection (attach, descriptors, death) kept by a daemon
+thread, and a DEALER (jobs, answers) used by the engine's own thread only. `send` and `poll` never
+wait. While there is no sidecar, `session` is None and the thread tries again every
+`retry_seconds`; a change of state is logged once.
+
+Not owned: what messages mean (`scheduler.py`, `worker.py`), and the descriptors' content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from sidecar.protocol import (
+    FDS_PER_ATTACH_MAX,
+    Attach,
+    Attached,
+    ClientMessage,
+    IndexMoved,
+    Limits,
+    ProtocolError,
+    Refused,
+    Role,
+    ServerMessage,
+    decode_attach_reply,
+    decode_server,
+    encode,
+    frame_stream,
+    stream_length,
+)
+from tiers.index import IndexReader
+
+logger = logging.getLogger("vllm.kvlake")
+
+REPLY_SECONDS_MAX = 5.0
+MESSAGES_PER_POLL_MAX = 256
+
+
+@dataclass(slots=True)
+class Session:
+    """One attachment to one life of a sidecar."""
+
+    epoch: int
+    token: bytes
+    endpoint: str
+    limits: Limits
+    index_salt: bytes
+    index: IndexReader | None
+    context: object = None
+    """What the attempt's maker wants to keep with the session (a worker's fence page)."""
+    dead: bool = False
+    moved: IndexReader | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to attach: the message, its descriptors, and what belongs to it if it succeeds."""
+
+    message: Attach
+    fds: list[int] = field(default_factory=list[int])
+    context: object = None
+
+
+class _Lost(Exception):
+    """The Unix connection ended or never came to be; the message says why."""
+
+
+class Client:
+    """A session with the sidecar that comes and goes by itself.
+
+    Args:
+        path: the sidecar's `attach.sock`.
+        make_attempt: builds message and descriptors anew for every attempt, on the thread.
+        retry_seconds: pause between two attempts.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        make_attempt: Callable[[], Attempt],
+        *,
+        retry_seconds: float = 0.2,
+    ) -> None:
+        self._path = path
+        self._make_attempt = make_attempt
+        self._retry_seconds = retry_seconds
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._current: Session | None = None
+        # Written by the thread, read by the engine's thread: a single reference, so no lock.
+        self._offered: Session | None = None
+        self._closing = threading.Event()
+        self._attached_once = threading.Event()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._last_log = ""
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
+        self._thread.start()
+
+    # --- the engine's thread -------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session | None:
+        """The live session, or None. A changed identity means: everything from before is void."""
+        offered = self._offered
+        if offered is not self._current:
+            self._close_dealer()
+            self._current = offered
+            if offered is not None:
+                self._open_dealer(offered)
+        current = self._current
+        if current is None or current.dead:
+            return None
+        if current.moved is not None:
+            old, current.index, current.moved = current.index, current.moved, None
+            if old is not None:
+                old.close()
+        return current
+
+    def wait_attached(self, seconds: float) -> bool:
+        """Wait for the first session; used before the engine serves, never in a step."""
+        return self._attached_once.wait(seconds)
+
+    def send(self, message: ClientMessage) -> bool:
+        """Queue a message; False where there is no session or its queue is full."""
+        if self.session is None or self._dealer is None:
+            return False
+        try:
+            self._dealer.send(encode(message), zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            self._log("send", logging.WARNING, "sending to the sidecar failed: %s", error)
+            return False
+        return True
+
+    def poll(self) -> list[ServerMessage]:
+        """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits."""
+        session = self.session
+        if session is None or self._dealer is None:
+            return []
+        messages: list[ServerMessage] = []
+        for _ in range(MESSAGES_PER_POLL_MAX):
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                break
+            try:
+                message = decode_server(frame)
+            except ProtocolError as error:
+                self._log("decode", logging.WARNING, "answer of the sidecar refused: %s", error)
+                continue
+            if message.epoch == session.epoch:
+                messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """End the session and the thread. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"x")
+            self._thread.join(timeout=2.0)
+        self._close_dealer()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _open_dealer(self, session: Session) -> None:
+        if self._context is None:
+            self._context = zmq.Context()
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, session.token)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.SNDHWM, 1000)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.connect(session.endpoint)
+        self._dealer = dealer
+
+    def _close_dealer(self) -> None:
+        if self._dealer is not None:
+            self._dealer.close(linger=0)
+            self._dealer = None
+
+    # --- the attach thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            session: Session | None = None
+            try:
+                with self._connect() as connection:
+                    session = self._attach(connection, self._make_attempt())
+                    self._offered = session
+                    self._attached_once.set()
+                    self._log("state", logging.INFO, "attached to the sidecar at %s", self._path)
+                    self._watch(connection, session)
+            except (_Lost, OSError, ProtocolError, ValueError) as error:
+                state = "lost" if session is not None else "absent"
+                self._log(
+                    "state",
+                    logging.WARNING,
+                    "no sidecar at %s (%s: %s); serving without the cache until it is back",
+                    self._path,
+                    state,
+                    error,
+                )
+            except Exception:
+                # A bug here must not end the thread, or the engine would never attach again.
+                logger.exception("kvlake: attaching to the sidecar failed unexpectedly")
+            if session is not None:
+                session.dead = True
+            self._offered = None
+            self._closing.wait(self._retry_seconds)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(REPLY_SECONDS_MAX)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _attach(self, connection: socket.socket, attempt: Attempt) -> Session:
+        payload = frame_stream(encode(attempt.message))
+        sent = socket.send_fds(connection, [payload[:4]], attempt.fds) if attempt.fds else 0
+        connection.sendall(payload[sent:])
+        reply, received = self._receive(connection)
+        if isinstance(reply, Refused):
+            _close_all(received)
+            raise _Lost(f"refused ({reply.code}): {reply.message}")
+        if not isinstance(reply, Attached):
+            _close_all(received)
+            raise _Lost(f"unexpected answer {type(reply).__name__}")
+        index = None
+        if attempt.message.role is Role.SCHEDULER:
+            if len(received) != 1:
+                _close_all(received)
+                raise _Lost("the answer came without the shared index")
+            index = IndexReader(received[0], reply.index_bytes)
+        return Session(
+            epoch=reply.epoch,
+            token=reply.token,
+            endpoint=reply.endpoint,
+            limits=reply.limits,
+            index_salt=reply.index_salt,
+            index=index,
+            context=attempt.context,
+        )
+
+    def _watch(self, connection: socket.socket, session: Session) -> None:
+        """Stay until the sidecar closes the connection; take a moved index on the way."""
+        while True:
+            ready, _, _ = select.select([connection, self._wake_read], [], [])
+            if self._closing.is_set():
+                return
+            if connection not in ready:
+                continue
+            reply, received = self._receive(connection)
+            if isinstance(reply, IndexMoved) and len(received) == 1:
+                session.moved = IndexReader(received[0], reply.index_bytes)
+            else:
+                _close_all(received)
+
+    def _receive(self, connection: socket.socket) -> tuple[Attached | Refused | IndexMoved, list[int]]:
+        header, fds, _, _ = socket.recv_fds(connection, 4, FDS_PER_ATTACH_MAX)
+        try:
+            if not header:
+                raise _Lost("the sidecar closed the connection")
+            while len(header) < 4:
+                header += self._more(connection, 4 - len(header))
+            length = stream_length(header)
+            body = b""
+            while len(body) < length:
+                body += self._more(connection, length - len(body))
+            return decode_attach_reply(body), list(fds)
+        except BaseException:
+            _close_all(fds)
+            raise
+
+    @staticmethod
+    def _more(connection: socket.socket, count: int) -> bytes:
+        piece = connection.recv(count)
+        if not piece:
+            raise _Lost("the sidecar closed the connection in mid-message")
+        return piece
+
+    def _log(self, topic: str, level: int, text: str, *arguments: object) -> None:
+        # Once per change: the same line again says nothing new.
+        line = f"{topic}:{text % arguments}"
+        if line != self._last_log:
+            self._last_log = line
+            logger.log(level, "kvlake: " + text, *arguments)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -1,0 +1,150 @@
+"""Makes one worker's KV cache memory something that another process can map.
+
+CPU backend: while vLLM allocates the cache, its one `torch.zeros` is answered with a tensor over
+a memfd, so the cache is born shared and nothing is ever copied. Where the allocation was not
+seen (a vLLM that allocates differently), the storage is moved to shared memory once, before any
+KV is in it.
+
+GPU memory is not exported yet; a worker on a GPU is refused with that reason.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tiers.layout import KVLayout, Segment
+
+KIND_MEMFD: Final = "memfd"
+
+
+class ExportRefused(Exception):
+    """This memory cannot be shared; the message says why and what would help."""
+
+
+class MemfdAllocation(TorchFunctionMode):
+    """Inside this context the first large 1-D int8 `torch.zeros` on the CPU lies on a memfd.
+
+    vLLM's `allocate_kv_cache` makes one such allocation per worker. Anything else passes through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = -1
+        self.size_bytes = 0
+        self.address = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and self.fd < 0 and self._is_cache(args, kwargs):
+            return self._allocate(int(args[0]))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _is_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        device = torch.device(kwargs.get("device") or "cpu")
+        return (
+            len(args) == 1
+            and isinstance(args[0], int)
+            and args[0] > 0
+            and kwargs.get("dtype") in (torch.int8, torch.uint8)
+            and device.type == "cpu"
+        )
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        # Whole pages: the sidecar maps the descriptor, and a mapping has whole pages.
+        mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create("kvlake-kv", os.MFD_CLOEXEC)
+        os.ftruncate(fd, mapped_bytes)
+        mapping = mmap.mmap(fd, mapped_bytes)
+        # The tensor keeps the mapping alive through the buffer it was made from.
+        tensor = torch.frombuffer(mapping, dtype=torch.int8, count=size_bytes)
+        self.fd = fd
+        self.size_bytes = mapped_bytes
+        self.address = tensor.data_ptr()
+        return tensor
+
+
+class ExportedMemory:
+    """KV memory with a descriptor, its layout, and the address that offsets count from."""
+
+    def __init__(self, fd: int, size_bytes: int, layout: KVLayout) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self.layout = layout
+
+    def close(self) -> None:
+        """Close the descriptor; the engine's own mapping stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def export(
+    kv_caches: dict[str, torch.Tensor],
+    allocation: MemfdAllocation | None,
+    segment: Segment,
+    encoding: str,
+) -> ExportedMemory:
+    """Describe and share the KV cache that vLLM registered.
+
+    Args:
+        kv_caches: layer name to tensor of shape [blocks, heads, tokens, content], in layer order.
+        allocation: the context in which they were allocated, if there was one.
+        segment: this rank's layers and heads.
+        encoding: from `namespace.encoding_of`.
+
+    Raises:
+        ExportRefused: the memory is on a device, or is not one allocation.
+        LayoutError: the tensors do not form a layout.
+    """
+    tensors = list(kv_caches.values())
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise ExportRefused(
+            f"KV cache on device {tensors[0].device}: only the CPU backend is supported by this "
+            "release; remove the kv connector from this engine"
+        )
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) != 1:
+        raise ExportRefused(
+            f"KV cache in {len(storages)} allocations: kvlake shares one allocation per worker"
+        )
+    if allocation is not None and allocation.fd >= 0 and storages == {allocation.address}:
+        fd, size_bytes, base = allocation.fd, allocation.size_bytes, allocation.address
+    else:
+        fd, size_bytes, base = _move_to_shared(tensors[0])
+    views = [
+        (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor)) for tensor in tensors
+    ]
+    layout = KVLayout.from_views(
+        segment,
+        views,
+        itemsize=tensors[0].element_size(),
+        dtype=str(tensors[0].dtype).removeprefix("torch."),
+        encoding=encoding,
+        size_bytes=size_bytes,
+    )
+    return ExportedMemory(fd, size_bytes, layout)
+
+
+def _strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
+
+
+def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Move a storage, and with it every tensor over it, to shared memory; one copy, at start."""
+    storage = tensor.untyped_storage()
+    fd, size_bytes = storage._share_fd_cpu_()  # type: ignore[attr-defined]  # pyright: ignore
+    duplicate = os.dup(fd)
+    return duplicate, max(size_bytes, os.fstat(duplicate).st_size), storage.data_ptr()

@@ -1,0 +1,128 @@
+"""Chunk keys of one request: a sha256 chain over token ids and whatever else shapes the KV.
+
+Owns the definition of a key. A key says: these tokens, after that parent, under this namespace,
+with these extras. Two requests share KV exactly as far as their keys are equal.
+
+* The root is a hash of the namespace and of what holds for the whole request: cache salt and
+  LoRA adapter. So tenants with different salts never share a key, not even the first.
+* Multimodal items enter the chunk that they overlap, with their offset relative to the chunk.
+* Nothing depends on PYTHONHASHSEED, on the machine, or on vLLM's own block hashes.
+
+A partial chunk (the tail of a prompt or of a finished request) has the same kind of key over
+fewer tokens; the token count is hashed too, so a partial key never equals a full one.
+
+Cost: one conversion of the tokens to int32 bytes and one sha256 per chunk, once per request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+NO_PARENT: Final = bytes(32)
+_DOMAIN: Final = b"kvlake/key/1\0"
+_TOKEN_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A multimodal input: what it is, and which token positions `[offset, offset+length)` it fills."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+def _framed(*parts: bytes) -> bytes:
+    # Length-prefixed, so that no two lists of parts share an encoding.
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def root_key(namespace_digest: bytes, *, salt: str = "", lora: str = "", generation: bytes = b"") -> bytes:
+    """The key above the first chunk of a request.
+
+    `generation` is random after a reset of the cache, so that nothing from before it is found.
+    """
+    parts = _framed(namespace_digest, salt.encode(), lora.encode(), generation)
+    return hashlib.sha256(_DOMAIN + b"root" + parts).digest()
+
+
+class KeyChain:
+    """Keys of the chunks of one growing token sequence.
+
+    Args:
+        root: from `root_key`.
+        chunk_tokens: tokens per full chunk.
+        block_tokens: tokens per engine block; partial chunks are whole blocks.
+        media: multimodal inputs in order of offset.
+    """
+
+    __slots__ = ("_block_tokens", "_chunk_tokens", "_keys", "_media", "_partials", "_root", "_tokens")
+
+    def __init__(
+        self, root: bytes, chunk_tokens: int, block_tokens: int, media: Sequence[MediaItem] = ()
+    ) -> None:
+        self._root = root
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = block_tokens
+        self._media = tuple(media)
+        self._tokens = bytearray()
+        self._keys: list[bytes] = []
+        self._partials: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens hashed so far."""
+        return len(self._tokens) // _TOKEN_BYTES
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the full chunks, first to last. Do not change the list."""
+        return self._keys
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append token ids (int32 range) and hash the chunks that they complete."""
+        self._tokens += array("i", token_ids).tobytes()
+        chunk_bytes = self._chunk_tokens * _TOKEN_BYTES
+        for index in range(len(self._keys), len(self._tokens) // chunk_bytes):
+            self._keys.append(self._key(index, self._chunk_tokens))
+
+    def parent(self, index: int) -> bytes:
+        """Key of the chunk before chunk `index`, or 32 zero bytes for the first."""
+        return self._keys[index - 1] if index else NO_PARENT
+
+    def tokens(self, index: int, num_blocks: int) -> bytes:
+        """Little-endian int32 bytes of the first `num_blocks` blocks of chunk `index`."""
+        start = index * self._chunk_tokens * _TOKEN_BYTES
+        return bytes(self._tokens[start : start + num_blocks * self._block_tokens * _TOKEN_BYTES])
+
+    def partial(self, index: int, num_blocks: int) -> bytes:
+        """Key of the first `num_blocks` blocks of chunk `index`; all chunks before it are full."""
+        key = self._partials.get((index, num_blocks))
+        if key is None:
+            key = self._key(index, num_blocks * self._block_tokens)
+            self._partials[(index, num_blocks)] = key
+        return key
+
+    def partial_blocks(self, index: int) -> int:
+        """Whole blocks of chunk `index` that are known, if it is not full (else all of them)."""
+        tokens = min(self.num_tokens - index * self._chunk_tokens, self._chunk_tokens)
+        return max(tokens, 0) // self._block_tokens
+
+    def _key(self, index: int, num_tokens: int) -> bytes:
+        start = index * self._chunk_tokens
+        end = start + num_tokens
+        parent = self._keys[index - 1] if index else self._root
+        hasher = hashlib.sha256(_DOMAIN)
+        hasher.update(parent)
+        hasher.update(num_tokens.to_bytes(4, "little"))
+        hasher.update(memoryview(self._tokens)[start * _TOKEN_BYTES : end * _TOKEN_BYTES])
+        for item in self._media:
+            if item.offset < end and item.offset + item.length > start:
+                # Relative to the chunk and signed: an item may begin in a chunk before this one.
+                relative = (item.offset - start).to_bytes(8, "little", signed=True)
+                hasher.update(_framed(item.identifier.encode(), relative))
+        return hasher.digest()

@@ -1,0 +1,135 @@
+"""The namespace: what must be equal for KV bytes of one engine to be right in another.
+
+Owns the reading of vLLM's configuration into a small JSON object. Equal JSON, equal bytes for
+equal tokens; anything that could change the bytes is in it. Where the model is a folder, its
+weights are identified by what the files hold (`config.json`, and of each safetensors file the
+header and a sample of every tensor), not by the folder's name, so that the same model under two
+paths is shared and two fine-tunes under one path are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+_SAMPLE_BYTES: Final = 1024
+_HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
+
+
+def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, spec: Any) -> bytes:
+    """Canonical JSON (UTF-8, sorted keys) of an engine's namespace.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        block_tokens: tokens per block of the KV cache group.
+        blocks_per_chunk: blocks per full chunk.
+        spec: the group's `FullAttentionSpec`; head counts are taken from the model, not from it,
+            so that ranks of a tensor-parallel engine agree.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    hf_config = model.hf_text_config
+    description = {
+        "format": 1,
+        "model": model_identity(model.model, model.revision),
+        "kv_dtype": str(spec.dtype).removeprefix("torch."),
+        "cache_dtype": str(cache.cache_dtype),
+        "layers": int(model.get_total_num_hidden_layers()),
+        "kv_heads": int(model.get_total_num_kv_heads()),
+        "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
+        "block_tokens": block_tokens,
+        "blocks_per_chunk": blocks_per_chunk,
+        "rope": _plain(getattr(hf_config, "rope_parameters", None)),
+        "quantization": str(model.quantization),
+        "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
+        "encoding": encoding_of(vllm_config, block_tokens, spec),
+    }
+    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest_of(namespace: bytes) -> bytes:
+    """32 bytes that stand for a namespace in keys and object names."""
+    return hashlib.sha256(namespace).digest()
+
+
+def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
+    """How values lie inside a (block, head): CPU kernels pack them for the instruction set."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.device_type)
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
+
+    isa = _get_attn_isa(
+        spec.dtype, block_tokens, spec.head_size, str(vllm_config.cache_config.cache_dtype)
+    )
+    return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-{isa}"
+
+
+def model_identity(model: str, revision: str | None) -> dict[str, str]:
+    """Name and revision of a hub model, or a digest of the files of a local one."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return {"name": model, "revision": revision or ""}
+    return {"digest": folder_digest(folder)}
+
+
+def folder_digest(folder: Path) -> str:
+    """Hex digest of `config.json` and of the weights in a model folder.
+
+    Of a safetensors file: its size, its header, and `_SAMPLE_BYTES` from the middle of every
+    tensor, which a change of any layer's weights does not survive. Of other weight files: size,
+    modification time and the first and last sample.
+    """
+    hasher = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        hasher.update(config.read_bytes())
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        _hash_safetensors(hasher, path)
+    if not files:
+        for path in sorted([*folder.glob("*.bin"), *folder.glob("*.gguf"), *folder.glob("*.pt")]):
+            _hash_opaque(hasher, path)
+    return hasher.hexdigest()
+
+
+def _hash_safetensors(hasher: Any, path: Path) -> None:
+    # Format: 8 bytes of little-endian header length, a JSON header, then the tensors' bytes.
+    with path.open("rb") as file:
+        length_bytes = file.read(8)
+        (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
+        if not 0 < length <= _HEADER_BYTES_MAX:
+            _hash_opaque(hasher, path)
+            return
+        header = file.read(length)
+        hasher.update(header)
+        try:
+            tensors = json.loads(header)
+        except ValueError:
+            _hash_opaque(hasher, path)
+            return
+        for name in sorted(tensors):
+            offsets = tensors[name].get("data_offsets") if isinstance(tensors[name], dict) else None
+            if not offsets:
+                continue
+            start, end = offsets
+            file.seek(8 + length + start + max(0, (end - start - _SAMPLE_BYTES) // 2))
+            hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
+
+
+def _hash_opaque(hasher: Any, path: Path) -> None:
+    status = path.stat()
+    hasher.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        hasher.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+        hasher.update(file.read(_SAMPLE_BYTES))
+
+
+def _plain(value: Any) -> Any:
+    """A JSON-able copy of a configuration value; what JSON cannot hold becomes its repr."""
+    return json.loads(json.dumps(value, sort_keys=True, default=repr))

@@ -1,0 +1,68 @@
+"""What the scheduler role tells the workers each step, and what they tell it back.
+
+Plain records without vLLM in them; `vllm.py` wraps them in vLLM's own classes. They travel by
+pickle between vLLM's own processes, never to the sidecar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LoadPiece:
+    """Blocks `first_block …` of one chunk go to `block_ids`."""
+
+    key: bytes
+    first_block: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StorePiece:
+    """`block_ids` hold the chunk `key` after `parent`; `token_ids` are int32 bytes."""
+
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class Load:
+    """Everything that one request loads."""
+
+    job_id: int
+    request_id: str
+    pieces: list[LoadPiece]
+
+
+@dataclass(slots=True)
+class Store:
+    """Chunks of one request that became complete in one step."""
+
+    job_id: int
+    pieces: list[StorePiece]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Jobs of one step, the same for every rank."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Stores that ended on a rank: job id to the number of ranks, and how many of them failed."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+    failed: int = 0
+
+    def add(self, other: StepReport) -> StepReport:
+        """Sum of two ranks' reports."""
+        ended = dict(self.ended)
+        for job_id, ranks in other.ended.items():
+            ended[job_id] = ended.get(job_id, 0) + ranks
+        return StepReport(ended, self.failed + other.failed)

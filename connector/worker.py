@@ -1,0 +1,206 @@
+"""Worker role: shares the KV memory once, then sends one message per step that has jobs.
+
+Owns the jobs of this rank between their submission and their answer. Each ends exactly once:
+answered by the sidecar, failed because there is none, or revoked after its deadline. A job that
+may still touch this engine's memory is never ended (see `tiers.fence`): after a deadline, or when
+the sidecar is gone, it ends only once the fence page says that no copy of it can run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connector.client import Attempt, Client, Session
+from connector.export import KIND_MEMFD, ExportedMemory
+from connector.plan import Load, StepPlan, StepReport, Store
+from sidecar.protocol import (
+    Attach,
+    Done,
+    JobOutcome,
+    LoadChunk,
+    LoadJob,
+    Memory,
+    Outcome,
+    StoreChunk,
+    StoreJob,
+    Submit,
+)
+from tiers.fence import WorkerFence
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    job_id: int
+    request_id: str | None
+    """The request that waits for a load; None for a store."""
+    deadline: float
+    fence: WorkerFence
+
+
+@dataclass(slots=True)
+class TransferResults:
+    """What this rank finished since the last step."""
+
+    loaded: set[str]
+    failed: set[str]
+    report: StepReport
+
+
+class WorkerRole:
+    """One rank's end of the connector.
+
+    Args:
+        make_client: builds the client around `attach_message`; called once memory is registered.
+        describe: builds the `Attach` of this rank from its memory.
+    """
+
+    def __init__(
+        self,
+        memory: ExportedMemory,
+        make_client: Callable[[Callable[[], Attempt]], Client],
+        describe: Callable[[ExportedMemory, Memory], Attach],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory
+        self._describe = describe
+        self._clock = clock
+        self._step = 0
+        self._fence: WorkerFence | None = None
+        self._session: Session | None = None
+        self._retired: list[WorkerFence] = []
+        self._outstanding: dict[int, _Outstanding] = {}
+        self._results = TransferResults(set(), set(), StepReport())
+        self._client = make_client(self._make_attempt)
+
+    def _make_attempt(self) -> Attempt:
+        # Runs on the client's thread. A new fence page per attempt: a sidecar of an earlier life
+        # that still runs must not read what is meant for its successor.
+        fence = WorkerFence()
+        memory = Memory(kind=KIND_MEMFD, size_bytes=self._memory.size_bytes)
+        message = self._describe(self._memory, memory)
+        return Attempt(message, [self._memory.fd, fence.fd], fence)
+
+    def _refresh_session(self) -> Session | None:
+        session = self._client.session
+        if session is not self._session:
+            # The old page stays open until its jobs are known to be void; see `_expire`.
+            if self._fence is not None:
+                self._retired.append(self._fence)
+                self._fence = None
+            self._session = session
+            if session is not None:
+                assert isinstance(session.context, WorkerFence)
+                self._fence = session.context
+        return session
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send this step's jobs; called after the step's forward pass was executed."""
+        if not plan.loads and not plan.stores:
+            return
+        session = self._refresh_session()
+        fence = self._fence
+        self._step += 1
+        sent = False
+        if session is not None and fence is not None:
+            # CPU: the forward pass is over when we get here, so the step is done.
+            fence.signal(self._step)
+            message = Submit(
+                epoch=session.epoch,
+                fence=self._step,
+                loads=[_load_job(load) for load in plan.loads],
+                stores=[_store_job(store) for store in plan.stores],
+            )
+            sent = self._client.send(message)
+        if not sent or session is None or fence is None:
+            for load in plan.loads:
+                self._end(load.job_id, load.request_id, Outcome.FAILED)
+            for store in plan.stores:
+                self._end(store.job_id, None, Outcome.FAILED)
+            return
+        now = self._clock()
+        load_deadline = now + session.limits.load_deadline_ms_max / 1000
+        store_deadline = now + session.limits.store_deadline_ms_max / 1000
+        for load in plan.loads:
+            self._outstanding[load.job_id] = _Outstanding(
+                load.job_id, load.request_id, load_deadline, fence
+            )
+        for store in plan.stores:
+            self._outstanding[store.job_id] = _Outstanding(
+                store.job_id, None, store_deadline, fence
+            )
+
+    def collect(self) -> TransferResults:
+        """Everything that ended since the last call. Called once per step; never waits."""
+        self._refresh_session()
+        if self._outstanding or self._retired:
+            for message in self._client.poll():
+                if isinstance(message, Done):
+                    self._answered(message.jobs)
+            self._expire()
+        results, self._results = self._results, TransferResults(set(), set(), StepReport())
+        return results
+
+    def _answered(self, jobs: list[JobOutcome]) -> None:
+        for job in jobs:
+            waiting = self._outstanding.pop(job.job_id, None)
+            if waiting is not None:
+                self._end(job.job_id, waiting.request_id, job.outcome)
+
+    def _expire(self) -> None:
+        """End jobs that will not be answered: past their deadline, or of a session that is gone."""
+        now = self._clock()
+        overdue = [
+            job
+            for job in self._outstanding.values()
+            if job.fence is not self._fence or now >= job.deadline
+        ]
+        if overdue:
+            limits: dict[int, tuple[WorkerFence, int]] = {}
+            for job in overdue:
+                _, below = limits.get(id(job.fence), (job.fence, 0))
+                limits[id(job.fence)] = (job.fence, max(below, job.job_id + 1))
+            for fence, below in limits.values():
+                # A running copy refuses this: then the jobs stay until it is over.
+                if fence.try_revoke(below):
+                    self._void(fence, below)
+        busy = {id(job.fence) for job in self._outstanding.values()}
+        for fence in [fence for fence in self._retired if id(fence) not in busy]:
+            self._retired.remove(fence)
+            fence.close()
+
+    def _void(self, fence: WorkerFence, below: int) -> None:
+        for job in list(self._outstanding.values()):
+            if job.fence is fence and job.job_id < below:
+                del self._outstanding[job.job_id]
+                self._end(job.job_id, job.request_id, Outcome.REVOKED)
+
+    def _end(self, job_id: int, request_id: str | None, outcome: Outcome) -> None:
+        results = self._results
+        if request_id is None:
+            results.report.ended[job_id] = 1
+            results.report.failed += outcome not in (Outcome.OK, Outcome.PARTIAL)
+            return
+        results.loaded.add(request_id)
+        if outcome is not Outcome.OK:
+            results.failed.add(request_id)
+
+    def close(self) -> None:
+        """Detach. Jobs that are still open end with the session."""
+        self._client.close()
+        self._memory.close()
+
+
+def _load_job(load: Load) -> LoadJob:
+    chunks = [LoadChunk(piece.key, piece.first_block, piece.block_ids) for piece in load.pieces]
+    return LoadJob(load.job_id, chunks)
+
+
+def _store_job(store: Store) -> StoreJob:
+    chunks = [
+        StoreChunk(piece.key, piece.parent, piece.token_ids, piece.block_ids)
+        for piece in store.pieces
+    ]
+    return StoreJob(store.job_id, chunks)

@@ -1,0 +1,271 @@
+"""The Unix socket side: the runtime directory, attach connections, descriptors, end of file.
+
+Owns the directory with the sockets (0700, locked by one sidecar), one `Connection` per client
+with its stream framing, received descriptors (SCM_RIGHTS) and the peer's name (SO_PEERCRED).
+Does not own sessions or what an `Attach` means.
+
+Invariants:
+
+* A received descriptor is close-on-exec and is either handed to the caller or closed here, also
+  on every error path; no client can make the sidecar keep one.
+* Whoever holds the lock of the directory owns every file in it: a socket file found there is a
+  dead sidecar's. The lock is the kernel's (flock), so it goes with its process.
+* A connection reads at most one `Attach` and then nothing: end of file is the sign of death.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from sidecar.protocol import FDS_PER_ATTACH_MAX, ProtocolError, frame_stream, stream_length
+
+ATTACH_BYTES_MAX: Final = 1024 * 1024
+BACKLOG_CONNECTIONS_MAX: Final = 128
+_SOCKET_PATH_BYTES_MAX: Final = 107
+# Room for more descriptors than are allowed, so that extras arrive, are seen, and are closed.
+_FDS_RECEIVED_MAX: Final = 32
+_CREDENTIALS = struct.Struct("iII")
+
+
+class StartError(Exception):
+    """The sidecar cannot start; the message says what an operator changes."""
+
+
+class AttachRefused(Exception):
+    """This client will not be served; becomes a `Refused` with `code` and the message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, as the kernel says (SO_PEERCRED)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class RuntimeDirectory:
+    """`<directory>/<name>`: mode 0700, ours, locked; holds both sockets."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.path = directory / name
+        self.attach_path = self.path / "attach.sock"
+        self.jobs_path = self.path / "jobs.sock"
+        longest = len(os.fsencode(self.attach_path))
+        if longest > _SOCKET_PATH_BYTES_MAX:
+            raise StartError(
+                f"runtime.directory: {self.attach_path} has {longest} bytes and a Unix socket path "
+                f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
+            )
+        for level in (directory, self.path):
+            _own_directory(level, private=level == self.path)
+        self._lock_fd = self._take_lock()
+        self.remove_sockets()
+
+    def _take_lock(self) -> int:
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise StartError(f"cannot lock {self.path / 'lock'}: {error}") from error
+            raise StartError(
+                f"a sidecar (pid {owner}) already serves {self.path}; stop it, or give this one "
+                "another runtime.name"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        return fd
+
+    def remove_sockets(self) -> None:
+        """Unlink both sockets: a dead sidecar's at start, our own at the end."""
+        for path in (self.attach_path, self.jobs_path):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the sockets and let go of the directory."""
+        self.remove_sockets()
+        os.close(self._lock_fd)
+
+
+def _own_directory(path: Path, *, private: bool) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise StartError(f"runtime.directory={path} cannot be made: {error}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartError(f"runtime.directory={path} is not a directory; choose another")
+    if not private:
+        return
+    if found.st_uid != os.geteuid():
+        raise StartError(
+            f"runtime.directory={path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; "
+            "choose another, its sockets could be replaced"
+        )
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        path.chmod(0o700)
+
+
+def listen(path: Path) -> socket.socket:
+    """A non-blocking listening socket at `path`, mode 0600."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(BACKLOG_CONNECTIONS_MAX)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close descriptors that nobody took over."""
+    while fds:
+        os.close(fds.pop())
+
+
+class Connection:
+    """One client's Unix connection. Owns `sock`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        # What goes out while nobody listens is a message or two; one that does not fit ends the
+        # session instead of waiting (see `try_send`).
+        packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.peer = Peer(*_CREDENTIALS.unpack(packed))
+
+    async def receive_attach(self) -> tuple[bytes, list[int]]:
+        """The first frame and the descriptors that came with it; the caller owns those.
+
+        Raises `AttachRefused` for too many descriptors, `ProtocolError` for a frame over the
+        limit, `EOFError` if the peer went away first.
+        """
+        fds: list[int] = []
+        try:
+            length = stream_length(await self._receive_exactly(4, fds))
+            if length > ATTACH_BYTES_MAX:
+                raise ProtocolError(
+                    "frame_too_large",
+                    f"Attach of {length} bytes exceeds ATTACH_BYTES_MAX={ATTACH_BYTES_MAX}",
+                )
+            frame = await self._receive_exactly(length, fds)
+            if len(fds) > FDS_PER_ATTACH_MAX:
+                raise AttachRefused(
+                    "descriptors",
+                    f"{len(fds)} descriptors arrived, an Attach has at most {FDS_PER_ATTACH_MAX}",
+                )
+        except BaseException:
+            close_fds(fds)
+            raise
+        return frame, fds
+
+    async def _receive_exactly(self, num_bytes: int, fds: list[int]) -> bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
+            await anyio.wait_readable(self._sock)
+            try:
+                data = self._receive(num_bytes - len(received), fds)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise EOFError("the client closed its connection before it had attached")
+            received += data
+            if len(fds) > FDS_PER_ATTACH_MAX:
+                raise AttachRefused(
+                    "descriptors",
+                    f"more than {FDS_PER_ATTACH_MAX} descriptors arrived with one Attach",
+                )
+        return bytes(received)
+
+    def _receive(self, bytes_max: int, fds: list[int]) -> bytes:
+        item_bytes = array.array("i").itemsize
+        space = socket.CMSG_SPACE(_FDS_RECEIVED_MAX * item_bytes)
+        data, ancillary, flags, _ = self._sock.recvmsg(bytes_max, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) // item_bytes * item_bytes])
+                fds.extend(received)
+        if flags & socket.MSG_CTRUNC:
+            # The kernel closed what did not fit; what did is in `fds` and the caller closes it.
+            raise AttachRefused(
+                "descriptors", "descriptors were lost on the way (too many, or none left here)"
+            )
+        return data
+
+    async def send(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send one frame with descriptors; waits while the socket is full."""
+        frame = memoryview(frame_stream(payload))
+        sent = 0
+        while sent < len(frame):
+            try:
+                sent += self._send_once(frame[sent:], fds if sent == 0 else ())
+            except BlockingIOError:
+                await anyio.wait_writable(self._sock)
+
+    def try_send(self, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
+        """Send one frame now. False if it did not go out whole: the stream is then useless."""
+        frame = memoryview(frame_stream(payload))
+        try:
+            return self._send_once(frame, fds) == len(frame)
+        except OSError:
+            return False
+
+    def _send_once(self, data: memoryview, fds: tuple[int, ...]) -> int:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        return self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+
+    async def wait_end(self) -> str:
+        """Wait until the peer closes, dies or says something; returns which, in words."""
+        while True:
+            await anyio.wait_readable(self._sock)
+            ended = self._ended()
+            if ended is not None:
+                return ended
+
+    def at_end(self) -> bool:
+        """Whether the peer is already known to be gone, without waiting."""
+        return self._ended() is not None
+
+    def _ended(self) -> str | None:
+        fds: list[int] = []
+        try:
+            data = self._receive(1, fds)
+        except BlockingIOError:
+            return None
+        except (OSError, AttachRefused) as error:
+            return f"connection lost: {error}"
+        finally:
+            close_fds(fds)
+        return "unexpected bytes after Attach" if data else "end of file"
+
+    def hang_up(self) -> None:
+        """End the conversation: the peer reads end of file, and so does `wait_end`."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Nobody may be waiting on it."""
+        self._sock.close()

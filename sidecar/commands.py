@@ -1,0 +1,284 @@
+"""The engine's vocabulary: events that it is told, commands that it answers with.
+
+The engine (`sidecar/engine.py`) is a pure function of its state: `handle(event, now) ->
+list[Command]`. The server turns messages into events, the mover turns commands into I/O and
+their endings into events. Nothing here does anything; these are records.
+
+Ids: `session_id` counts attachments in this sidecar's life, `realm_id` counts (namespace,
+topology) pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by its byte
+offset in the pool's mapping.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from sidecar.protocol import Lookup, Role, ServerMessage, Submit
+from tiers.layout import ChunkLayout
+
+# --- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A client attached. For a worker, `layout` is its rank's chunk geometry."""
+
+    session_id: int
+    role: Role
+    engine_id: str
+    rank: int
+    world_size: int
+    realm_id: int
+    want_events: bool
+    layout: ChunkLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """End of file on the client's Unix socket. Copies that run for it go on to their end."""
+
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A worker's jobs of one step."""
+
+    session_id: int
+    message: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A scheduler asks for chunks that only the store holds."""
+
+    session_id: int
+    message: Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTaken:
+    """A scheduler pins chunks until load job `lease_id` of every rank has ended."""
+
+    session_id: int
+    lease_id: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A scheduler gives leases and lookups back."""
+
+    session_id: int
+    lease_ids: tuple[int, ...]
+    lookup_ids: tuple[int, ...]
+
+
+class CopyOutcome(enum.Enum):
+    """How one gather or scatter ended."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    REVOKED = "revoked"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A `Gather` or `Scatter` ended; its slot and blocks are no longer touched."""
+
+    copy_id: int
+    outcome: CopyOutcome
+    detail: str = ""
+
+
+class StoreOutcome(enum.Enum):
+    """How one read from, or write to, the object store ended."""
+
+    OK = "ok"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A `Write` ended; its slot is no longer read."""
+
+    write_id: int
+    outcome: StoreOutcome
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A `Read` ended. OK means: verified, in the slot, with `num_blocks` blocks."""
+
+    read_id: int
+    outcome: StoreOutcome
+    num_blocks: int = 0
+    parent: bytes = b""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A listing of the store for one realm's namespace: key -> ranks whose segment is there.
+
+    `complete` is True for a whole listing (keys that it lacks are gone from the store) and False
+    for an addition.
+    """
+
+    realm_id: int
+    ranks_by_key: dict[bytes, frozenset[int]]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: leases and lookups past their deadline end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The sidecar stops: no new store or lookup is accepted, pending writes are issued."""
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | Submitted
+    | LookedUp
+    | LeaseTaken
+    | Released
+    | Copied
+    | Written
+    | ReadDone
+    | Listed
+    | Tick
+    | Draining
+)
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Copy a worker's blocks into a slot, checksum and seal it; answered by `Copied`."""
+
+    copy_id: int
+    session_id: int
+    job_id: int
+    fence: int
+    realm_id: int
+    rank: int
+    slot: int
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Verify a slot of `num_blocks` blocks and copy part of it out; answered by `Copied`."""
+
+    copy_id: int
+    session_id: int
+    job_id: int
+    fence: int
+    realm_id: int
+    rank: int
+    slot: int
+    key: bytes
+    num_blocks: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Send a sealed slot to the object store; answered by `Written`."""
+
+    write_id: int
+    realm_id: int
+    rank: int
+    slot: int
+    key: bytes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bring one segment from the object store into a slot and verify it; answered by `ReadDone`."""
+
+    read_id: int
+    realm_id: int
+    rank: int
+    slot: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Move a corrupt object aside so that nobody reads it again. Best effort, not answered."""
+
+    realm_id: int
+    rank: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a message to one session; dropped where the session is gone."""
+
+    session_id: int
+    message: ServerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSet:
+    """What the shared index shall say of a chunk. Neither flag: remove it."""
+
+    realm_id: int
+    key: bytes
+    in_host: bool
+    in_store: bool
+
+
+Command = Gather | Scatter | Write | Read | Quarantine | Reply | IndexSet
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine counted since it started; the metrics read it. Never decreases."""
+
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    chunks_evicted: int = 0
+    chunks_written: int = 0
+    chunks_read: int = 0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    stores_duplicate: int = 0
+    stores_dropped_full: int = 0
+    stores_failed: int = 0
+    stores_revoked: int = 0
+    loads_missing: int = 0
+    loads_corrupt: int = 0
+    loads_failed: int = 0
+    loads_revoked: int = 0
+    lookups: int = 0
+    lookups_expired: int = 0
+    leases_expired: int = 0
+    reads_missing: int = 0
+    reads_corrupt: int = 0
+    reads_unavailable: int = 0
+    writes_dropped: int = 0
+    writes_failed: int = 0
+    quarantined_host: int = 0
+    quarantined_store: int = 0
+    stale_messages: int = field(default=0)

@@ -1,0 +1,407 @@
+"""The sidecar's settings: what there is, its defaults and limits, one YAML file.
+
+Owns the models (`Config` and its sections), loading with errors that say where and what to do,
+showing without secrets, and the JSON schema that editors check a file against. Reading YAML and
+wording errors is `sidecar/configfile.py`.
+
+Invariants: a `Config` that exists is valid, frozen and complete (every default filled in); sizes
+are bytes and durations are seconds once parsed; no secret leaves through `repr`, `show` or an
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from sidecar.configfile import (
+    ConfigError,
+    FieldPath,
+    Source,
+    explain,
+    mask_url,
+    masked,
+    read_source,
+)
+from sidecar.units import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""What `struct sockaddr_un` holds on Linux, less the closing zero."""
+
+_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+_URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
+
+
+def _path(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) and value else value
+
+
+def _number(value: object) -> object:
+    # A variable expands to text: `port: ${PORT:-9321}` must still be a number.
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+def _flag(value: object) -> object:
+    return (
+        {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _switch(value: object) -> object:
+    # YAML reads a bare `on` or `off` as a boolean.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(format_size, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
+]
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": DURATION_PATTERN},
+            ]
+        }
+    ),
+]
+Directory = Annotated[
+    Path, BeforeValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})
+]
+Count = Annotated[int, BeforeValidator(_number)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+WriteMode = Annotated[
+    Literal["through", "off"],
+    BeforeValidator(_switch),
+    WithJsonSchema({"enum": ["through", "off", False]}),
+]
+ReadMode = Annotated[
+    Literal["on", "off"],
+    BeforeValidator(_switch),
+    WithJsonSchema({"enum": ["on", "off", True, False]}),
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+
+def default_runtime_directory() -> Path:
+    """The user's own runtime directory where there is one, else one in /tmp named by user id."""
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own).is_dir():
+        return Path(own) / "kvlake"
+    return Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (made 0700, and its owner is checked)
+
+
+class Runtime(_Section):
+    """Where the sidecar's sockets are, and what this sidecar is called."""
+
+    directory: Directory = Field(default_factory=default_runtime_directory)
+    """Absolute directory for sockets; made with mode 0700."""
+    name: str = "default"
+    """Name of this sidecar; two on one node need two names."""
+
+    @field_validator("directory")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return _require_absolute(value)
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError(
+                f"{value!r} cannot name a directory; use 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Runtime:
+        length = len(os.fsencode(self.attach_path))
+        if length > SOCKET_PATH_BYTES_MAX:
+            raise ValueError(
+                f"socket path {self.attach_path} has {length} bytes, and Linux takes at most "
+                f"{SOCKET_PATH_BYTES_MAX}; choose a shorter runtime.directory or runtime.name"
+            )
+        return self
+
+    @property
+    def home(self) -> Path:
+        """This sidecar's own directory."""
+        return self.directory / self.name
+
+    @property
+    def attach_path(self) -> Path:
+        """Unix socket on which engines attach."""
+        return self.home / "attach.sock"
+
+    @property
+    def jobs_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that carries jobs."""
+        return self.home / "jobs.sock"
+
+
+class Chunk(_Section):
+    """The unit that is stored, looked up and evicted."""
+
+    tokens: Count = Field(default=256, ge=1, le=65_536)
+    """Tokens per chunk; a multiple of the engine's block size. Handed on by `kvlake run`."""
+
+
+class Host(_Section):
+    """The host memory tier."""
+
+    size: Size = Field(default=8 << 30, ge=1 << 20)
+    """Host memory for chunks, such as "8GiB"."""
+    directory: Directory = Path("/dev/shm")  # noqa: S108 (a file system in memory, by design)
+    """Absolute directory of the pool's file; in a memory file system such as /dev/shm."""
+    policy: Literal["lru", "fifo"] = "lru"
+    """Which chunk makes room: the least recently used, or the oldest."""
+    prefault: Flag = True
+    """Touch all of it at the start, so that no store pays for first use."""
+
+    @field_validator("directory")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return _require_absolute(value)
+
+
+class Store(_Section):
+    """The object store tier, shared by every sidecar that names the same place."""
+
+    url: str
+    """Where chunks go: s3://bucket, gs://bucket, az://container, file:///directory."""
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Handed to the fsspec file system as they are (credentials, endpoint, client options)."""
+    prefix: str = ""
+    """Path under `url` below which everything is kept."""
+    write: WriteMode = "through"
+    """`through`: every stored chunk is written in the background. `off`: nothing is."""
+    read: ReadMode = "on"
+    """`on`: chunks that only the store holds are served. `off`: they are not looked for."""
+    refresh_seconds: Duration = Field(default=5.0, ge=0.05)
+    """How often the store is listed for what other sidecars wrote."""
+    writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
+    """Objects written at the same time."""
+    reads_inflight_max: Count = Field(default=16, ge=1, le=1024)
+    """Objects read at the same time."""
+    write_queue_chunks_max: Count = Field(default=1024, ge=1, le=1_000_000)
+    """Chunks that wait to be written; beyond it the write is dropped, the chunk stays in memory."""
+    deadline_seconds_max: Duration = Field(default=30.0, ge=0.01)
+    """Longest that one request to the store may take, retries included."""
+    retries_max: Count = Field(default=3, ge=0, le=100)
+    """How often a request that failed in passing is sent again."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if not _URL.match(value):
+            remedy = f"file://{value}" if value.startswith("/") else f"s3://{value or 'bucket'}"
+            raise ValueError(
+                f"{mask_url(value)!r} has no scheme; write a URL such as {mask_url(remedy)}"
+            )
+        return value
+
+    @field_validator("prefix")
+    @classmethod
+    def _relative(cls, value: str) -> str:
+        trimmed = value.strip("/")
+        if any(part in ("", ".", "..") for part in trimmed.split("/") if trimmed):
+            raise ValueError(f"{value!r} must be a plain relative path such as team-a/kv")
+        return trimmed
+
+    def __repr_args__(self) -> Any:
+        """Leave no password of the URL in a traceback or a log line."""
+        for name, value in super().__repr_args__():
+            yield name, mask_url(value) if name == "url" and isinstance(value, str) else value
+
+
+class Limits(_Section):
+    """Deadlines and bounds. The first four are told to the engines when they attach."""
+
+    lookup_wait: Duration = Field(default=0.5, le=60)
+    """Longest that a request waits for chunks that only the store holds."""
+    load_deadline: Duration = Field(default=5.0, ge=0.01, le=600)
+    """Longest that an engine waits for a load; then it computes the tokens itself."""
+    store_deadline: Duration = Field(default=10.0, ge=0.01, le=600)
+    """Longest that an engine holds blocks for a store; then it takes them back."""
+    lease_ttl: Duration = Field(default=10.0, ge=0.01, le=3600)
+    """How long a pinned chunk stays pinned if nobody lets go of it."""
+    jobs_inflight_max: Count = Field(default=256, ge=1, le=4096)
+    """Jobs that one engine may have running; beyond it, it stores nothing."""
+    sessions_max: Count = Field(default=256, ge=1, le=65_536)
+    """Attached clients: one scheduler and one worker per rank for each engine."""
+    drain_seconds_max: Duration = Field(default=30.0, le=3600)
+    """Longest that a stopping sidecar goes on writing to the store."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Limits:
+        if self.lease_ttl < self.load_deadline:
+            raise ValueError(
+                f"lease_ttl={format_duration(self.lease_ttl)} ends before "
+                f"load_deadline={format_duration(self.load_deadline)}; a lease must outlive the "
+                "load that it protects, so raise lease_ttl or lower load_deadline"
+            )
+        return self
+
+
+class Copy(_Section):
+    """Copying between engines and host memory."""
+
+    threads: Count = Field(default=1, ge=1, le=256)
+    """Threads that copy; one saturates a core, and engines want theirs."""
+
+
+class Http(_Section):
+    """Metrics, health and status over HTTP."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; there is no authentication, so keep it inside."""
+    port: Count = Field(default=9321, ge=0, le=65_535)
+    """Port to listen on; 0 takes any that is free."""
+
+
+class Log(_Section):
+    """What is written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is written."""
+    format: Literal["text", "json"] = "text"
+    """`text` for people, `json` for one object per line."""
+
+
+class Config(_Section):
+    """kvlake sidecar."""
+
+    runtime: Runtime = Field(default_factory=Runtime)
+    chunk: Chunk = Field(default_factory=Chunk)
+    host: Host = Field(default_factory=Host)
+    store: Store | None = None
+    limits: Limits = Field(default_factory=Limits)
+    copies: Copy = Field(default_factory=Copy, alias="copy")
+    # `copy` in the file; the attribute has another name because pydantic models have a method so
+    # called.
+    http: Http = Field(default_factory=Http)
+    log: Log = Field(default_factory=Log)
+
+
+def _require_absolute(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError(f"'{value}' is a relative path; write an absolute one such as /{value}")
+    return value
+
+
+def load(path: str | Path | None, *, environment: Mapping[str, str] | None = None) -> Config:
+    """Read and check a configuration file; the defaults where `path` is None.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it must be fixed.
+    """
+    if path is None:
+        return Config()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            [f"{path}: no such file; configs/default.yaml is one to start from"]
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    return loads(text, name=str(path), environment=environment)
+
+
+def loads(
+    text: str, *, name: str = "configuration", environment: Mapping[str, str] | None = None
+) -> Config:
+    """Check a configuration given as YAML text. Raises `ConfigError`."""
+    source = read_source(text, name, environment)
+    # A section that is written but left empty (`host:`) means its defaults.
+    values = {key: value for key, value in source.values.items() if value is not None}
+    return _validate(values, source)
+
+
+def _validate(values: dict[str, object], source: Source) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        names = _names(Config)
+        found = error.errors(include_url=False, include_context=False)
+        raise ConfigError([explain(detail, source, names) for detail in found]) from None
+
+
+def _names(model: type[BaseModel], path: FieldPath = ()) -> dict[FieldPath, list[str]]:
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
+    found: dict[FieldPath, list[str]] = {path: list(fields)}
+    for name, info in fields.items():
+        for kind in (info.annotation, *typing.get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= _names(kind, (*path, name))
+    return found
+
+
+def show(config: Config) -> str:
+    """The whole configuration as YAML, defaults filled in and secrets masked."""
+    values = config.model_dump(mode="json", by_alias=True)
+    if config.store is not None:
+        values["store"]["url"] = mask_url(config.store.url)
+        values["store"]["storage_options"] = masked(config.store.storage_options)
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
+
+
+def schema() -> str:
+    """JSON schema of the file, as text that ends in a newline."""
+    document = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(mode="validation"),
+        "title": "kvlake sidecar configuration",
+    }
+    return json.dumps(document, indent=2) + "\n"

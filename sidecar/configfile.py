@@ -1,0 +1,249 @@
+"""Reading a YAML file so that an error can say where: lines, environment variables, nearest names.
+
+Owns the way from text to plain values with their line numbers, and from a validation failure to
+sentences that name file, line, path, value and remedy. Does not own what the settings are: that
+is `sidecar/config.py`.
+
+Invariants: only YAML's safe types are built; the same key twice is an error, not the last one
+wins; a value whose path looks secret is never part of a message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+FieldPath: TypeAlias = tuple[str | int, ...]
+
+_VARIABLE: Final = re.compile(
+    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
+)
+_SECRET_NAME: Final = re.compile(
+    r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
+    re.IGNORECASE,
+)
+_OPAQUE_SECTION: Final = "storage_options"
+_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
+_QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
+MASK: Final = "***"
+
+
+class ConfigError(Exception):
+    """A configuration cannot be used. `problems` are sentences, one for each thing to fix."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file's values, and the line of each one's path. `name` is what messages call the file."""
+
+    name: str
+    values: dict[str, object] = field(default_factory=dict[str, object])
+    lines: dict[FieldPath, int] = field(default_factory=dict[FieldPath, int])
+
+    def where(self, path: FieldPath) -> str:
+        """`file:line` of the innermost part of `path` that the file spells out."""
+        for length in range(len(path), 0, -1):
+            line = self.lines.get(path[:length])
+            if line is not None:
+                return f"{self.name}:{line}"
+        return self.name
+
+
+def read_source(text: str, name: str, environment: Mapping[str, str] | None = None) -> Source:
+    """Parse YAML, expand `${NAME}` and `${NAME:-default}` in its strings, remember the lines.
+
+    `$$` stands for one dollar sign. Keys are never expanded.
+
+    Raises:
+        ConfigError: for bad YAML, a key that stands twice, or an unset variable without default.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        value: object = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError([_yaml_problem(name, error)]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{name}: not YAML: {error}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{name}: nested too deeply to be a configuration"]) from error
+    if root is None:
+        return Source(name)
+    if not isinstance(root, yaml.MappingNode) or not isinstance(value, dict):
+        place = f"{name}:{root.start_mark.line + 1}"
+        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
+    problems: list[str] = []
+    lines: dict[FieldPath, int] = {}
+    _walk(root, (), lines, name, problems)
+    expanded = _expand(
+        cast("object", value),
+        (),
+        Source(name, {}, lines),
+        os.environ if environment is None else environment,
+        problems,
+    )
+    if problems:
+        raise ConfigError(problems)
+    return Source(name, cast("dict[str, object]", expanded), lines)
+
+
+def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    hint = ""
+    if "\\t" in said:
+        hint = "; indent with spaces, not tabs"
+    elif "mapping values are not allowed" in said:
+        hint = "; put the value in quotes, or check the indentation"
+    elif mark is not None and mark.buffer is not None and "${" in mark.buffer:
+        hint = '; between braces, a variable needs quotes: "${NAME}"'
+    return f"{where}: not YAML: {said or error}{hint}"
+
+
+def _walk(
+    node: yaml.Node,
+    path: FieldPath,
+    lines: dict[FieldPath, int],
+    name: str,
+    problems: list[str],
+) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in seen and key != "<<":
+                problems.append(
+                    f"{name}:{line}: {dotted((*path, key))} stands twice; keep one of the two"
+                )
+            seen.add(key)
+            lines[(*path, key)] = line
+            _walk(value_node, (*path, key), lines, name, problems)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*path, index)] = item.start_mark.line + 1
+            _walk(item, (*path, index), lines, name, problems)
+
+
+def _expand(
+    value: object,
+    path: FieldPath,
+    source: Source,
+    environment: Mapping[str, str],
+    problems: list[str],
+) -> object:
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value)
+        return {
+            str(key): _expand(item, (*path, str(key)), source, environment, problems)
+            for key, item in items.items()
+        }
+    if isinstance(value, list):
+        return [
+            _expand(item, (*path, index), source, environment, problems)
+            for index, item in enumerate(cast("list[object]", value))
+        ]
+    if not isinstance(value, str) or "$" not in value:
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        if match["bad"]:
+            problems.append(
+                f"{source.where(path)}: {dotted(path)}: `${{` starts no variable; write ${{NAME}} "
+                "or ${NAME:-default}, or $$ for a dollar sign"
+            )
+            return ""
+        found = environment.get(match["name"])
+        # As in a shell, `:-` also covers a variable that is set but empty.
+        if match["default"] is not None:
+            return found or match["default"]
+        if found is None:
+            problems.append(
+                f"{source.where(path)}: {dotted(path)}: environment variable {match['name']} is "
+                f"not set; set it, or write ${{{match['name']}:-default}}"
+            )
+            return ""
+        return found
+
+    return _VARIABLE.sub(replace, value)
+
+
+def dotted(path: FieldPath) -> str:
+    """A path as people write it: `store.storage_options.key`, `items[2]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "(top level)"
+
+
+def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Sequence[str]]) -> str:
+    """One validation error as a sentence. `names` holds the valid keys of every section."""
+    path: FieldPath = tuple(error["loc"])
+    place = f"{source.where(path)}: {dotted(path)}"
+    if error["type"] == "extra_forbidden":
+        parent = path[:-1]
+        valid = sorted(names.get(parent, ()))
+        near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
+        suggestion = f"did you mean `{near[0]}`? " if near else ""
+        section = f"`{dotted(parent)}`" if parent else "the top level"
+        return f"{place}: unknown setting; {suggestion}{section} takes {', '.join(valid)}"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        valid = sorted(names.get(path, ()))
+        takes = f" ({', '.join(valid)})" if valid else ""
+        return f"{place}: expected indented settings{takes}, not a single value"
+    message = error["msg"].removeprefix("Value error, ")
+    value = error.get("input")
+    if error["type"] == "value_error" or secret_path(path):
+        return f"{place}: {message}"
+    return f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}"
+
+
+def secret_path(path: FieldPath) -> bool:
+    """Whether a value at `path` must not be shown."""
+    return any(
+        isinstance(part, str) and (part == _OPAQUE_SECTION or _SECRET_NAME.search(part))
+        for part in path
+    )
+
+
+def mask_url(url: str) -> str:
+    """A URL without its user, password and query (a SAS signature travels there)."""
+    if "://" not in url:
+        return url
+
+    def replace(match: re.Match[str]) -> str:
+        # abfs://container@account is Azure's way to write a place, not a user.
+        plain = match["scheme"].startswith(("abfs", "wasb")) and ":" not in match["user"]
+        return match[0] if plain else f"{match['scheme']}{MASK}@"
+
+    return _QUERY.sub(f"?{MASK}", _USERINFO.sub(replace, url))
+
+
+def masked(value: object, name: str = "") -> object:
+    """A copy of plain values fit to be shown: secrets replaced, at any depth."""
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value)
+        return {key: masked(item, key) for key, item in items.items()}
+    if value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name):
+        return MASK
+    if isinstance(value, list):
+        return [masked(item, name) for item in cast("list[object]", value)]
+    if isinstance(value, str):
+        return mask_url(value)
+    return value

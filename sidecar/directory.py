@@ -1,0 +1,307 @@
+"""Where each chunk is: per rank a host segment with its slot, per rank a bit for the store.
+
+Owns the realms (one namespace cut one way over `world_size` ranks), their chunks, the transition
+table of a segment, and the list of chunks whose public flags changed. It does not own slots (it
+only notes their numbers), nor who pins a chunk (it only counts), nor the order of eviction.
+
+A chunk that only the store holds is one entry of a dict, key -> bit mask of ranks: there may be a
+million of them. A `Chunk` object exists while something of it is in, on its way to, or pinned
+for, the host tier.
+
+Invariants: a segment's state changes only through `Directory.move`, along `TRANSITIONS`; a
+segment has a slot exactly when it is not ABSENT; a detached chunk (corrupt, removed from the
+directory) has only ABSENT and ZOMBIE segments; pins are a count beside the states, never a state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tiers.layout import ChunkLayout
+
+STORY_LINES_MAX: Final = 4096
+"""Transitions that are remembered, over all chunks, to explain an illegal one."""
+
+ZERO_KEY: Final = bytes(32)
+
+
+class SegmentState(enum.Enum):
+    """What a segment's slot holds."""
+
+    ABSENT = "absent"
+    """No slot."""
+    STORING = "storing"
+    """A worker's blocks are being copied into the slot."""
+    READING = "reading"
+    """The store's object is being read into the slot."""
+    HOST = "host"
+    """The slot is sealed and may be copied out."""
+    ZOMBIE = "zombie"
+    """Nobody may find the slot any more, but a copy, read or write still runs on it."""
+
+
+class Cause(enum.Enum):
+    """Why a segment changes its state."""
+
+    GATHER = "gather"
+    READ = "read"
+    ARRIVED = "arrived"
+    FAILED = "failed"
+    EVICTED = "evicted"
+    DETACHED = "detached"
+    ENDED = "ended"
+
+
+class StoreState(enum.Enum):
+    """What the store holds of one rank's segment."""
+
+    ABSENT = "absent"
+    WRITING = "writing"
+    STORED = "stored"
+
+
+_S, _C = SegmentState, Cause
+TRANSITIONS: Final[dict[tuple[SegmentState, Cause], SegmentState]] = {
+    (_S.ABSENT, _C.GATHER): _S.STORING,
+    (_S.ABSENT, _C.READ): _S.READING,
+    (_S.STORING, _C.ARRIVED): _S.HOST,
+    (_S.STORING, _C.FAILED): _S.ABSENT,
+    (_S.STORING, _C.DETACHED): _S.ZOMBIE,
+    (_S.READING, _C.ARRIVED): _S.HOST,
+    (_S.READING, _C.FAILED): _S.ABSENT,
+    (_S.READING, _C.DETACHED): _S.ZOMBIE,
+    (_S.HOST, _C.EVICTED): _S.ABSENT,
+    (_S.HOST, _C.DETACHED): _S.ZOMBIE,
+    (_S.ZOMBIE, _C.ENDED): _S.ABSENT,
+}
+
+
+class IllegalTransition(Exception):  # noqa: N818  # a condition, as in h11 and distributed
+    """A bug in the engine: the message ends with what happened to the chunk before."""
+
+
+class Segment:
+    """One rank's part of a chunk in the host tier. `slot` is -1 while there is none."""
+
+    __slots__ = ("chunk", "num_blocks", "rank", "read_queued", "running", "slot", "state", "writing")
+
+    def __init__(self, chunk: Chunk, rank: int) -> None:
+        self.chunk = chunk
+        self.rank = rank
+        self.state = SegmentState.ABSENT
+        self.slot = -1
+        self.num_blocks = 0
+        self.running = 0
+        """Copies, reads and writes that touch the slot now; it is not freed before they ended."""
+        self.writing = False
+        self.read_queued = False
+
+
+class Chunk:
+    """A chunk with something in, or pinned for, the host tier. Compared by identity."""
+
+    __slots__ = ("detached", "hosted", "key", "parent", "pins", "realm", "segments")
+
+    def __init__(self, realm: Realm, key: bytes) -> None:
+        self.realm = realm
+        self.key = key
+        self.parent = ZERO_KEY
+        self.pins = 0
+        self.hosted = 0
+        """Ranks whose segment is HOST."""
+        self.detached = False
+        self.segments = [Segment(self, rank) for rank in range(realm.world_size)]
+
+    @property
+    def loadable(self) -> bool:
+        """Whether every rank can load its segment from the host tier."""
+        return self.hosted == self.realm.world_size and not self.detached
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy, read or write runs on one of its slots."""
+        return any(segment.running for segment in self.segments)
+
+    @property
+    def vacant(self) -> bool:
+        """Whether it has no slot at all."""
+        return all(segment.state is SegmentState.ABSENT for segment in self.segments)
+
+
+class Realm:
+    """The chunks of one namespace and topology."""
+
+    __slots__ = (
+        "chunks",
+        "full_mask",
+        "hosted_chunks",
+        "layouts",
+        "readable",
+        "realm_id",
+        "slot_classes",
+        "stored",
+        "stored_chunks",
+        "world_size",
+        "written",
+    )
+
+    def __init__(self, realm_id: int, world_size: int, *, readable: bool) -> None:
+        self.realm_id = realm_id
+        self.world_size = world_size
+        self.readable = readable
+        """Whether chunks may be read from the store at all."""
+        self.full_mask = (1 << world_size) - 1
+        self.layouts: list[ChunkLayout | None] = [None] * world_size
+        """Geometry of each rank's segment, once a worker of that rank attached."""
+        self.slot_classes: list[int] = [-1] * world_size
+        self.chunks: dict[bytes, Chunk] = {}
+        self.stored: dict[bytes, int] = {}
+        """Key -> mask of the ranks whose segment is in the store. Never holds a zero."""
+        self.written: set[bytes] = set()
+        """Keys written since the last whole listing: that listing may be older than they are."""
+        self.hosted_chunks = 0
+        self.stored_chunks = 0
+
+    def flags(self, key: bytes) -> tuple[bool, bool]:
+        """What the shared index says of `key`: (in_host, in_store)."""
+        chunk = self.chunks.get(key)
+        return chunk is not None and chunk.loadable, self.in_store(key)
+
+    def in_store(self, key: bytes) -> bool:
+        """Whether every rank's segment of `key` can be read from the store."""
+        return self.readable and self.stored.get(key, 0) == self.full_mask
+
+    def stored_rank(self, key: bytes, rank: int) -> bool:
+        """Whether the store holds the segment of `rank`."""
+        return bool(self.stored.get(key, 0) >> rank & 1)
+
+    def store_state(self, key: bytes, rank: int) -> StoreState:
+        """What the store holds of one segment, as far as this sidecar knows."""
+        if self.stored_rank(key, rank):
+            return StoreState.STORED
+        chunk = self.chunks.get(key)
+        writing = chunk is not None and chunk.segments[rank].writing
+        return StoreState.WRITING if writing else StoreState.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class FlagChange:
+    """A chunk whose public flags differ from those that were last told."""
+
+    realm: Realm
+    key: bytes
+    chunk: Chunk | None
+    was: tuple[bool, bool]
+    now: tuple[bool, bool]
+
+
+class Directory:
+    """All realms. Changes go through here so that each is legal, told once, and remembered."""
+
+    def __init__(self, *, readable: bool) -> None:
+        self.realms: dict[int, Realm] = {}
+        self._readable = readable
+        self._story: deque[tuple[int, bytes, int, SegmentState, Cause]] = deque(
+            maxlen=STORY_LINES_MAX
+        )
+        # (realm, key) -> (flags before this event, last known parent's holder)
+        self._touched: dict[tuple[int, bytes], tuple[tuple[bool, bool], Chunk | None]] = {}
+
+    def open_realm(self, realm_id: int, world_size: int) -> Realm:
+        """The realm, made at its first use."""
+        realm = self.realms.get(realm_id)
+        if realm is None:
+            realm = Realm(realm_id, world_size, readable=self._readable)
+            self.realms[realm_id] = realm
+        return realm
+
+    def open_chunk(self, realm: Realm, key: bytes) -> Chunk:
+        """The chunk's object, made where it has none. `settle` drops it when it is not needed."""
+        chunk = realm.chunks.get(key)
+        if chunk is None:
+            chunk = realm.chunks[key] = Chunk(realm, key)
+        return chunk
+
+    def pin(self, chunk: Chunk) -> None:
+        """Count one more owner that needs the chunk to stay."""
+        chunk.pins += 1
+
+    def unpin(self, chunk: Chunk) -> None:
+        """Count one owner less."""
+        chunk.pins -= 1
+        self.settle(chunk)
+
+    def settle(self, chunk: Chunk) -> None:
+        """Drop the chunk's object if it holds nothing and nobody waits for it."""
+        if chunk.pins == 0 and not chunk.detached and chunk.vacant:
+            del chunk.realm.chunks[chunk.key]
+            chunk.detached = True
+
+    def move(self, segment: Segment, cause: Cause) -> None:
+        """Change a segment's state along the table. Raises `IllegalTransition`."""
+        chunk = segment.chunk
+        before = segment.state
+        after = TRANSITIONS.get((before, cause))
+        if after is None:
+            raise IllegalTransition(
+                f"{before.name} + {cause.name} is no transition, for rank {segment.rank} of "
+                f"{self.story(chunk.realm.realm_id, chunk.key)}"
+            )
+        if not chunk.detached:
+            self._touch(chunk.realm, chunk.key)
+        self._story.append((chunk.realm.realm_id, chunk.key, segment.rank, before, cause))
+        segment.state = after
+        chunk.hosted += (after is SegmentState.HOST) - (before is SegmentState.HOST)
+
+    def detach(self, chunk: Chunk) -> None:
+        """Take a chunk out of the directory; what still runs on it ends on zombies."""
+        self._touch(chunk.realm, chunk.key)
+        for segment in chunk.segments:
+            if segment.state is not SegmentState.ABSENT:
+                self.move(segment, Cause.DETACHED)
+        del chunk.realm.chunks[chunk.key]
+        chunk.detached = True
+
+    def set_stored(self, realm: Realm, key: bytes, mask: int) -> None:
+        """Say which ranks' segments the store holds (0: none)."""
+        if realm.stored.get(key, 0) == mask:
+            return
+        self._touch(realm, key)
+        if mask == 0:
+            realm.stored.pop(key, None)
+        else:
+            # The common mask is one shared int, however many ranks there are.
+            realm.stored[key] = realm.full_mask if mask == realm.full_mask else mask
+
+    def _touch(self, realm: Realm, key: bytes) -> None:
+        touched = (realm.realm_id, key)
+        if touched not in self._touched:
+            self._touched[touched] = (realm.flags(key), realm.chunks.get(key))
+
+    def take_changes(self) -> list[FlagChange]:
+        """Chunks whose flags changed since the last call, oldest first; each is told once."""
+        changes: list[FlagChange] = []
+        for (realm_id, key), (was, holder) in self._touched.items():
+            realm = self.realms[realm_id]
+            now = realm.flags(key)
+            if was != now:
+                realm.hosted_chunks += now[0] - was[0]
+                realm.stored_chunks += now[1] - was[1]
+                chunk = realm.chunks.get(key) or holder
+                changes.append(FlagChange(realm, key, chunk, was, now))
+        self._touched.clear()
+        return changes
+
+    def story(self, realm_id: int, key: bytes) -> str:
+        """What happened to one chunk, as far as it is remembered."""
+        lines = [
+            f"rank {rank}: {state.name} + {cause.name}"
+            for story_realm, story_key, rank, state, cause in self._story
+            if (story_realm, story_key) == (realm_id, key)
+        ]
+        told = "; ".join(lines) if lines else "nothing is remembered"
+        return f"chunk {key.hex()[:16]} of realm {realm_id}: {told}"

@@ -1,0 +1,202 @@
+"""Slots of the host tier: who has one, when it is freed, what is evicted to get one.
+
+Owns the ledger of slots between the pool (which hands them out) and the directory (which says
+what they hold), the eviction order's membership, and zombies: slots of chunks that were removed
+while a copy, read or write still ran on them. It does not decide what to store, read or write.
+
+Invariants: a slot is freed only when nothing runs on it; the slots that were allocated are those
+of the directory's segments plus those of the zombies; a chunk is known to the policy exactly
+while one of its segments is HOST and it is in the directory. (From its first segment, not its
+last: a chunk whose other ranks never come must be evictable, or it would stay for ever.)
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from sidecar.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sidecar.commands import Counters
+    from tiers.layout import ChunkLayout
+    from tiers.policy.policy import Policy
+
+VICTIMS_SCANNED_MAX: Final = 1024
+"""Entries of the eviction order that one search looks at before it gives up."""
+
+EVICTIONS_PER_SLOT_MAX: Final = 64
+"""Chunks of other slot classes that are given up for one slot, hoping that a slab gets empty."""
+
+
+class SlotAllocator(Protocol):
+    """What the engine needs of the host pool."""
+
+    def slot_class(self, layout: ChunkLayout) -> int:
+        """The class of slots that hold one segment of this geometry."""
+        ...
+
+    def allocate(self, class_id: int) -> int | None:
+        """A free slot's offset, or None."""
+        ...
+
+    def free(self, offset: int) -> None:
+        """Give a slot back."""
+        ...
+
+    def class_of(self, offset: int) -> int:
+        """The class of an allocated slot."""
+        ...
+
+
+class HostTier:
+    """Slots, and the chunks that they hold. `on_complete` and `on_removed` tell the others."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        slots: SlotAllocator,
+        policy: Policy,
+        counters: Counters,
+        *,
+        on_complete: Callable[[Chunk], None],
+        on_removed: Callable[[Chunk], None],
+    ) -> None:
+        self._directory = directory
+        self._slots = slots
+        self._policy = policy
+        self._counters = counters
+        self._on_complete = on_complete
+        self._on_removed = on_removed
+        self.allocated: set[int] = set()
+        self.zombies: set[Segment] = set()
+
+    def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
+        """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
+        realm.layouts[rank] = layout
+        realm.slot_classes[rank] = self._slots.slot_class(layout)
+
+    def touch(self, chunk: Chunk) -> None:
+        """Tell the policy that a chunk was wanted."""
+        if chunk.hosted and not chunk.detached:
+            self._policy.touch((chunk.realm.realm_id, chunk.key))
+
+    def reserve(self, segment: Segment, cause: Cause) -> bool:
+        """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
+        slot = self._allocate(segment.chunk.realm.slot_classes[segment.rank])
+        if slot is None:
+            return False
+        self._directory.move(segment, cause)
+        segment.slot = slot
+        segment.running = 1
+        return True
+
+    def arrived(self, segment: Segment, num_blocks: int, parent: bytes) -> bool:
+        """The slot was filled and sealed. False if its chunk was removed in the meantime."""
+        if segment.state is SegmentState.ZOMBIE:
+            self.release(segment)
+            return False
+        segment.running -= 1
+        segment.num_blocks = num_blocks
+        chunk = segment.chunk
+        chunk.parent = parent
+        self._directory.move(segment, Cause.ARRIVED)
+        if chunk.hosted == 1:
+            realm_id = chunk.realm.realm_id
+            self._policy.add((realm_id, chunk.key), (realm_id, parent))
+        if chunk.loadable:
+            self._on_complete(chunk)
+        return True
+
+    def failed(self, segment: Segment) -> None:
+        """The slot was not filled; it is free again."""
+        if segment.state is SegmentState.ZOMBIE:
+            self.release(segment)
+            return
+        segment.running -= 1
+        self._directory.move(segment, Cause.FAILED)
+        self._free(segment)
+        self._directory.settle(segment.chunk)
+
+    def hold(self, segment: Segment) -> None:
+        """A scatter or write starts on a sealed slot."""
+        assert segment.state is SegmentState.HOST, segment.state
+        segment.running += 1
+
+    def release(self, segment: Segment) -> None:
+        """What was held, or still ran on a zombie, has ended."""
+        segment.running -= 1
+        if segment.state is SegmentState.ZOMBIE and segment.running == 0:
+            self._bury(segment)
+
+    def quarantine(self, chunk: Chunk) -> None:
+        """Remove a chunk with a corrupt slot from sight, at once and whole."""
+        if chunk.detached:
+            return
+        self._counters.quarantined_host += 1
+        if chunk.hosted:
+            self._policy.remove((chunk.realm.realm_id, chunk.key))
+        self._directory.detach(chunk)
+        for segment in chunk.segments:
+            if segment.state is SegmentState.ZOMBIE:
+                self.zombies.add(segment)
+                if segment.running == 0:
+                    self._bury(segment)
+        self._on_removed(chunk)
+
+    def _bury(self, zombie: Segment) -> None:
+        self._directory.move(zombie, Cause.ENDED)
+        self.zombies.remove(zombie)
+        self._free(zombie)
+
+    def _free(self, segment: Segment) -> None:
+        slot, segment.slot = segment.slot, -1
+        self.allocated.remove(slot)
+        self._slots.free(slot)
+
+    def _allocate(self, class_id: int) -> int | None:
+        slot = self._slots.allocate(class_id)
+        if slot is None:
+            # A victim of the same class gives exactly what is needed, whatever else it holds.
+            victim = self._victim(lambda chunk: self._has_slot_of(chunk, class_id))
+            if victim is not None:
+                self._evict(victim)
+                slot = self._slots.allocate(class_id)
+        tries = 0
+        while slot is None and tries < EVICTIONS_PER_SLOT_MAX:
+            victim = self._victim(lambda _: True)
+            if victim is None:
+                return None
+            self._evict(victim)
+            slot = self._slots.allocate(class_id)
+            tries += 1
+        if slot is not None:
+            assert slot not in self.allocated, f"slot {slot} was given out twice"
+            self.allocated.add(slot)
+        return slot
+
+    def _victim(self, fits: Callable[[Chunk], bool]) -> Chunk | None:
+        names = cast("Iterator[tuple[int, bytes]]", self._policy.victims())
+        for realm_id, key in islice(names, VICTIMS_SCANNED_MAX):
+            chunk = self._directory.realms[realm_id].chunks[key]
+            if chunk.pins == 0 and not chunk.busy and fits(chunk):
+                return chunk
+        return None
+
+    def _has_slot_of(self, chunk: Chunk, class_id: int) -> bool:
+        return any(
+            segment.state is SegmentState.HOST and self._slots.class_of(segment.slot) == class_id
+            for segment in chunk.segments
+        )
+
+    def _evict(self, chunk: Chunk) -> None:
+        self._counters.chunks_evicted += 1
+        self._policy.remove((chunk.realm.realm_id, chunk.key))
+        for segment in chunk.segments:
+            if segment.state is SegmentState.HOST:
+                self._directory.move(segment, Cause.EVICTED)
+                self._free(segment)
+        self._on_removed(chunk)
+        self._directory.settle(chunk)

@@ -1,0 +1,277 @@
+"""Jobs of workers: which copies they need, and the one outcome that each job gets.
+
+Owns running copies and the jobs that wait for them. It decides per chunk whether a copy is needed
+and possible; slots come from `host.py`.
+
+Invariants: a job ends once, when all its copies ended, and then has one outcome; a slot that a
+copy touches is held until `Copied`, whatever became of the session, the job or the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sidecar.commands import (
+    Command,
+    Copied,
+    CopyOutcome,
+    Counters,
+    Gather,
+    Scatter,
+    SessionOpened,
+)
+from sidecar.directory import Cause, SegmentState
+from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sidecar.directory import Chunk, Directory, Realm, Segment
+    from sidecar.host import HostTier
+    from tiers.layout import ChunkLayout
+
+_OUTCOME_OF_COPY: Final = {
+    CopyOutcome.OK: Outcome.OK,
+    CopyOutcome.CORRUPT: Outcome.CORRUPT,
+    CopyOutcome.REVOKED: Outcome.REVOKED,
+    CopyOutcome.FAILED: Outcome.FAILED,
+}
+
+_LOAD_WORST_LAST: Final = (
+    Outcome.OK,
+    Outcome.MISSING,
+    Outcome.REVOKED,
+    Outcome.FAILED,
+    Outcome.CORRUPT,
+)
+
+
+class Job:
+    """One load or store job of one rank, from its submission to its outcome."""
+
+    __slots__ = ("job_id", "loading", "outcomes", "remaining", "session")
+
+    def __init__(self, session: SessionOpened, job_id: int, *, loading: bool) -> None:
+        self.session = session
+        self.job_id = job_id
+        self.loading = loading
+        self.remaining = 0
+        self.outcomes: set[Outcome] = set()
+        """What happened to its chunks."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of the whole, from those of its chunks."""
+        if self.outcomes <= {Outcome.OK}:
+            return Outcome.OK
+        if self.loading:
+            return max(self.outcomes, key=_LOAD_WORST_LAST.index)
+        if Outcome.OK in self.outcomes:
+            return Outcome.PARTIAL
+        for outcome in (Outcome.REVOKED, Outcome.FAILED):
+            if outcome in self.outcomes:
+                return outcome
+        return Outcome.FULL
+
+
+class RunningCopy:
+    """A gather or scatter that was issued and has not ended."""
+
+    __slots__ = ("job", "num_blocks", "num_bytes", "parent", "segment")
+
+    def __init__(
+        self, job: Job, segment: Segment, num_blocks: int, num_bytes: int, parent: bytes
+    ) -> None:
+        self.job = job
+        self.segment = segment
+        self.num_blocks = num_blocks
+        self.num_bytes = num_bytes
+        self.parent = parent
+
+
+class Jobs:
+    """All jobs. `ended` is called with each job's outcome, `store_failed` after a lost gather."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        host: HostTier,
+        counters: Counters,
+        emit: Callable[[Command], None],
+        *,
+        ended: Callable[[Job, JobOutcome], None],
+        store_failed: Callable[[Chunk], None],
+    ) -> None:
+        self._directory = directory
+        self._host = host
+        self._counters = counters
+        self._emit = emit
+        self._ended = ended
+        self._store_failed = store_failed
+        self._running: dict[int, RunningCopy] = {}
+        self._last_copy_id = 0
+
+    @property
+    def copies_running(self) -> int:
+        """Gathers and scatters that have not ended."""
+        return len(self._running)
+
+    def running(self) -> Iterator[Segment]:
+        """The segment of each running copy."""
+        return (copy.segment for copy in self._running.values())
+
+    def load(self, session: SessionOpened, realm: Realm, fence: int, message: LoadJob) -> None:
+        """Start a load job: all of its chunks are there, or none is copied."""
+        job = Job(session, message.job_id, loading=True)
+        layout = realm.layouts[session.rank]
+        assert layout is not None, "a worker's layout is learnt when it attaches"
+        segments: list[Segment] = []
+        for piece in message.chunks:
+            chunk = realm.chunks.get(piece.key)
+            segment = chunk.segments[session.rank] if chunk is not None else None
+            if segment is None or segment.state is not SegmentState.HOST:
+                job.outcomes.add(Outcome.MISSING)
+                break
+            if not _fits(piece, segment.num_blocks):
+                job.outcomes.add(Outcome.FAILED)
+                break
+            segments.append(segment)
+        else:
+            for piece, segment in zip(message.chunks, segments, strict=True):
+                self._scatter(job, fence, piece, segment, layout)
+        self._end_if_over(job)
+
+    def _scatter(
+        self, job: Job, fence: int, piece: LoadChunk, segment: Segment, layout: ChunkLayout
+    ) -> None:
+        chunk = segment.chunk
+        self._host.hold(segment)
+        self._host.touch(chunk)
+        num_bytes = layout.payload_bytes(len(piece.block_ids))
+        self._emit(
+            Scatter(
+                copy_id=self._start(job, segment, segment.num_blocks, num_bytes, chunk.parent),
+                session_id=job.session.session_id,
+                job_id=job.job_id,
+                fence=fence,
+                realm_id=chunk.realm.realm_id,
+                rank=segment.rank,
+                slot=segment.slot,
+                key=piece.key,
+                num_blocks=segment.num_blocks,
+                first_block=piece.first_block,
+                block_ids=tuple(piece.block_ids),
+            )
+        )
+
+    def store(
+        self, session: SessionOpened, realm: Realm, fence: int, message: StoreJob, *, accept: bool
+    ) -> None:
+        """Start a store job. With `accept` False (draining) nothing new is taken."""
+        job = Job(session, message.job_id, loading=False)
+        for piece in message.chunks:
+            job.outcomes.update(self._gather(job, realm, fence, piece, accept=accept))
+        self._end_if_over(job)
+
+    def _gather(
+        self, job: Job, realm: Realm, fence: int, piece: StoreChunk, *, accept: bool
+    ) -> tuple[Outcome, ...]:
+        """Start one chunk's copy; its outcome if there is nothing to copy."""
+        rank = job.session.rank
+        layout = realm.layouts[rank]
+        assert layout is not None, "a worker's layout is learnt when it attaches"
+        num_blocks = len(piece.block_ids)
+        if (
+            num_blocks > layout.blocks_per_chunk
+            or len(piece.token_ids) != 4 * num_blocks * layout.block_tokens
+        ):
+            self._counters.stores_failed += 1
+            return (Outcome.FAILED,)
+        chunk = realm.chunks.get(piece.key)
+        if chunk is not None and chunk.segments[rank].state is not SegmentState.ABSENT:
+            # Being stored or read counts as there: nothing that this job holds is needed any more.
+            self._counters.stores_duplicate += 1
+            return (Outcome.OK,)
+        chunk = self._directory.open_chunk(realm, piece.key)
+        segment = chunk.segments[rank]
+        if not accept or not self._host.reserve(segment, Cause.GATHER):
+            self._directory.settle(chunk)
+            self._counters.stores_dropped_full += 1
+            return (Outcome.FULL,)
+        num_bytes = layout.payload_bytes(num_blocks)
+        self._emit(
+            Gather(
+                copy_id=self._start(job, segment, num_blocks, num_bytes, piece.parent),
+                session_id=job.session.session_id,
+                job_id=job.job_id,
+                fence=fence,
+                realm_id=realm.realm_id,
+                rank=rank,
+                slot=segment.slot,
+                key=piece.key,
+                parent=piece.parent,
+                token_ids=piece.token_ids,
+                block_ids=tuple(piece.block_ids),
+            )
+        )
+        return ()
+
+    def _start(
+        self, job: Job, segment: Segment, num_blocks: int, num_bytes: int, parent: bytes
+    ) -> int:
+        self._last_copy_id += 1
+        self._running[self._last_copy_id] = RunningCopy(job, segment, num_blocks, num_bytes, parent)
+        job.remaining += 1
+        return self._last_copy_id
+
+    def copied(self, event: Copied) -> None:
+        """A copy ended: its slot and blocks are no longer touched."""
+        copy = self._running.pop(event.copy_id)
+        job = copy.job
+        end = self._scattered if job.loading else self._gathered
+        job.outcomes.add(end(copy, event.outcome))
+        job.remaining -= 1
+        self._end_if_over(job)
+
+    def _scattered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
+        self._host.release(copy.segment)
+        if outcome is CopyOutcome.OK:
+            self._counters.chunks_loaded += 1
+            self._counters.bytes_loaded += copy.num_bytes
+        elif outcome is CopyOutcome.CORRUPT:
+            self._host.quarantine(copy.segment.chunk)
+        return _OUTCOME_OF_COPY[outcome]
+
+    def _gathered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
+        segment, chunk = copy.segment, copy.segment.chunk
+        if outcome is CopyOutcome.OK:
+            self._counters.bytes_stored += copy.num_bytes
+            if self._host.arrived(segment, copy.num_blocks, copy.parent):
+                self._counters.chunks_stored += chunk.loadable
+                return Outcome.OK
+            # Another rank's part was found corrupt meanwhile, and the chunk went with it.
+            self._counters.stores_failed += 1
+            return Outcome.FAILED
+        if outcome is CopyOutcome.REVOKED:
+            self._counters.stores_revoked += 1
+        else:
+            self._counters.stores_failed += 1
+        self._host.failed(segment)
+        self._store_failed(chunk)
+        return Outcome.REVOKED if outcome is CopyOutcome.REVOKED else Outcome.FAILED
+
+    def _end_if_over(self, job: Job) -> None:
+        if job.remaining:
+            return
+        outcome = job.outcome
+        if job.loading:
+            counters = self._counters
+            counters.loads_missing += outcome is Outcome.MISSING
+            counters.loads_corrupt += outcome is Outcome.CORRUPT
+            counters.loads_failed += outcome is Outcome.FAILED
+            counters.loads_revoked += outcome is Outcome.REVOKED
+        self._ended(job, JobOutcome(job.job_id, outcome))
+
+
+def _fits(piece: LoadChunk, num_blocks: int) -> bool:
+    return piece.first_block + len(piece.block_ids) <= num_blocks

@@ -1,0 +1,139 @@
+"""Pins with an owner and a deadline: what keeps a chunk from being evicted before its load.
+
+Owns the leases that schedulers take, by session and by (realm, engine, job), and the count of
+pins on each chunk for them. It does not own the pins of lookups (`lookups.py`) nor the slots.
+
+A lease ends once: when every rank finished the load job of the same id, when it is released, when
+its session ends, or when its deadline passes. Scheduler and workers speak over different sockets,
+so a rank may finish before the lease is known; such early ranks are remembered, a bounded number
+of them, and counted when the lease comes.
+
+Invariant: `chunk.pins` is the number of times that live leases and lookups list the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sidecar.directory import Chunk, Directory
+
+EARLY_JOBS_MAX: Final = 4096
+"""Load jobs without a lease whose finished ranks are remembered."""
+
+JobName = tuple[int, str, int]
+"""(realm_id, engine_id, job_id): what a lease and the load jobs of its ranks share."""
+
+
+class Lease:
+    """Chunks that one load needs."""
+
+    __slots__ = ("chunks", "deadline", "finished_ranks", "lease_id", "name", "session_id")
+
+    def __init__(
+        self,
+        session_id: int,
+        name: JobName,
+        chunks: list[Chunk],
+        deadline: float,
+        finished_ranks: set[int],
+    ) -> None:
+        self.session_id = session_id
+        self.name = name
+        self.lease_id = name[2]
+        self.chunks = chunks
+        self.deadline = deadline
+        self.finished_ranks = finished_ranks
+
+
+class Leases:
+    """All leases."""
+
+    def __init__(self, directory: Directory, *, ttl_seconds_max: float) -> None:
+        self._directory = directory
+        self._ttl_seconds_max = ttl_seconds_max
+        # All leases live equally long, so the order of insertion is that of the deadlines.
+        self._by_owner: dict[tuple[int, int], Lease] = {}
+        self._by_job: dict[JobName, list[Lease]] = {}
+        self._early: dict[JobName, set[int]] = {}
+        self._held: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_owner)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._by_owner.values())
+
+    def held(self, session_id: int) -> int:
+        """Leases that a session holds."""
+        return self._held.get(session_id, 0)
+
+    def take(
+        self, session_id: int, name: JobName, chunks: list[Chunk], world_size: int, now: float
+    ) -> None:
+        """Pin `chunks` for load job `name`; a lease of the same id and session is replaced."""
+        for chunk in chunks:
+            self._directory.pin(chunk)
+        # Pinned first, so that what both leases name is never without a pin in between.
+        self.release(session_id, name[2])
+        early = self._early.pop(name, set[int]())
+        lease = Lease(session_id, name, chunks, now + self._ttl_seconds_max, early)
+        self._by_owner[session_id, name[2]] = lease
+        self._by_job.setdefault(name, []).append(lease)
+        self._held[session_id] = self.held(session_id) + 1
+        if len(early) >= world_size:
+            self._end(lease)
+
+    def rank_finished(self, name: JobName, rank: int, world_size: int) -> None:
+        """Count a rank's load job as ended, however it ended."""
+        leases = self._by_job.get(name)
+        if leases is None:
+            self._early.setdefault(name, set()).add(rank)
+            if len(self._early) > EARLY_JOBS_MAX:
+                del self._early[next(iter(self._early))]
+            return
+        for lease in list(leases):
+            lease.finished_ranks.add(rank)
+            if len(lease.finished_ranks) >= world_size:
+                self._end(lease)
+
+    def release(self, session_id: int, lease_id: int) -> None:
+        """End one lease. An unknown id is no error: the lease may just have ended."""
+        lease = self._by_owner.get((session_id, lease_id))
+        if lease is not None:
+            self._end(lease)
+
+    def close_session(self, session_id: int, engine: tuple[int, str]) -> None:
+        """End every lease of a session, and forget its engine's early ranks."""
+        for lease in [lease for lease in self if lease.session_id == session_id]:
+            self._end(lease)
+        # The engine's next life counts its jobs from the start again.
+        for name in [name for name in self._early if name[:2] == engine]:
+            del self._early[name]
+
+    def expire(self, now: float) -> int:
+        """End the leases past their deadline; returns how many."""
+        expired = 0
+        while self._by_owner:
+            lease = next(iter(self))
+            if lease.deadline > now:
+                break
+            self._end(lease)
+            expired += 1
+        return expired
+
+    def _end(self, lease: Lease) -> None:
+        del self._by_owner[lease.session_id, lease.lease_id]
+        named = self._by_job[lease.name]
+        named.remove(lease)
+        if not named:
+            del self._by_job[lease.name]
+        left = self._held[lease.session_id] - 1
+        if left:
+            self._held[lease.session_id] = left
+        else:
+            del self._held[lease.session_id]
+        for chunk in lease.chunks:
+            self._directory.unpin(chunk)

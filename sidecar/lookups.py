@@ -1,0 +1,349 @@
+"""Lookups: bring chunks that only the store holds to the host tier, and keep them for a while.
+
+Owns the lookups that wait, those that were answered and still pin their chunks, the queue of
+reads and the running reads. It does not own leases, slots, or what the store holds.
+
+A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
+chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
+fails (the run is cut before it), or when its deadline passes; what is ready then stays pinned
+until a lease takes over, a release, or the end of its time. Reads belong to chunks, not to
+lookups: several lookups wait for the same read, and one that ends after all of them gave up
+still lands in the host tier.
+
+Invariants: at most `reads_inflight_max` reads run; a queued read of a chunk for which no lookup
+waits any more is not started; every waiting lookup is listed under each chunk that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
+from sidecar.directory import Cause, SegmentState
+from sidecar.protocol import Lookup, LookupDone, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from sidecar.directory import Chunk, Directory, Realm, Segment
+    from sidecar.host import HostTier
+    from sidecar.store import StoreTier
+
+_READ_FAILURES: Final = {
+    StoreOutcome.MISSING: Outcome.MISSING,
+    StoreOutcome.CORRUPT: Outcome.CORRUPT,
+    StoreOutcome.UNAVAILABLE: Outcome.FAILED,
+}
+
+
+class PendingLookup:
+    """One lookup and the chunks that it pins. `chunks` is its run, cut where one failed."""
+
+    __slots__ = (
+        "answered",
+        "chunks",
+        "deadline",
+        "expires",
+        "lookup_id",
+        "outcome",
+        "session_id",
+        "waits",
+    )
+
+    def __init__(
+        self, session_id: int, lookup_id: int, chunks: list[Chunk], deadline: float, expires: float
+    ) -> None:
+        self.session_id = session_id
+        self.lookup_id = lookup_id
+        self.chunks = chunks
+        self.deadline = deadline
+        self.expires = expires
+        self.waits: set[Chunk] = set()
+        self.outcome = Outcome.OK
+        self.answered = False
+
+
+class Lookups:
+    """All lookups and reads."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        host: HostTier,
+        store: StoreTier,
+        counters: Counters,
+        emit: Callable[[Command], None],
+        *,
+        epoch: int,
+        reads_inflight_max: int,
+        lookups_max_per_session: int,
+        ttl_seconds_max: float,
+    ) -> None:
+        self._directory = directory
+        self._host = host
+        self._store = store
+        self._counters = counters
+        self._emit = emit
+        self._epoch = epoch
+        self._reads_inflight_max = reads_inflight_max
+        self._lookups_max_per_session = lookups_max_per_session
+        self._ttl_seconds_max = ttl_seconds_max
+        self._by_session: dict[int, dict[int, PendingLookup]] = {}
+        self._waiters: dict[Chunk, list[PendingLookup]] = {}
+        self._queue: deque[Segment] = deque()
+        self._running: dict[int, Segment] = {}
+        self._last_read_id = 0
+        self._draining = False
+
+    def __iter__(self) -> Iterator[PendingLookup]:
+        for lookups in self._by_session.values():
+            yield from lookups.values()
+
+    @property
+    def reads_queued(self) -> int:
+        """Reads that wait for their turn and that a lookup still wants."""
+        return sum(segment.chunk in self._waiters for segment in self._queue)
+
+    @property
+    def reads_running(self) -> int:
+        """Reads that were issued and have not ended."""
+        return len(self._running)
+
+    def running(self) -> Iterator[Segment]:
+        """Segments that are being read."""
+        return iter(self._running.values())
+
+    def ask(self, session_id: int, realm: Realm, message: Lookup, now: float) -> None:
+        """Start a lookup; it may be answered at once. The same id again replaces the first."""
+        self._counters.lookups += 1
+        self.release(session_id, message.lookup_id)
+        own = self._by_session.setdefault(session_id, {})
+        if self._draining or not self._make_room(own):
+            self._counters.lookups_refused += 1
+            self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
+            return
+        chunks = self._run(realm, message.keys)
+        wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
+        deadline = now + wait_seconds
+        lookup = PendingLookup(
+            session_id, message.lookup_id, chunks, deadline, deadline + self._ttl_seconds_max
+        )
+        own[message.lookup_id] = lookup
+        for chunk in chunks:
+            self._directory.pin(chunk)
+            self._host.touch(chunk)
+            if not chunk.loadable:
+                lookup.waits.add(chunk)
+                self._waiters.setdefault(chunk, []).append(lookup)
+        if not chunks:
+            lookup.outcome = Outcome.MISSING if message.keys else Outcome.OK
+        # Copied: queueing a read may find that the chunk cannot come, and cut the run.
+        for chunk in list(chunks):
+            if not chunk.loadable and not lookup.answered:
+                self._queue_reads(chunk)
+        self._answer_if_over(lookup)
+
+    def _make_room(self, own: dict[int, PendingLookup]) -> bool:
+        """Below the limit; what was answered long ago gives way to what is asked now."""
+        if len(own) < self._lookups_max_per_session:
+            return True
+        for lookup in own.values():
+            if lookup.answered:
+                self._end(lookup)
+                return True
+        return False
+
+    def _run(self, realm: Realm, keys: list[bytes]) -> list[Chunk]:
+        run: dict[Chunk, None] = {}
+        for key in keys:
+            chunk = realm.chunks.get(key)
+            if chunk is None or not chunk.loadable:
+                if not self._obtainable(realm, key, chunk):
+                    break
+                chunk = self._directory.open_chunk(realm, key)
+            if chunk in run:
+                # No chain repeats a key; waiting twice for one chunk would only need care.
+                break
+            run[chunk] = None
+        return list(run)
+
+    def _obtainable(self, realm: Realm, key: bytes, chunk: Chunk | None) -> bool:
+        if not realm.readable or None in realm.layouts:
+            # Without a rank's layout there is no slot to read into.
+            return False
+        mask = realm.stored.get(key, 0)
+        if chunk is not None:
+            for segment in chunk.segments:
+                if segment.state in (SegmentState.HOST, SegmentState.READING):
+                    mask |= 1 << segment.rank
+        return mask == realm.full_mask
+
+    def _queue_reads(self, chunk: Chunk) -> None:
+        """Queue what the chunk lacks, or give the chunk up if the store lacks it too."""
+        absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
+        if not all(chunk.realm.stored_rank(chunk.key, segment.rank) for segment in absent):
+            self._give_up(chunk, Outcome.MISSING)
+            return
+        for segment in absent:
+            if not segment.read_queued:
+                segment.read_queued = True
+                self._queue.append(segment)
+
+    def pump(self) -> None:
+        """Start as many reads as may run."""
+        while self._queue and len(self._running) < self._reads_inflight_max:
+            segment = self._queue.popleft()
+            segment.read_queued = False
+            chunk = segment.chunk
+            if chunk not in self._waiters or segment.state is not SegmentState.ABSENT:
+                continue
+            if not chunk.realm.stored_rank(chunk.key, segment.rank):
+                self._give_up(chunk, Outcome.MISSING)
+            elif not self._host.reserve(segment, Cause.READ):
+                self._give_up(chunk, Outcome.FULL)
+            else:
+                self._last_read_id += 1
+                self._running[self._last_read_id] = segment
+                self._emit(
+                    Read(
+                        read_id=self._last_read_id,
+                        realm_id=chunk.realm.realm_id,
+                        rank=segment.rank,
+                        slot=segment.slot,
+                        key=chunk.key,
+                    )
+                )
+
+    def read_ended(self, event: ReadDone) -> None:
+        """A read ended, well or not; lookups that waited for it go on."""
+        segment = self._running.pop(event.read_id)
+        chunk = segment.chunk
+        if event.outcome is StoreOutcome.OK:
+            self._counters.bytes_read += event.num_bytes
+            if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
+                self._counters.chunks_read += 1
+            return
+        self._note_failure(segment, event.outcome)
+        # The lookups first: they hold the pins without which `failed` drops the chunk's object.
+        self._host.failed(segment)
+        self._give_up(chunk, _READ_FAILURES[event.outcome])
+
+    def _note_failure(self, segment: Segment, outcome: StoreOutcome) -> None:
+        realm, key, rank = segment.chunk.realm, segment.chunk.key, segment.rank
+        if outcome is StoreOutcome.CORRUPT:
+            self._counters.reads_corrupt += 1
+            self._store.quarantine(realm, key, rank)
+        elif outcome is StoreOutcome.MISSING:
+            self._counters.reads_missing += 1
+            self._store.lost(realm, key, rank)
+        else:
+            self._counters.reads_unavailable += 1
+
+    def completed(self, chunk: Chunk) -> None:
+        """Every rank's segment is in the host tier."""
+        for lookup in self._waiters.pop(chunk, ()):
+            lookup.waits.discard(chunk)
+            self._answer_if_over(lookup)
+
+    def store_failed(self, chunk: Chunk) -> None:
+        """A gather that lookups may have waited for brought nothing: read instead."""
+        if chunk in self._waiters:
+            self._queue_reads(chunk)
+
+    def removed(self, chunk: Chunk) -> None:
+        """A chunk was quarantined in the host tier."""
+        self._give_up(chunk, Outcome.CORRUPT)
+
+    def _give_up(self, chunk: Chunk, outcome: Outcome) -> None:
+        for lookup in self._waiters.pop(chunk, ()):
+            lookup.waits.discard(chunk)
+            lookup.outcome = outcome
+            self._cut(lookup, lookup.chunks.index(chunk))
+            self._answer_if_over(lookup)
+
+    def _cut(self, lookup: PendingLookup, length: int) -> None:
+        """Let go of the run's chunks from `length` on."""
+        cut = lookup.chunks[length:]
+        del lookup.chunks[length:]
+        for chunk in cut:
+            if chunk in lookup.waits:
+                lookup.waits.discard(chunk)
+                waiters = self._waiters[chunk]
+                waiters.remove(lookup)
+                if not waiters:
+                    del self._waiters[chunk]
+            self._directory.unpin(chunk)
+
+    def _answer_if_over(self, lookup: PendingLookup) -> None:
+        if not lookup.waits and not lookup.answered:
+            self._answer(lookup)
+
+    def _answer(self, lookup: PendingLookup) -> None:
+        ready = 0
+        while ready < len(lookup.chunks) and lookup.chunks[ready].loadable:
+            ready += 1
+        if ready < len(lookup.chunks) and lookup.outcome is Outcome.OK:
+            # Only a chunk that was there and turned out corrupt leaves such a gap.
+            lookup.outcome = Outcome.CORRUPT
+        lookup.answered = True
+        self._cut(lookup, ready)
+        if ready == 0:
+            self._drop(lookup)
+        self._reply(lookup.session_id, lookup.lookup_id, ready, lookup.outcome)
+
+    def _reply(self, session_id: int, lookup_id: int, ready: int, outcome: Outcome) -> None:
+        self._emit(Reply(session_id, LookupDone(self._epoch, lookup_id, ready, outcome)))
+
+    def _drop(self, lookup: PendingLookup) -> None:
+        own = self._by_session[lookup.session_id]
+        del own[lookup.lookup_id]
+
+    def _end(self, lookup: PendingLookup) -> None:
+        """Forget a lookup and its pins. It is not answered any more."""
+        lookup.answered = True
+        self._cut(lookup, 0)
+        self._drop(lookup)
+
+    def release(self, session_id: int, lookup_id: int) -> None:
+        """Give one lookup back. An unknown id is no error: it may just have ended."""
+        lookup = self._by_session.get(session_id, {}).get(lookup_id)
+        if lookup is not None:
+            self._end(lookup)
+
+    def lease_taken(self, session_id: int, keys: Collection[bytes]) -> None:
+        """A lease now pins what one answered lookup of this session pinned: the oldest such.
+
+        Keys are chains, so a lease that names the last chunk of a run names all of it.
+        """
+        for lookup in self._by_session.get(session_id, {}).values():
+            if lookup.answered and lookup.chunks[-1].key in keys:
+                self._end(lookup)
+                return
+
+    def close_session(self, session_id: int) -> None:
+        """End every lookup of a session, unanswered."""
+        for lookup in list(self._by_session.get(session_id, {}).values()):
+            self._end(lookup)
+        self._by_session.pop(session_id, None)
+
+    def expire(self, now: float) -> None:
+        """Answer the lookups past their deadline, drop the pins of those past their time."""
+        for lookup in list(self):
+            if not lookup.answered and lookup.deadline <= now:
+                self._counters.lookups_expired += 1
+                self._answer_with_what_is_there(lookup)
+            elif lookup.answered and lookup.expires <= now:
+                self._counters.leases_expired += 1
+                self._end(lookup)
+
+    def drain(self) -> None:
+        """Answer everything that waits and start no read any more."""
+        self._draining = True
+        for lookup in list(self):
+            if not lookup.answered:
+                self._answer_with_what_is_there(lookup)
+
+    def _answer_with_what_is_there(self, lookup: PendingLookup) -> None:
+        lookup.outcome = Outcome.MISSING
+        self._answer(lookup)

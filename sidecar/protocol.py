@@ -1,0 +1,448 @@
+"""Wire messages between connectors and the sidecar: what they are, their limits, their codec.
+
+Two channels per client, one session:
+
+* Unix socket (`attach.sock`): one `Attach` from the client with its file descriptors, one
+  `Attached` or `Refused` back, then `IndexMoved` (with a descriptor) whenever the shared index
+  moved. It stays open: end of file means that the other side died, in both directions.
+  Frames are 4 bytes of little-endian length, then MessagePack.
+* ZMQ DEALER to ROUTER (`Attached.endpoint`): jobs and answers. The DEALER's routing id is
+  `Attached.token`, so no message repeats who sent it. One frame, one message.
+
+The whole conversation::
+
+    worker                              sidecar                             scheduler
+      | Attach(layout, fds) ------------> |                                     |
+      | <----------- Attached(token, ...) |                                     |
+      |                                   | <---------------------- Attach()    |
+      |                                   | Attached(token, fd of index) -----> |
+      |                                   | <------ Lookup(keys not in host)    |   only for chunks that
+      |                                   | LookupDone(ready) ----------------> |   the store alone holds
+      |                                   | <------ Lease(keys) with the load   |
+      | Submit(fence, loads, stores) ---> |                                     |
+      | <---------------- Done(outcomes)  |                                     |
+      |                                   | <------ Release(lease) on abort     |
+      |                                   | Events(stored, removed) ----------> |   if asked for
+      | (EOF) --------------------------> |  leases and jobs of the session end |
+      | any refused frame: <------- Error |                                     |
+
+Invariants: every message carries the sidecar's `epoch`, and one from another life is dropped and
+counted; every `Submit` job gets exactly one outcome in a `Done`, unless the session ends first;
+nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final, TypeVar
+
+import msgspec
+
+from tiers.layout import KVLayout, Segment
+
+T = TypeVar("T")
+
+PROTOCOL_VERSION: Final = 1
+"""Raised by every incompatible change. Both sides refuse another version, by name."""
+
+FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
+KEYS_PER_MESSAGE_MAX: Final = 65_536
+JOBS_PER_MESSAGE_MAX: Final = 4_096
+NAMESPACE_BYTES_MAX: Final = 65_536
+KEY_BYTES: Final = 32
+TOKEN_BYTES: Final = 16
+FDS_PER_ATTACH_MAX: Final = 4
+
+
+class Role(enum.StrEnum):
+    """Which half of the connector a session serves."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+class Outcome(enum.IntEnum):
+    """How a job, or one lookup, ended. Everything but OK is a miss to the engine."""
+
+    OK = 0
+    MISSING = 1
+    """A chunk was evicted before the copy started."""
+    CORRUPT = 2
+    """The slot's checksum did not match; the chunk was quarantined."""
+    FULL = 3
+    """No slot could be freed; the store was dropped."""
+    REVOKED = 4
+    """The worker gave up waiting and took its blocks back; nothing was touched."""
+    FAILED = 5
+    """The copy raised; see the sidecar's log."""
+    PARTIAL = 6
+    """A store of several chunks kept some of them."""
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker's KV memory is shared. `kind` names what arrives beside the message.
+
+    memfd: descriptor 0 is the KV memory, descriptor 1 the fence page.
+    """
+
+    kind: str
+    size_bytes: int
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True):
+    """First and only message of a client on the Unix socket.
+
+    `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
+    the model is cut over the ranks; chunks are loadable when all `world_size` segments are.
+    `layout`, `segment` and `memory` are given by workers only.
+    """
+
+    version: int
+    role: Role
+    engine_id: str
+    rank: int
+    world_size: int
+    topology: str
+    namespace: bytes
+    block_tokens: int
+    blocks_per_chunk: int
+    pid: int
+    want_events: bool = False
+    segment: Segment | None = None
+    layout: KVLayout | None = None
+    memory: Memory | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines and bounds that the operator set in the sidecar and the connector must keep."""
+
+    lookup_wait_ms_max: int
+    load_deadline_ms_max: int
+    store_deadline_ms_max: int
+    jobs_inflight_max: int
+    lease_ttl_ms_max: int
+
+
+class Attached(msgspec.Struct, tag="attached", frozen=True, forbid_unknown_fields=True):
+    """Answer to `Attach`; for a scheduler, descriptor 0 is the shared index, read-only."""
+
+    version: int
+    epoch: int
+    token: bytes
+    endpoint: str
+    limits: Limits
+    index_salt: bytes
+    index_bytes: int = 0
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
+    """The sidecar will not serve this client; `message` names the field, value and remedy."""
+
+    code: str
+    message: str
+
+
+class IndexMoved(msgspec.Struct, tag="index_moved", frozen=True, forbid_unknown_fields=True):
+    """The shared index was grown into a new mapping; descriptor 0 replaces the old one."""
+
+    epoch: int
+    index_bytes: int
+
+
+class LoadChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Copy blocks `first_block : first_block + len(block_ids)` of chunk `key` to `block_ids`."""
+
+    key: bytes
+    first_block: int
+    block_ids: list[int]
+
+
+class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Copy `block_ids` to a slot under `key`. `token_ids` are little-endian int32 bytes.
+
+    `parent` is the key of the chunk before it, or 32 zero bytes at the start of a prompt.
+    `block_ids` holds between 1 and `blocks_per_chunk` blocks; fewer make a partial chunk.
+    """
+
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+    block_ids: list[int]
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All chunks that one request loads; `job_id` is also the id of its lease."""
+
+    job_id: int
+    chunks: list[LoadChunk]
+
+
+class StoreJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunks that became complete in one step. `job_id` is unique per engine and life."""
+
+    job_id: int
+    chunks: list[StoreChunk]
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True, forbid_unknown_fields=True):
+    """A worker's work of one step. Copies start only once the fence page shows `fence`."""
+
+    epoch: int
+    fence: int
+    loads: list[LoadJob]
+    stores: list[StoreJob]
+
+
+class JobOutcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`outcome` of job `job_id`; for loads, anything but OK means that no block may be used."""
+
+    job_id: int
+    outcome: Outcome
+
+
+class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
+    """Answers to jobs of this worker, in the order in which they ended."""
+
+    epoch: int
+    jobs: list[JobOutcome]
+
+
+class Lookup(msgspec.Struct, tag="lookup", frozen=True, forbid_unknown_fields=True):
+    """Bring `keys` (a chain, in order) from the object store to host memory, and lease them."""
+
+    epoch: int
+    lookup_id: int
+    keys: list[bytes]
+    deadline_ms: int
+
+
+class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
+    """The first `ready` keys of the lookup are in host memory; the rest will not come."""
+
+    epoch: int
+    lookup_id: int
+    ready: int
+    outcome: Outcome
+
+
+class Lease(msgspec.Struct, tag="lease", frozen=True, forbid_unknown_fields=True):
+    """Pin `keys` until every rank finished load job `lease_id`, a `Release`, or the deadline."""
+
+    epoch: int
+    lease_id: int
+    keys: list[bytes]
+
+
+class Release(msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True):
+    """Give leases and lookups back before their work was done. Unknown ids are ignored."""
+
+    epoch: int
+    lease_ids: list[int]
+    lookup_ids: list[int]
+
+
+class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunk `key` became available in `tier` ("host" or "store")."""
+
+    key: bytes
+    parent: bytes
+    num_tokens: int
+    tier: str
+
+
+class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunk `key` is no longer available in `tier`."""
+
+    key: bytes
+    tier: str
+
+
+class Events(msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True):
+    """What the tiers gained and lost for this namespace and topology since the last one."""
+
+    epoch: int
+    stored: list[StoredEvent]
+    removed: list[RemovedEvent]
+
+
+class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True):
+    """The last frame of this session was refused. The session goes on."""
+
+    epoch: int
+    code: str
+    message: str
+
+
+ClientMessage = Submit | Lookup | Lease | Release
+ServerMessage = Done | LookupDone | Events | Error
+AttachReply = Attached | Refused | IndexMoved
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+_attach_decoder: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
+_reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
+
+
+class ProtocolError(ValueError):
+    """A frame that this protocol cannot accept. `code` is stable, for counters and tests."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def encode(message: ClientMessage | ServerMessage | Attach | AttachReply) -> bytes:
+    """MessagePack bytes of one message."""
+    return _encoder.encode(message)
+
+
+def decode_client(frame: bytes | memoryview) -> ClientMessage:
+    """Decode and validate what a connector sent over ZMQ. Raises `ProtocolError`."""
+    message = _decode(_client_decoder, frame)
+    _check_client(message)
+    return message
+
+
+def decode_server(frame: bytes | memoryview) -> ServerMessage:
+    """Decode what the sidecar sent over ZMQ. Raises `ProtocolError`."""
+    return _decode(_server_decoder, frame)
+
+
+def decode_attach(frame: bytes | memoryview) -> Attach:
+    """Decode and validate the first frame of a Unix connection. Raises `ProtocolError`."""
+    # The version is read on its own first, so that a peer of another version is told so rather
+    # than handed a list of fields that it cannot know.
+    version = _peek_version(frame)
+    if version is not None and version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            "version",
+            f"protocol version {version} is not spoken here (this side speaks "
+            f"{PROTOCOL_VERSION}); install the same kvlake release for connector and sidecar",
+        )
+    message = _decode(_attach_decoder, frame)
+    _check_attach(message)
+    return message
+
+
+def decode_attach_reply(frame: bytes | memoryview) -> AttachReply:
+    """Decode what the sidecar sent over the Unix socket. Raises `ProtocolError`."""
+    return _decode(_reply_decoder, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+    if len(frame) > FRAME_BYTES_MAX:
+        raise ProtocolError(
+            "frame_too_large",
+            f"frame of {len(frame)} bytes exceeds FRAME_BYTES_MAX={FRAME_BYTES_MAX}; "
+            "send fewer jobs per message",
+        )
+    try:
+        return decoder.decode(frame)
+    except msgspec.ValidationError as error:
+        code = "unknown_tag" if "Invalid value" in str(error) and "$.type" in str(error) else "field"
+        raise ProtocolError(code, f"message refused: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"frame is not MessagePack: {error}") from error
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+_version_decoder = msgspec.msgpack.Decoder(_Versioned)
+
+
+def _peek_version(frame: bytes | memoryview) -> int | None:
+    if len(frame) > FRAME_BYTES_MAX:
+        return None
+    try:
+        return _version_decoder.decode(frame).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _require(condition: bool, field: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ProtocolError("field", f"{field}={value!r}: {rule}")
+
+
+def _check_keys(field: str, keys: list[bytes]) -> None:
+    _require(len(keys) <= KEYS_PER_MESSAGE_MAX, field, len(keys), f"at most {KEYS_PER_MESSAGE_MAX} keys")
+    for key in keys:
+        _require(len(key) == KEY_BYTES, field, len(key), f"a key has {KEY_BYTES} bytes")
+
+
+def _check_client(message: ClientMessage) -> None:
+    match message:
+        case Submit():
+            jobs = len(message.loads) + len(message.stores)
+            _require(jobs <= JOBS_PER_MESSAGE_MAX, "jobs", jobs, f"at most {JOBS_PER_MESSAGE_MAX}")
+            for load in message.loads:
+                _check_keys("loads.key", [chunk.key for chunk in load.chunks])
+                for piece in load.chunks:
+                    _require(piece.first_block >= 0, "first_block", piece.first_block, "must be >= 0")
+                    _require(len(piece.block_ids) > 0, "block_ids", [], "must not be empty")
+            for store in message.stores:
+                _check_keys("stores.key", [chunk.key for chunk in store.chunks])
+                _check_keys("stores.parent", [chunk.parent for chunk in store.chunks])
+                for chunk in store.chunks:
+                    _require(len(chunk.block_ids) > 0, "block_ids", [], "must not be empty")
+                    _require(
+                        len(chunk.token_ids) % 4 == 0,
+                        "token_ids",
+                        len(chunk.token_ids),
+                        "int32 bytes come in fours",
+                    )
+        case Lookup():
+            _check_keys("keys", message.keys)
+            _require(message.deadline_ms >= 0, "deadline_ms", message.deadline_ms, "must be >= 0")
+        case Lease():
+            _check_keys("keys", message.keys)
+        case Release():
+            ids = len(message.lease_ids) + len(message.lookup_ids)
+            _require(ids <= KEYS_PER_MESSAGE_MAX, "ids", ids, f"at most {KEYS_PER_MESSAGE_MAX}")
+
+
+def _check_attach(message: Attach) -> None:
+    _require(0 < message.world_size <= 4096, "world_size", message.world_size, "between 1 and 4096")
+    _require(
+        0 <= message.rank < message.world_size, "rank", message.rank, "between 0 and world_size - 1"
+    )
+    _require(0 < message.block_tokens <= 65_536, "block_tokens", message.block_tokens, "1 to 65536")
+    _require(
+        0 < message.blocks_per_chunk <= 65_536,
+        "blocks_per_chunk",
+        message.blocks_per_chunk,
+        "1 to 65536",
+    )
+    _require(
+        0 < len(message.namespace) <= NAMESPACE_BYTES_MAX,
+        "namespace",
+        len(message.namespace),
+        f"1 to {NAMESPACE_BYTES_MAX} bytes",
+    )
+    _require(0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters")
+    _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
+    if message.role is Role.WORKER:
+        given = (message.segment, message.layout, message.memory)
+        _require(None not in given, "segment/layout/memory", given, "a worker gives all three")
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame_stream(payload: bytes) -> bytes:
+    """A payload as it travels on the Unix socket: 4 bytes of length, then the bytes."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def stream_length(header: bytes) -> int:
+    """Length that a 4-byte stream header announces. Raises `ProtocolError` over the limit."""
+    (length,) = _LENGTH.unpack(header)
+    if length > FRAME_BYTES_MAX:
+        raise ProtocolError(
+            "frame_too_large", f"frame of {length} bytes exceeds FRAME_BYTES_MAX={FRAME_BYTES_MAX}"
+        )
+    return int(length)

@@ -1,0 +1,151 @@
+"""Realms: who may share chunks, and the geometry, templates and index that they share.
+
+A realm is a namespace (model, dtype, encoding), a topology (how the model is cut over ranks) and a
+chunk geometry. Clients of one realm see one shared index; clients of two never see each other's
+chunks. Owns each realm's `IndexWriter`, its salt, and what every rank holds (`Rank`, learnt from
+the rank's first worker). Does not own chunks or slots: the engine and the pool do.
+
+Invariants:
+
+* A realm lives as long as the sidecar: its chunks outlive its clients. Clients cannot make more
+  than `REALMS_MAX` of them.
+* A rank's geometry never changes within a realm; a worker that disagrees is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from sidecar.attach import AttachRefused
+from sidecar.protocol import Attach
+from tiers.arrow import SlotTemplates
+from tiers.index import IndexWriter
+from tiers.layout import ChunkLayout
+
+REALMS_MAX: Final = 256
+INDEX_ENTRIES_FIRST: Final = 1 << 16
+"""Entries of a new realm's index; it doubles whenever it gets full."""
+
+_SALT_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank of a realm holds: its chunk geometry and its slot images."""
+
+    layout: ChunkLayout
+    templates: SlotTemplates
+
+
+@dataclass(slots=True)
+class Realm:
+    """One namespace, topology and chunk geometry."""
+
+    realm_id: int
+    namespace: bytes
+    namespace_digest: bytes
+    topology: str
+    world_size: int
+    block_tokens: int
+    blocks_per_chunk: int
+    index_salt: bytes
+    index: IndexWriter
+    ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
+
+    def ranks_by_segment(self) -> dict[str, frozenset[int]]:
+        """Segment name -> ranks that hold it. Ranks with replicated heads share one."""
+        found: dict[str, set[int]] = {}
+        for number, rank in self.ranks.items():
+            found.setdefault(rank.layout.segment.name, set()).add(number)
+        return {name: frozenset(numbers) for name, numbers in found.items()}
+
+    def learn(self, rank: int, layout: ChunkLayout) -> bool:
+        """Take a worker's geometry. True if it was not known yet.
+
+        Raises `AttachRefused` where it differs from what the rank's chunks were stored with.
+        """
+        known = self.ranks.get(rank)
+        if known is None:
+            self.ranks[rank] = Rank(layout, SlotTemplates(layout, self.namespace_digest))
+            return True
+        if known.layout != layout:
+            raise AttachRefused(
+                "layout",
+                f"layout={layout}: rank {rank} of this namespace and topology stores "
+                f"{known.layout}; what differs belongs into the namespace or the topology",
+            )
+        return False
+
+
+class Realms:
+    """All realms of this sidecar, by what makes them."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[tuple[object, ...], Realm] = {}
+        self._by_id: dict[int, Realm] = {}
+
+    def __getitem__(self, realm_id: int) -> Realm:
+        return self._by_id[realm_id]
+
+    def all(self) -> list[Realm]:
+        """Every realm, oldest first."""
+        return list(self._by_id.values())
+
+    def join(self, attach: Attach) -> Realm:
+        """The realm that a client belongs to, made if it is the first of its kind."""
+        digest = hashlib.sha256(attach.namespace).digest()
+        cut = (attach.topology, attach.world_size, attach.block_tokens, attach.blocks_per_chunk)
+        realm = self._by_identity.get((digest, *cut))
+        if realm is None:
+            realm = self._make(attach, digest)
+            self._by_identity[digest, *cut] = realm
+            self._by_id[realm.realm_id] = realm
+        return realm
+
+    def _make(self, attach: Attach, digest: bytes) -> Realm:
+        _require_json_object(attach.namespace)
+        if len(self._by_id) >= REALMS_MAX:
+            raise AttachRefused(
+                "realms",
+                f"{REALMS_MAX} namespaces and topologies are known already; restart the sidecar "
+                "to forget those that are no longer used",
+            )
+        salted = "|".join(
+            (
+                attach.topology,
+                str(attach.world_size),
+                str(attach.block_tokens),
+                str(attach.blocks_per_chunk),
+            )
+        )
+        return Realm(
+            realm_id=len(self._by_id) + 1,
+            namespace=attach.namespace,
+            namespace_digest=digest,
+            topology=attach.topology,
+            world_size=attach.world_size,
+            block_tokens=attach.block_tokens,
+            blocks_per_chunk=attach.blocks_per_chunk,
+            index_salt=hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES],
+            index=IndexWriter(INDEX_ENTRIES_FIRST),
+        )
+
+    def close(self) -> None:
+        """Close every index. Readers keep their mapping."""
+        for realm in self._by_id.values():
+            realm.index.close()
+
+
+def _require_json_object(namespace: bytes) -> None:
+    try:
+        decoded: object = msgspec.json.decode(namespace)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AttachRefused("namespace", f"namespace is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise AttachRefused(
+            "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
+        )

@@ -1,0 +1,338 @@
+"""Sessions: one attached client each, from admission to end of file.
+
+Owns the admission checks that need the sidecar's state, the session's token, a worker's mapped
+memory, and turning a client's frame into an engine event. Does not own sockets (`attach.py`,
+`server.py`), nor what an event does (`engine.py`).
+
+Invariants:
+
+* Every message is checked here once, against what its session attached with; behind this point a
+  block id is in range and a chunk has as many tokens as blocks.
+* A worker's memory stays mapped while a copy uses it, and is unmapped as soon as the session has
+  ended and its last copy has.
+* A session that ended is forgotten here at once; its id is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sidecar.attach import AttachRefused, Connection, close_fds
+from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpened, Submitted
+from sidecar.protocol import (
+    TOKEN_BYTES,
+    Attach,
+    Lease,
+    Lookup,
+    ProtocolError,
+    Release,
+    Role,
+    Submit,
+    decode_client,
+)
+from sidecar.realms import Realm
+from tiers.copy import CopyPlan
+from tiers.fence import PAGE_BYTES, SidecarFence
+from tiers.layout import KVLayout
+
+_MEMORY_KINDS: Final = ("memfd",)
+_TOKEN_ID_BYTES: Final = 4
+
+
+class WorkerMemory:
+    """A worker's KV memory and fence page, mapped here. Owns the descriptors that it is given."""
+
+    def __init__(self, layout: KVLayout, size_bytes: int, fds: list[int]) -> None:
+        try:
+            _check_descriptor("memory", fds[0], size_bytes)
+            _check_descriptor("fence page", fds[1], PAGE_BYTES)
+            self.plan = CopyPlan(layout)
+            self._map = mmap.mmap(fds[0], size_bytes)
+            self.fence = SidecarFence(fds.pop(1))
+        except (OSError, ValueError) as error:
+            raise AttachRefused("memory", f"the worker's memory cannot be mapped: {error}") from error
+        finally:
+            close_fds(fds)
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._copies = 0
+        self._ended = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[npt.NDArray[np.uint8] | None]:
+        """The memory for the length of a copy; None if it is gone. Enter on the event loop."""
+        if self._bytes is None:
+            yield None
+            return
+        self._copies += 1
+        try:
+            yield self._bytes
+        finally:
+            self._copies -= 1
+            self._unmap_if_idle()
+
+    def end(self) -> None:
+        """The session is over: unmap once the running copies have ended."""
+        self._ended = True
+        self._unmap_if_idle()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no new copy may start."""
+        return self._ended
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory is still mapped here."""
+        return self._bytes is not None
+
+    def _unmap_if_idle(self) -> None:
+        if not self._ended or self._copies or self._bytes is None:
+            return
+        self._bytes = None
+        # A view that something still holds (a traceback of a failed copy) keeps the mapping
+        # until it goes; closing is then the garbage collector's.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        self.fence.close()
+
+
+def _check_descriptor(what: str, fd: int, size_bytes: int) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise AttachRefused("memory", f"the {what} descriptor is not a file or memfd")
+    if found.st_size < size_bytes:
+        raise AttachRefused(
+            "memory",
+            f"the {what} descriptor has {found.st_size} bytes: must have at least {size_bytes}",
+        )
+    # Memory that shrinks under a mapping kills whoever touches it. Where the client allowed seals
+    # that is ruled out; where it did not, a client of the same user is trusted not to.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached client."""
+
+    session_id: int
+    attach: Attach
+    connection: Connection
+    realm: Realm
+    memory: WorkerMemory | None
+    token: bytes
+    opened: float = field(default_factory=time.monotonic)
+    heard: bool = False
+    """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
+
+    def opened_event(self) -> SessionOpened:
+        """What the engine is told of this session."""
+        attach = self.attach
+        layout = attach.layout
+        return SessionOpened(
+            session_id=self.session_id,
+            role=attach.role,
+            engine_id=attach.engine_id,
+            rank=attach.rank,
+            world_size=attach.world_size,
+            realm_id=self.realm.realm_id,
+            want_events=attach.want_events,
+            layout=None if layout is None else layout.chunk(attach.blocks_per_chunk),
+        )
+
+    def event_of(self, frame: bytes, epoch: int) -> Event:
+        """Decode and check one frame. Raises `ProtocolError`; the session goes on."""
+        message = decode_client(frame)
+        if message.epoch != epoch:
+            raise ProtocolError(
+                "epoch", f"epoch={message.epoch}: this sidecar's life is {epoch}; attach again"
+            )
+        wanted = Role.WORKER if isinstance(message, Submit) else Role.SCHEDULER
+        if self.attach.role is not wanted:
+            raise ProtocolError(
+                "role", f"{type(message).__name__} from a {self.attach.role}: a {wanted} sends it"
+            )
+        match message:
+            case Submit():
+                self._check_submit(message)
+                return Submitted(self.session_id, message)
+            case Lookup():
+                return LookedUp(self.session_id, message)
+            case Lease():
+                return LeaseTaken(self.session_id, message.lease_id, tuple(message.keys))
+            case Release():
+                return Released(
+                    self.session_id, tuple(message.lease_ids), tuple(message.lookup_ids)
+                )
+
+    def _check_submit(self, message: Submit) -> None:
+        blocks_max = self.attach.blocks_per_chunk
+        for load in message.loads:
+            for piece in load.chunks:
+                self._check_blocks(piece.block_ids, blocks_max - piece.first_block)
+        for store in message.stores:
+            for chunk in store.chunks:
+                self._check_blocks(chunk.block_ids, blocks_max)
+                num_bytes = len(chunk.block_ids) * self.attach.block_tokens * _TOKEN_ID_BYTES
+                if len(chunk.token_ids) != num_bytes:
+                    raise ProtocolError(
+                        "field",
+                        f"token_ids has {len(chunk.token_ids)} bytes: {len(chunk.block_ids)} blocks "
+                        f"of {self.attach.block_tokens} tokens have {num_bytes}",
+                    )
+
+    def _check_blocks(self, block_ids: list[int], count_max: int) -> None:
+        layout = self.attach.layout
+        assert layout is not None, "only workers submit, and they attach with a layout"
+        if len(block_ids) > count_max:
+            raise ProtocolError(
+                "field", f"block_ids has {len(block_ids)} blocks: at most {count_max} fit here"
+            )
+        if min(block_ids) < 0 or max(block_ids) >= layout.num_blocks:
+            raise ProtocolError(
+                "field",
+                f"block_ids={block_ids[:8]}...: ids are 0 to {layout.num_blocks - 1} here",
+            )
+
+
+class Sessions:
+    """The sessions of now, by id and by ZMQ routing id."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._sessions_max = sessions_max
+        self._by_id: dict[int, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Session]:
+        """Every session, oldest first."""
+        return list(self._by_id.values())
+
+    def get(self, session_id: int) -> Session | None:
+        """The session with this id, if it still is."""
+        return self._by_id.get(session_id)
+
+    def by_token(self, token: bytes) -> Session | None:
+        """The session whose frames carry this routing id."""
+        return self._by_token.get(token)
+
+    def schedulers_of(self, realm: Realm) -> list[Session]:
+        """Sessions that read this realm's index."""
+        return [
+            session
+            for session in self._by_id.values()
+            if session.realm is realm and session.attach.role is Role.SCHEDULER
+        ]
+
+    def check(self, attach: Attach, realm: Realm) -> None:
+        """Raise `AttachRefused` unless this client may attach beside those that are here."""
+        if len(self._by_id) >= self._sessions_max:
+            raise AttachRefused(
+                "sessions",
+                f"limits.sessions_max={self._sessions_max} clients are attached; raise it",
+            )
+        for other in self._by_id.values():
+            if other.attach.engine_id != attach.engine_id or other.connection.at_end():
+                continue
+            if other.realm is not realm:
+                raise AttachRefused(
+                    "engine",
+                    f"engine_id={attach.engine_id!r}: its {other.attach.role} of rank "
+                    f"{other.attach.rank} attached with topology={other.attach.topology!r}, "
+                    f"world_size={other.attach.world_size}, "
+                    f"blocks_per_chunk={other.attach.blocks_per_chunk} or another namespace; "
+                    "all ranks of one engine need the same",
+                )
+            if (other.attach.role, other.attach.rank) == (attach.role, attach.rank):
+                raise AttachRefused(
+                    "engine",
+                    f"engine_id={attach.engine_id!r}: pid {other.connection.peer.pid} is attached "
+                    f"as its {attach.role} of rank {attach.rank}; give each engine its own id",
+                )
+
+    def open(
+        self, attach: Attach, connection: Connection, realm: Realm, memory: WorkerMemory | None
+    ) -> Session:
+        """Make the session of a client that passed `check`."""
+        session = Session(
+            session_id=self._next_id,
+            attach=attach,
+            connection=connection,
+            realm=realm,
+            memory=memory,
+            token=_new_token(),
+        )
+        self._next_id += 1
+        self._by_id[session.session_id] = session
+        self._by_token[session.token] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget a session; its memory is unmapped once its copies have ended."""
+        self._by_id.pop(session.session_id, None)
+        self._by_token.pop(session.token, None)
+        if session.memory is not None:
+            session.memory.end()
+
+
+def _new_token() -> bytes:
+    # ZMQ keeps routing ids that start with a zero byte for itself.
+    return bytes([secrets.randbelow(255) + 1]) + secrets.token_bytes(TOKEN_BYTES - 1)
+
+
+def check_shape(attach: Attach) -> None:
+    """Raise `AttachRefused` where the fields of one `Attach` disagree with each other."""
+    if attach.role is Role.SCHEDULER:
+        return
+    segment, layout, memory = attach.segment, attach.layout, attach.memory
+    assert segment is not None and layout is not None and memory is not None, "decode checked"
+    if memory.kind not in _MEMORY_KINDS:
+        raise AttachRefused(
+            "memory_kind",
+            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(_MEMORY_KINDS)}",
+        )
+    if layout.segment != segment:
+        raise AttachRefused(
+            "layout", f"segment={segment.name}: the layout describes {layout.segment.name}"
+        )
+    if layout.block_tokens != attach.block_tokens:
+        raise AttachRefused(
+            "layout",
+            f"block_tokens={attach.block_tokens}: the layout has {layout.block_tokens}",
+        )
+    if layout.size_bytes != memory.size_bytes:
+        raise AttachRefused(
+            "layout",
+            f"memory.size_bytes={memory.size_bytes}: the layout has size_bytes={layout.size_bytes}",
+        )
+
+
+def take_memory(attach: Attach, fds: list[int]) -> WorkerMemory | None:
+    """Map what arrived beside an `Attach` that passed `check_shape`. Takes over `fds`."""
+    wanted = 0 if attach.layout is None else 2
+    if len(fds) != wanted:
+        count = len(fds)
+        close_fds(fds)
+        raise AttachRefused(
+            "descriptors",
+            f"{count} descriptors arrived: a {attach.role} sends {wanted}"
+            + (" (KV memory, fence page)" if wanted else ""),
+        )
+    if attach.layout is None:
+        return None
+    return WorkerMemory(attach.layout, attach.layout.size_bytes, fds)

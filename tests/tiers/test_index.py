@@ -1,0 +1,360 @@
+"""The shared index against a dict, against hostile descriptors, and under a writer in a hurry."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiers import index as index_module
+from tiers.errors import LayoutError
+from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, tag_of, tags_of
+
+SALT = bytes(range(16))
+
+
+def key(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+@contextlib.contextmanager
+def reading(writer: IndexWriter) -> Iterator[IndexReader]:
+    reader = IndexReader(os.dup(writer.fd), writer.size_bytes)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def look(reader: IndexReader, tags: list[bytes]) -> list[int]:
+    words: npt.NDArray[np.uint64] = np.frombuffer(b"".join(tags), dtype=np.uint64).reshape(-1, 2)
+    return reader.lookup(words).tolist()
+
+
+def test_tags_of_many_keys_are_the_tags_of_each() -> None:
+    keys = [key(number) for number in range(7)]
+    assert tags_of(keys, SALT).tobytes() == b"".join(tag_of(one, SALT) for one in keys)
+    assert tags_of([], SALT).shape == (0, 2)
+    assert tag_of(keys[0], SALT) != tag_of(keys[0], bytes(16))
+    assert tag_of(keys[0], bytes(16)) == keys[0][:16]
+
+
+def test_tags_of_odd_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="key has 31 bytes"):
+        tag_of(bytes(31), SALT)
+    with pytest.raises(ValueError, match="2 keys have 63 bytes"):
+        tags_of([bytes(31), bytes(32)], SALT)
+    with pytest.raises(ValueError, match="salt has 3 bytes"):
+        tags_of([bytes(32)], b"abc")
+
+
+def test_set_change_and_remove() -> None:
+    writer = IndexWriter(100)
+    tags = [tag_of(key(number), SALT) for number in range(3)]
+    with reading(writer) as reader:
+        assert look(reader, tags) == [0, 0, 0]
+        writer.set(tags[0], FLAG_HOST)
+        writer.set(tags[1], FLAG_STORE)
+        assert look(reader, tags) == [FLAG_HOST, FLAG_STORE, 0]
+        writer.set(tags[0], FLAG_HOST | FLAG_STORE)
+        writer.set(tags[1], 0)
+        writer.set(tags[2], 0)
+        assert look(reader, [tags[0], tags[1], tags[0], tags[2]]) == [3, 0, 3, 0]
+        assert len(writer) == 1
+        assert look(reader, []) == []
+    writer.close()
+
+
+def test_all_zero_tag_is_a_tag_like_others() -> None:
+    writer = IndexWriter(10)
+    with reading(writer) as reader:
+        assert look(reader, [bytes(16)]) == [0]
+        writer.set(bytes(16), FLAG_HOST)
+        assert look(reader, [bytes(16)]) == [FLAG_HOST]
+    writer.close()
+
+
+def test_wrong_tags_and_flags_are_refused() -> None:
+    writer = IndexWriter(10)
+    for tag, flags in ((bytes(15), 1), (bytes(16), 256), (bytes(16), -1)):
+        with pytest.raises(ValueError, match="a tag has 16 bytes"):
+            writer.set(tag, flags)
+    with pytest.raises(LayoutError, match="capacity_entries=0"):
+        IndexWriter(0)
+    writer.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3)), max_size=300))
+def test_reader_sees_what_a_dict_would_hold(steps: list[tuple[int, int]]) -> None:
+    writer = IndexWriter(12)
+    model: dict[bytes, int] = {}
+    tags = [tag_of(key(number), SALT) for number in range(121)]
+    for number, flags in steps:
+        writer.set(tags[number], flags)
+        model.pop(tags[number], None)
+        if flags:
+            model[tags[number]] = flags
+        while writer.needs_growth:
+            writer, before = writer.grown(), writer
+            before.close()
+        assert len(writer) == len(model)
+    with reading(writer) as reader:
+        assert look(reader, tags) == [model.get(tag, 0) for tag in tags]
+    writer.close()
+
+
+def test_growth_keeps_every_entry_and_the_old_mapping_until_it_is_closed() -> None:
+    writer = IndexWriter(1000)
+    capacity = writer.capacity_entries
+    tags = [tag_of(key(number), SALT) for number in range(capacity + 1)]
+    for number, tag in enumerate(tags):
+        assert not writer.needs_growth
+        writer.set(tag, 1 + number % 3)
+    assert writer.needs_growth
+    larger = writer.grown()
+    expected = [1 + number % 3 for number in range(len(tags))]
+    with reading(writer) as before, reading(larger) as after:
+        assert larger.capacity_entries == 2 * capacity
+        assert not larger.needs_growth
+        assert look(after, tags) == expected
+        assert sum(map(bool, look(before, tags))) >= capacity - 1
+        for tag in tags[:50]:
+            larger.set(tag, 0)
+        assert look(after, tags) == [0] * 50 + expected[50:]
+        writer.close()
+        writer.close()
+        assert not any(look(before, tags))
+        assert look(after, tags) == [0] * 50 + expected[50:]
+    larger.close()
+
+
+def test_reader_outlives_the_writers_mapping() -> None:
+    writer = IndexWriter(10)
+    writer.set(bytes(16), FLAG_HOST)
+    with reading(writer) as reader:
+        writer.close()
+        assert look(reader, [bytes(16)]) == [0]
+
+
+def test_colliding_tags_wait_aside_and_do_not_ask_for_growth() -> None:
+    writer = IndexWriter(512)
+    generator = np.random.default_rng(7)
+    words = generator.integers(0, 2**64, size=(1 << 20, 2), dtype=np.uint64)
+    mixed = index_module._mix_words(words[:, 0], words[:, 1])
+    mask = np.uint64(writer.slots // 8 - 1)
+    crowded = words[((mixed & mask) == 0) & (((mixed >> np.uint64(32)) & mask) == 0)]
+    tags = [row.tobytes() for row in crowded[:20]]
+    assert len(tags) == 20
+    with reading(writer) as reader:
+        for tag in tags:
+            writer.set(tag, FLAG_STORE)
+        assert len(writer) == 20
+        assert look(reader, tags) == [FLAG_STORE] * 8 + [0] * 12
+        assert not writer.needs_growth
+        writer.set(tags[0], 0)
+        writer.set(tags[19], FLAG_HOST)
+        writer.set(tags[18], 0)
+        assert look(reader, tags) == [0] + [FLAG_STORE] * 7 + [0] * 11 + [FLAG_HOST]
+        assert len(writer) == 18
+    larger = writer.grown()
+    assert len(larger) == 18
+    writer.close()
+    larger.close()
+
+
+def test_no_entry_is_lost_below_capacity() -> None:
+    """Random tags, inserted and evicted for long, always find room in one of their buckets."""
+    writer = IndexWriter(3000)
+    generator = random.Random(3)
+    held = [generator.randbytes(16) for _ in range(writer.capacity_entries)]
+    for tag in held:
+        writer.set(tag, FLAG_HOST)
+    for _ in range(20_000):
+        place = generator.randrange(len(held))
+        writer.set(held[place], 0)
+        held[place] = generator.randbytes(16)
+        writer.set(held[place], FLAG_HOST)
+    with reading(writer) as reader:
+        assert all(look(reader, held))
+    writer.close()
+
+
+def test_the_descriptor_is_read_only() -> None:
+    writer = IndexWriter(10)
+    assert fcntl.fcntl(writer.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    assert not os.get_inheritable(writer.fd)
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.fd, writer.size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(OSError, match=r"Bad file descriptor|not permitted"):
+        os.write(writer.fd, b"x")
+    with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
+        os.ftruncate(writer.fd, 0)
+    # A reader that opens it anew for writing (root may) is stopped by the seals.
+    with contextlib.suppress(PermissionError):
+        again = os.open(f"/proc/self/fd/{writer.fd}", os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                mmap.mmap(again, writer.size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            with pytest.raises(PermissionError):
+                os.write(again, b"x")
+            with pytest.raises(PermissionError):
+                os.ftruncate(again, 4096)
+        finally:
+            os.close(again)
+    writer.set(bytes(16), FLAG_HOST)
+    writer.close()
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_refused_descriptors_are_closed() -> None:
+    writer = IndexWriter(10)
+    before = open_descriptors()
+    with pytest.raises(LayoutError, match="size_bytes=4096"):
+        IndexReader(os.dup(writer.fd), 4096)
+    with pytest.raises(LayoutError, match="descriptor has"):
+        IndexReader(os.dup(writer.fd), 4096 + 24 * 32768)
+    unsealed = os.memfd_create("unsealed")
+    os.truncate(unsealed, writer.size_bytes)
+    with pytest.raises(LayoutError, match="not sealed"):
+        IndexReader(unsealed, writer.size_bytes)
+    foreign = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.truncate(foreign, writer.size_bytes)
+    fcntl.fcntl(foreign, 1033, 0x2)
+    with pytest.raises(LayoutError, match="index header is"):
+        IndexReader(foreign, writer.size_bytes)
+    assert open_descriptors() == before
+    writer.close()
+
+
+def test_nothing_stays_open() -> None:
+    before = open_descriptors()
+    writer = IndexWriter(10)
+    with reading(writer):
+        pass
+    writer.close()
+    assert open_descriptors() == before
+
+
+# --- a writer in another process ---------------------------------------------------------------
+
+KEYS = 240
+ALLOWED = (frozenset({1}), frozenset({2}), frozenset({1, 3}))
+"""Flags that the writer below gives to tag i: ALLOWED[i % 3]."""
+
+WRITER = """
+    import random, socket, sys
+    from tiers.index import IndexWriter
+
+    # Far fewer slots than tags: every slot changes hands all the time.
+    generator = random.Random(int(sys.argv[2]))
+    tags = [random.Random(number).randbytes(16) for number in range(240)]
+    writer = IndexWriter(40)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    socket.send_fds(channel, [writer.size_bytes.to_bytes(8, "little")], [writer.fd])
+    held = []
+    while True:
+        number = generator.randrange(240)
+        writer.set(tags[number], (1, 2, generator.choice((1, 3)))[number % 3])
+        held.append(number)
+        if len(held) > 40:
+            writer.set(tags[held.pop(generator.randrange(len(held)))], 0)
+"""
+
+
+@contextlib.contextmanager
+def busy_writer(seed: int) -> Iterator[tuple[subprocess.Popen[bytes], IndexReader]]:
+    ours, theirs = socket.socketpair()
+    script = textwrap.dedent(WRITER)
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(theirs.fileno()), str(seed)],
+            pass_fds=[theirs.fileno()],
+        )
+        try:
+            theirs.close()
+            ours.settimeout(60)
+            header, fds, _, _ = socket.recv_fds(ours, 8, 1)
+            reader = IndexReader(fds[0], int.from_bytes(header, "little"))
+            try:
+                yield process, reader
+            finally:
+                reader.close()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def torn_tags(tags: list[bytes]) -> list[bytes]:
+    """Tags that were never set, made of halves of tags that were."""
+    pairs = random.Random(5).sample(list(itertools.permutations(range(len(tags)), 2)), 500)
+    return [tags[one][:8] + tags[other][8:] for one, other in pairs]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_readers_never_see_a_torn_or_foreign_entry(seed: int) -> None:
+    tags = [random.Random(number).randbytes(16) for number in range(KEYS)]
+    never = torn_tags(tags) + [
+        random.Random(10_000 + number).randbytes(16) for number in range(200)
+    ]
+    asked = tags + never
+    words: npt.NDArray[np.uint64] = np.frombuffer(b"".join(asked), dtype=np.uint64).reshape(-1, 2)
+    seen: set[tuple[int, int]] = set()
+    pictures: set[bytes] = set()
+    with busy_writer(seed) as (process, reader):
+
+        def check() -> None:
+            flags = reader.lookup(words)
+            pictures.add(flags.tobytes())
+            hits = np.flatnonzero(flags)
+            seen.update(zip(hits.tolist(), flags[hits].tolist(), strict=True))
+
+        while len(pictures) < 3000:
+            assert process.poll() is None
+            check()
+        # Killed between two stores, as likely as not; what it left stays readable and true.
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        pictures.clear()
+        for _ in range(50):
+            check()
+        assert len(pictures) == 1
+    wrong = [(at, flags) for at, flags in seen if at >= KEYS or flags not in ALLOWED[at % 3]]
+    assert wrong == []
+    assert {at for at, _ in seen} == set(range(KEYS))
+    assert {flags for _, flags in seen} == {1, 2, 3}
+
+
+def test_a_dead_writers_successor_starts_empty() -> None:
+    """A restarted sidecar makes a new index; the old mapping does not leak into it."""
+    with busy_writer(3) as (process, before):
+        tags = [random.Random(number).randbytes(16) for number in range(KEYS)]
+        while not any(look(before, tags)):
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+        successor = IndexWriter(40)
+        with reading(successor) as after:
+            assert not any(look(after, tags))
+            successor.set(tags[0], FLAG_STORE)
+            assert look(after, tags[:2]) == [FLAG_STORE, 0]
+        assert any(look(before, tags))
+        successor.close()

@@ -1,0 +1,130 @@
+"""The fence page: a page of shared memory by which a worker orders copies against its own work.
+
+Owns three 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
+hands to the sidecar at attach:
+
+* word 0, `done`: sequence number of the last step whose work is finished. Written by the worker
+  (on a GPU by the stream itself), read by the sidecar: copies of a `Submit` start once
+  `done >= fence`.
+* word 1, `revoked_below`: jobs with a smaller id are void. Written by the worker under the lock
+  when it takes blocks back without an answer (the sidecar is stopped, or too slow).
+* an open-file-description lock on the page: the sidecar holds it shared while a copy touches
+  the worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its
+  holder dies, so a killed sidecar never keeps a worker waiting.
+
+Invariant (rule 3 of the design): a block is given back only after its job was answered, or was
+revoked under the exclusive lock, or the sidecar's process is gone. Because the sidecar checks
+`revoked_below` under the shared lock, a copy of a revoked job cannot start, however late a
+stopped sidecar wakes up. Nothing waits on the other side without a bound: both only ever *try*
+the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+PAGE_BYTES: Final = 4096
+_DONE: Final = 0
+_REVOKED_BELOW: Final = 1
+
+# struct flock on 64-bit Linux: type, whence, pad, start, len, pid, pad.
+_FLOCK = struct.Struct("hhxxxxqqixxxx")
+_F_OFD_SETLK: Final = getattr(fcntl, "F_OFD_SETLK", 37)
+
+
+def _lock(fd: int, kind: int, command: int) -> None:
+    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, PAGE_BYTES, 0))
+
+
+class WorkerFence:
+    """The worker's end: makes the page, counts steps, revokes."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("kvlake-fence", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, PAGE_BYTES)
+        self._map = mmap.mmap(self.fd, PAGE_BYTES)
+        self._words = np.frombuffer(self._map, dtype=np.uint64)
+
+    @property
+    def done(self) -> int:
+        """Sequence number of the last finished step."""
+        return int(self._words[_DONE])
+
+    def signal(self, sequence: int) -> None:
+        """Say that all work up to step `sequence` is finished (CPU: a plain store)."""
+        self._words[_DONE] = sequence
+
+    def try_revoke(self, below: int) -> bool:
+        """Void every job with an id under `below`. False while a copy is running: try later."""
+        try:
+            _lock(self.fd, fcntl.F_WRLCK, _F_OFD_SETLK)
+        except (BlockingIOError, PermissionError):
+            return False
+        try:
+            self._words[_REVOKED_BELOW] = max(below, int(self._words[_REVOKED_BELOW]))
+        finally:
+            _lock(self.fd, fcntl.F_UNLCK, _F_OFD_SETLK)
+        return True
+
+    def close(self) -> None:
+        """Unmap and close; again is harmless. The sidecar's own descriptor is not affected."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            del self._words
+            self._map.close()
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # A page whose attempt to attach failed, or whose session ended unseen, has no other owner.
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class SidecarFence:
+    """The sidecar's end of a worker's page. Takes ownership of `fd`."""
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size < PAGE_BYTES:
+            os.close(fd)
+            raise ValueError(f"fence page has {size} bytes, needs {PAGE_BYTES}")
+        self._fd = fd
+        try:
+            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except OSError:
+            os.close(fd)
+            raise
+        self._words = np.frombuffer(self._map, dtype=np.uint64)
+
+    def reached(self, fence: int) -> bool:
+        """Whether the work that step `fence` waits for is finished."""
+        return int(self._words[_DONE]) >= fence
+
+    @contextlib.contextmanager
+    def copying(self, job_id: int) -> Iterator[bool]:
+        """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
+
+        Each use opens its own file description, so that threads hold the lock side by side.
+        Raises `BlockingIOError` while the worker revokes: try again. Waiting for the lock here
+        would tie a copy thread to a worker that may be stopped at that very point.
+        """
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _lock(fd, fcntl.F_RDLCK, _F_OFD_SETLK)
+            yield job_id >= int(self._words[_REVOKED_BELOW])
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Unmap and close; no copy may be running."""
+        del self._words
+        self._map.close()
+        os.close(self._fd)

@@ -1,0 +1,373 @@
+"""Geometry of one worker's KV cache and of a chunk.
+
+Owns all offset arithmetic: this is the only module that multiplies strides. `KVLayout` says where
+a coordinate (layer, block, head, token) lies in the memory that a worker exported; `ChunkLayout`
+says what a chunk of that worker is once it left the engine; `Segment` names the part of the model
+that the worker holds.
+
+Does not own bytes: nothing here reads or writes memory (`copy.py` does), and nothing knows Arrow.
+
+Invariants, checked once at construction and relied on everywhere else:
+
+* A layout is affine: `offset = layer_offset[layer] + block * block_stride + head * head_stride +
+  token * token_stride`, and `content_bytes` bytes from there on belong to that coordinate alone.
+* Every such byte range lies inside the exported allocation.
+* A payload is always in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's
+  own order is, so two engines with different layouts read each other's chunks.
+
+The connector imports this module, and a peer's layout is decoded into it: numpy and msgspec only,
+and every number is bounded before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from tiers.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+LAYERS_MAX: Final = 1024
+HEADS_MAX: Final = 65_536
+BLOCK_TOKENS_MAX: Final = 65_536
+BLOCKS_PER_CHUNK_MAX: Final = 65_536
+CONTENT_BYTES_MAX: Final = 1 << 24
+NUM_BLOCKS_MAX: Final = 1 << 31
+SIZE_BYTES_MAX: Final = 1 << 47
+ENCODING_CHARACTERS_MAX: Final = 128
+PAYLOAD_BYTES_MAX: Final = (1 << 31) - 1
+"""Arrow counts the width of a fixed-size list in int32."""
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types of a KV cache by their torch name, and the size of one element in bytes."""
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_SEGMENT_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.{_NUMBER}-{_NUMBER}")
+_ENCODING = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]*")
+
+
+def _require_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise LayoutError(f"{field}={value}: must be between {low} and {high}")
+
+
+def _require_kind(dtype: str, encoding: str, content_bytes: int) -> None:
+    if dtype not in ITEM_BYTES:
+        raise LayoutError(f"dtype={dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+    if len(encoding) > ENCODING_CHARACTERS_MAX or not _ENCODING.fullmatch(encoding):
+        raise LayoutError(
+            f"encoding={encoding[:ENCODING_CHARACTERS_MAX]!r}: must be 1 to "
+            f"{ENCODING_CHARACTERS_MAX} letters, digits or ._+:- and start with a letter or digit"
+        )
+    _require_range("content_bytes", content_bytes, 1, CONTENT_BYTES_MAX)
+    if content_bytes % ITEM_BYTES[dtype]:
+        raise LayoutError(
+            f"content_bytes={content_bytes}: must be a multiple of the {ITEM_BYTES[dtype]} bytes "
+            f"of one {dtype}"
+        )
+
+
+class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """The part of a model that one worker holds: a layer range times a KV head range."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        _require_range("first_layer", self.first_layer, 0, LAYERS_MAX - 1)
+        _require_range("num_layers", self.num_layers, 1, LAYERS_MAX)
+        _require_range("first_head", self.first_head, 0, HEADS_MAX - 1)
+        _require_range("num_heads", self.num_heads, 1, HEADS_MAX)
+
+    @property
+    def name(self) -> str:
+        """Half-open layer range, half-open head range: layers 0 to 7, heads 0 to 3 is `0-8.0-4`."""
+        last_layer = self.first_layer + self.num_layers
+        last_head = self.first_head + self.num_heads
+        return f"{self.first_layer}-{last_layer}.{self.first_head}-{last_head}"
+
+    @classmethod
+    def parse(cls, name: str) -> Segment:
+        """The segment that `name` names. Raises `LayoutError` on anything but a canonical name."""
+        # The slice keeps a hostile name of megabytes out of the expression and the message.
+        match = _SEGMENT_NAME.fullmatch(name[:64])
+        if match is None or len(name) > 64:
+            raise LayoutError(
+                f"segment={name[:64]!r}: must look like '0-8.0-4' (layers 0 to 7, heads 0 to 3)"
+            )
+        first_layer, last_layer, first_head, last_head = (int(part) for part in match.groups())
+        return cls(first_layer, last_layer - first_layer, first_head, last_head - first_head)
+
+
+class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a chunk of one worker is outside the engine: shape, element type, encoding.
+
+    Bytes are in C order `[blocks, layers, heads, tokens, content]`. `content_bytes` is the size of
+    one (layer, head, token): K and V packed.
+    """
+
+    segment: Segment
+    blocks_per_chunk: int
+    block_tokens: int
+    content_bytes: int
+    dtype: str
+    encoding: str
+
+    def __post_init__(self) -> None:
+        _require_range("blocks_per_chunk", self.blocks_per_chunk, 1, BLOCKS_PER_CHUNK_MAX)
+        _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_kind(self.dtype, self.encoding, self.content_bytes)
+        payload_bytes = self.blocks_per_chunk * self.block_payload_bytes
+        if payload_bytes > PAYLOAD_BYTES_MAX:
+            raise LayoutError(
+                f"blocks_per_chunk={self.blocks_per_chunk}: a chunk of {payload_bytes} bytes is "
+                f"over the {PAYLOAD_BYTES_MAX} that Arrow can hold; use fewer tokens per chunk"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Size of one element in bytes."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def block_payload_bytes(self) -> int:
+        """Bytes of one block of this segment."""
+        heads = self.segment.num_layers * self.segment.num_heads
+        return heads * self.block_tokens * self.content_bytes
+
+    def payload_bytes(self, num_blocks: int) -> int:
+        """Bytes of `num_blocks` blocks, between 1 and `blocks_per_chunk`."""
+        _require_range("num_blocks", num_blocks, 1, self.blocks_per_chunk)
+        return num_blocks * self.block_payload_bytes
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+        """`(blocks, layers, heads, tokens, content elements)` of a chunk of `num_blocks`."""
+        _require_range("num_blocks", num_blocks, 1, self.blocks_per_chunk)
+        return (
+            num_blocks,
+            self.segment.num_layers,
+            self.segment.num_heads,
+            self.block_tokens,
+            self.content_bytes // self.itemsize,
+        )
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one KV cache group lies in the memory that a worker exported. All strides in bytes.
+
+    `size_bytes` is the exported allocation, `layer_offsets_bytes` holds the offset of block 0,
+    head 0, token 0 of each layer. A stride whose axis has one entry is never used.
+    """
+
+    segment: Segment
+    num_blocks: int
+    block_tokens: int
+    content_bytes: int
+    dtype: str
+    encoding: str
+    size_bytes: int
+    layer_offsets_bytes: tuple[int, ...]
+    block_stride_bytes: int
+    head_stride_bytes: int
+    token_stride_bytes: int
+
+    def __post_init__(self) -> None:
+        _require_range("num_blocks", self.num_blocks, 1, NUM_BLOCKS_MAX)
+        _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_range("size_bytes", self.size_bytes, 1, SIZE_BYTES_MAX)
+        _require_kind(self.dtype, self.encoding, self.content_bytes)
+        if len(self.layer_offsets_bytes) != self.segment.num_layers:
+            raise LayoutError(
+                f"layer_offsets_bytes has {len(self.layer_offsets_bytes)} entries: must have one "
+                f"for each of the segment's {self.segment.num_layers} layers"
+            )
+        axes = self._axes()
+        for name, stride, _ in axes:
+            _require_range(f"{name}_stride_bytes", stride, 0, SIZE_BYTES_MAX)
+        nested = self._nest(axes)
+        last = sum(stride * (count - 1) for _, stride, count in axes)
+        for layer, offset in enumerate(self.layer_offsets_bytes):
+            end = offset + last + self.content_bytes
+            if offset < 0 or end > self.size_bytes:
+                raise LayoutError(
+                    f"layer_offsets_bytes[{layer}]={offset}: the layer spans bytes {offset} to "
+                    f"{end}, outside the allocation of size_bytes={self.size_bytes}"
+                )
+        self._refuse_shared_layers(nested)
+
+    def _axes(self) -> list[tuple[str, int, int]]:
+        """Name, stride and count of the three axes inside a layer."""
+        return [
+            ("block", self.block_stride_bytes, self.num_blocks),
+            ("head", self.head_stride_bytes, self.segment.num_heads),
+            ("token", self.token_stride_bytes, self.block_tokens),
+        ]
+
+    def _nest(self, axes: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
+        """(stride, count) of the used axes, outermost first. Raises if one reaches into another.
+
+        Nesting (each stride at least the extent of everything inside it) is stricter than "no two
+        coordinates overlap", but all of vLLM's layouts nest, and it makes the check exact and
+        cheap where the general question is a search.
+        """
+        used = sorted((stride, count, name) for name, stride, count in axes if count > 1)
+        extent_bytes = self.content_bytes
+        for stride, count, name in used:
+            if stride < extent_bytes:
+                raise LayoutError(
+                    f"{name}_stride_bytes={stride}: must be at least {extent_bytes}, the extent of "
+                    "what one entry of that axis holds, or entries overlap"
+                )
+            extent_bytes += stride * (count - 1)
+        return [(stride, count) for stride, count, _ in reversed(used)]
+
+    def _refuse_shared_layers(self, nested: list[tuple[int, int]]) -> None:
+        """Raise if any byte belongs to two layers.
+
+        Layers all have the same shape, so only the distances between their offsets matter. At each
+        axis the rest of the distance can only be made up by its floor or its ceiling in strides
+        (what lies inside an entry is shorter than the stride), so two candidates per axis are all.
+        """
+        offsets: npt.NDArray[np.int64] = np.array(self.layer_offsets_bytes, dtype=np.int64)
+        offsets.sort()
+        rows, columns = np.triu_indices(len(offsets), k=1)
+        distances: npt.NDArray[np.int64] = np.unique(offsets[columns] - offsets[rows])
+        rest = distances[:, np.newaxis]
+        for stride, count in nested:
+            steps = rest // stride
+            candidates = np.concatenate((steps, steps + 1), axis=1).clip(1 - count, count - 1)
+            rest = np.concatenate((rest, rest), axis=1) - candidates * stride
+        shared = (np.abs(rest) < self.content_bytes).any(axis=1)
+        if shared.any():
+            raise LayoutError(
+                f"layer_offsets_bytes: two layers that lie {int(distances[shared][0])} bytes apart "
+                "share memory; give each layer that owns KV memory once"
+            )
+
+    @classmethod
+    def from_views(
+        cls,
+        segment: Segment,
+        views: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        *,
+        itemsize: int,
+        dtype: str,
+        encoding: str,
+        size_bytes: int,
+    ) -> KVLayout:
+        """The layout of per-layer views `(offset_bytes, shape, strides_bytes)`.
+
+        Shapes are `(blocks, heads, tokens, content elements)`, as vLLM's `create_kv_cache_views`
+        makes them. Raises `LayoutError` unless all views have one shape and one set of strides.
+        """
+        if not views:
+            raise LayoutError("views=[]: a layout needs one view for each layer")
+        if ITEM_BYTES.get(dtype) != itemsize:
+            raise LayoutError(
+                f"itemsize={itemsize}: dtype {dtype!r} has {ITEM_BYTES.get(dtype, 'no known')} "
+                "bytes per element"
+            )
+        shape, strides = tuple(views[0][1]), tuple(views[0][2])
+        if len(shape) != 4 or len(strides) != 4:
+            raise LayoutError(
+                f"views[0] has shape {shape} and strides {strides}: both must have the four axes "
+                "blocks, heads, tokens, content"
+            )
+        for layer, (_, other_shape, other_strides) in enumerate(views):
+            if (tuple(other_shape), tuple(other_strides)) != (shape, strides):
+                raise LayoutError(
+                    f"views[{layer}] has shape {tuple(other_shape)} and strides "
+                    f"{tuple(other_strides)}: all layers of a group must have those of layer 0, "
+                    f"{shape} and {strides}"
+                )
+        if shape[3] > 1 and strides[3] != itemsize:
+            raise LayoutError(
+                f"views[0] has content stride {strides[3]}: content must be contiguous, a stride "
+                f"of {itemsize} bytes"
+            )
+        if shape[1] != segment.num_heads:
+            raise LayoutError(
+                f"views[0] has {shape[1]} heads: the segment {segment.name} has {segment.num_heads}"
+            )
+        return cls(
+            segment=segment,
+            num_blocks=shape[0],
+            block_tokens=shape[2],
+            content_bytes=shape[3] * itemsize,
+            dtype=dtype,
+            encoding=encoding,
+            size_bytes=size_bytes,
+            layer_offsets_bytes=tuple(offset for offset, _, _ in views),
+            block_stride_bytes=strides[0],
+            head_stride_bytes=strides[1],
+            token_stride_bytes=strides[2],
+        )
+
+    def chunk(self, blocks_per_chunk: int) -> ChunkLayout:
+        """Geometry of this worker's part of a chunk of `blocks_per_chunk` blocks."""
+        return ChunkLayout(
+            segment=self.segment,
+            blocks_per_chunk=blocks_per_chunk,
+            block_tokens=self.block_tokens,
+            content_bytes=self.content_bytes,
+            dtype=self.dtype,
+            encoding=self.encoding,
+        )
+
+    def offset(self, layer: int, block: int, head: int, token: int) -> int:
+        """Byte offset of one coordinate; `layer` and `head` count from the segment's first."""
+        _require_range("layer", layer, 0, self.segment.num_layers - 1)
+        _require_range("block", block, 0, self.num_blocks - 1)
+        _require_range("head", head, 0, self.segment.num_heads - 1)
+        _require_range("token", token, 0, self.block_tokens - 1)
+        return (
+            self.layer_offsets_bytes[layer]
+            + block * self.block_stride_bytes
+            + head * self.head_stride_bytes
+            + token * self.token_stride_bytes
+        )
+
+
+def head_segment(
+    num_layers: int, num_heads: int, tp_rank: int, tp_size: int, *, first_layer: int = 0
+) -> Segment:
+    """Segment of a rank that holds `num_layers` layers from `first_layer` on.
+
+    `num_heads` counts the model's KV heads, which tensor parallelism cuts into equal runs.
+    Pipeline ranks are cut by the engine, unevenly at its will: pass the rank's own layer range.
+    Raises `LayoutError` where heads do not divide, or are replicated over ranks.
+    """
+    _require_range("tp_size", tp_size, 1, HEADS_MAX)
+    _require_range("tp_rank", tp_rank, 0, tp_size - 1)
+    _require_range("num_heads", num_heads, 1, HEADS_MAX)
+    if tp_size > num_heads:
+        raise LayoutError(
+            f"tp_size={tp_size}: is more than the model's {num_heads} KV heads, so ranks hold "
+            "copies of a head and would store the same segment; use a tp_size up to the head count"
+        )
+    if num_heads % tp_size:
+        raise LayoutError(
+            f"tp_size={tp_size}: does not divide the model's {num_heads} KV heads; choose one "
+            "that does"
+        )
+    heads = num_heads // tp_size
+    return Segment(first_layer, num_layers, tp_rank * heads, heads)

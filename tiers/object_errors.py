@@ -1,0 +1,347 @@
+"""Turns what an object store's client raised into one of the tier's errors, in plain words.
+
+Owns the tables from S3 codes, HTTP statuses, errno and exception types to what the caller can do
+(miss, retry, stop and ask a person), and the removal of secrets from every message.
+
+Does not own retrying (`wrap.py`) or any I/O.
+
+Invariants: every exception gets a `TierError`; one that nobody knows is retryable, because the
+number of retries is bounded and a wrong "stop" would turn the store off; no value that
+`storage_options` or the URL hands over as a secret appears in a message.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import re
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+DETAIL_CHARACTERS_MAX: Final = 240
+CHAIN_LENGTH_MAX: Final = 16
+_SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|private|session|auth", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_CHARACTERS_MIN: Final = 4
+
+
+class Kind(enum.Enum):
+    """What a condition means to the caller."""
+
+    MISSING = "missing"
+    EMPTY = "empty"
+    FULL = "full"
+    LATER = "later"
+    STOP = "stop"
+
+
+class Verdict(NamedTuple):
+    """One condition: its kind, what happened, and the remedy."""
+
+    kind: Kind
+    what: str
+    remedy: str
+
+
+_MISSING = Verdict(Kind.MISSING, "no such object", "treat it as a miss")
+_EMPTY = Verdict(Kind.EMPTY, "the object is empty", "it will be written again")
+_FULL = Verdict(Kind.FULL, "no space is left", "free space or raise the quota of the store")
+_CREDENTIALS = Verdict(
+    Kind.STOP,
+    "the credentials were refused",
+    "check key, secret and token in store.storage_options (or the environment's)",
+)
+_FORBIDDEN = Verdict(
+    Kind.STOP,
+    "access was denied",
+    "check the credentials, and allow them to get, put, delete and list objects under the URL",
+)
+_NO_CREDENTIALS = Verdict(
+    Kind.STOP,
+    "no credentials were found",
+    "set key and secret in store.storage_options, or the environment's credentials",
+)
+_NO_BUCKET = Verdict(
+    Kind.STOP, "the bucket does not exist", "create it, or correct the bucket in store.url"
+)
+_REGION = Verdict(
+    Kind.STOP,
+    "the bucket is served by another region or endpoint",
+    "set endpoint_url and client_kwargs.region_name in store.storage_options",
+)
+_CLOCK = Verdict(Kind.STOP, "the clocks differ too much", "synchronise this machine's clock")
+_BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses")
+_GARBLED = Verdict(Kind.LATER, "the upload arrived damaged", "retried with growing pauses")
+_REFUSED_REQUEST = Verdict(
+    Kind.STOP, "the store refused the request", "check store.url and store.storage_options"
+)
+_OPTIONS = Verdict(
+    Kind.STOP, "an option is not understood", "check the names in store.storage_options"
+)
+_UNTRUSTED = Verdict(
+    Kind.STOP,
+    "the server's TLS certificate is not trusted",
+    "add its authority: client_kwargs.verify in store.storage_options, or AWS_CA_BUNDLE",
+)
+_NOT_TLS = Verdict(
+    Kind.STOP,
+    "the endpoint does not speak TLS as asked",
+    "check whether endpoint_url should start with http:// rather than https://",
+)
+_PACKAGE = Verdict(Kind.STOP, "a Python package is missing", "install the one that is named")
+_REFUSED = Verdict(
+    Kind.LATER,
+    "the connection was refused",
+    "check that the store is running and that endpoint_url has its host and port",
+)
+_UNKNOWN_HOST = Verdict(
+    Kind.LATER, "the host name is not known", "check endpoint_url and this machine's DNS"
+)
+_CONNECTION = Verdict(
+    Kind.LATER, "the connection failed", "check endpoint_url and the network to the store"
+)
+_SLOW = Verdict(
+    Kind.LATER, "there was no answer in time", "check the network to the store and its load"
+)
+_READ_ONLY = Verdict(
+    Kind.STOP,
+    "the folder cannot be written or read by this user",
+    "change its owner or mode, mount it writable, or choose another store.url",
+)
+_NOT_A_FOLDER = Verdict(
+    Kind.STOP, "a file stands where a folder is needed", "move it, or choose another store.url"
+)
+_UNKNOWN = Verdict(Kind.LATER, "the store failed", "see the detail; retried with growing pauses")
+
+# S3 error codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html; quota codes
+# of MinIO and others are not in it.
+_BY_CODE: Final[dict[str, Verdict]] = {
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion"), _MISSING),
+    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName"), _NO_BUCKET),
+    **dict.fromkeys(
+        (
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "InvalidToken",
+            "ExpiredToken",
+            "InvalidSecurity",
+            "NotSignedUp",
+            "AccountProblem",
+        ),
+        _CREDENTIALS,
+    ),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled"), _FORBIDDEN),
+    **dict.fromkeys(
+        (
+            "PermanentRedirect",
+            "TemporaryRedirect",
+            "Redirect",
+            "AuthorizationHeaderMalformed",
+            "IllegalLocationConstraintException",
+        ),
+        _REGION,
+    ),
+    "RequestTimeTooSkewed": _CLOCK,
+    "InvalidRange": _EMPTY,
+    **dict.fromkeys(
+        ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageQuotaExceeded"),
+        _FULL,
+    ),
+    **dict.fromkeys(
+        (
+            "SlowDown",
+            "ServiceUnavailable",
+            "InternalError",
+            "RequestTimeout",
+            "OperationAborted",
+            "Throttling",
+            "ThrottlingException",
+        ),
+        _BUSY,
+    ),
+    **dict.fromkeys(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"), _GARBLED),
+}
+_BY_STATUS: Final[dict[int, Verdict]] = {
+    301: _REGION,
+    307: _REGION,
+    308: _REGION,
+    401: _CREDENTIALS,
+    403: _FORBIDDEN,
+    404: _MISSING,
+    408: _BUSY,
+    409: _BUSY,
+    416: _EMPTY,
+    425: _BUSY,
+    429: _BUSY,
+    507: _FULL,
+}
+_BY_ERRNO: Final[dict[int, Verdict]] = {
+    errno.ENOENT: _MISSING,
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _NOT_A_FOLDER),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    errno.ECONNREFUSED: _REFUSED,
+    errno.ETIMEDOUT: _SLOW,
+    **dict.fromkeys(
+        (errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH), _CONNECTION
+    ),
+}
+# By name, so that no client library has to be imported (or installed) to know its errors.
+_BY_TYPE: Final[dict[str, Verdict]] = {
+    **dict.fromkeys(
+        (
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "CredentialRetrievalError",
+            "TokenRetrievalError",
+            "ProfileNotFound",
+        ),
+        _NO_CREDENTIALS,
+    ),
+    **dict.fromkeys(("ParamValidationError", "NoRegionError"), _REFUSED_REQUEST),
+    **dict.fromkeys(
+        ("ConnectTimeoutError", "ReadTimeoutError", "ServerTimeoutError", "FSTimeoutError"), _SLOW
+    ),
+}
+_CONNECTION_TYPES: Final = frozenset(
+    ("EndpointConnectionError", "ConnectionClosedError", "ClientPayloadError")
+)
+
+
+class Secrets:
+    """The values that must not appear in a message, taken from a URL and its options."""
+
+    def __init__(self, storage_options: Mapping[str, object]) -> None:
+        found = set(_secret_values(storage_options, secret=False))
+        # Longest first, so that a secret which contains another leaves nothing of itself behind.
+        self._values = sorted(found, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """`text` with every known secret and every `user:password@` taken out."""
+        for value in self._values:
+            text = text.replace(value, "***")
+        return _USER_INFO.sub("***@", text)
+
+
+def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
+    match value:
+        case str():
+            if secret and len(value) >= _SECRET_CHARACTERS_MIN:
+                yield value
+        case dict():
+            for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+                named = bool(_SECRET_NAME.search(str(name)))  # pyright: ignore[reportUnknownArgumentType]
+                yield from _secret_values(inner, secret=secret or named)  # pyright: ignore[reportUnknownArgumentType]
+        case _:
+            return
+
+
+def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
+    """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
+    verdict = judge(error)
+    detail = secrets.hide(f"{type(error).__name__}: {error}")[:DETAIL_CHARACTERS_MAX]
+    message = f"{secrets.hide(doing)}: {verdict.what} ({detail}); {verdict.remedy}"
+    match verdict.kind:
+        case Kind.MISSING:
+            return ChunkMissing(message)
+        case Kind.EMPTY:
+            return ImageTruncated(message)
+        case Kind.FULL:
+            return TierFull(message)
+        case Kind.LATER:
+            return TierUnavailable(message, retryable=True)
+        case Kind.STOP:
+            return TierUnavailable(message, retryable=False)
+
+
+def judge(error: Exception) -> Verdict:
+    """The verdict on `error`: the store's own words count more than what a client made of them."""
+    chain = list(_chain(error))
+    for rule in (_by_answer, _by_tls, _by_type, _by_os, _by_connection):
+        for link in chain:
+            verdict = rule(link)
+            if verdict is not None:
+                return verdict
+    return _UNKNOWN
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(CHAIN_LENGTH_MAX):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _by_answer(error: BaseException) -> Verdict | None:
+    """What the server answered: a botocore `response`, or the status that other clients keep."""
+    response = getattr(error, "response", None)
+    code, status = "", 0
+    if isinstance(response, dict):
+        answer: dict[str, dict[str, object]] = response
+        code = str(answer.get("Error", {}).get("Code", ""))
+        status_found = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        status = status_found if isinstance(status_found, int) else 0
+        # A HEAD has no body, so botocore puts the status where the code belongs.
+        status = int(code) if code.isdecimal() else status
+    else:
+        for name in ("status", "status_code", "code"):
+            value = getattr(error, name, None)
+            if isinstance(value, int) and 300 <= value < 600:
+                status = value
+                break
+    if code in _BY_CODE:
+        return _BY_CODE[code]
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    if status >= 500:
+        return _BUSY
+    return _REFUSED_REQUEST if status >= 300 else None
+
+
+def _by_tls(error: BaseException) -> Verdict | None:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _UNTRUSTED
+    if isinstance(error, ssl.SSLError):
+        reason = str(error).upper()
+        if "WRONG_VERSION" in reason or "RECORD LAYER" in reason or "UNKNOWN_PROTOCOL" in reason:
+            return _NOT_TLS
+        return _CONNECTION
+    return None
+
+
+def _by_os(error: BaseException) -> Verdict | None:
+    if isinstance(error, socket.gaierror):
+        return _UNKNOWN_HOST
+    if isinstance(error, ImportError):
+        return _PACKAGE
+    if isinstance(error, TypeError):
+        return _OPTIONS
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _BY_ERRNO[error.errno]
+    if isinstance(error, FileNotFoundError):
+        return _MISSING
+    if isinstance(error, PermissionError):
+        return _READ_ONLY
+    if isinstance(error, TimeoutError):
+        return _SLOW
+    # Several addresses tried and all refused: asyncio joins them into one OSError without errno.
+    if isinstance(error, OSError) and "Errno 111" in str(error):
+        return _REFUSED
+    return None
+
+
+def _by_type(error: BaseException) -> Verdict | None:
+    return _BY_TYPE.get(type(error).__name__)
+
+
+def _by_connection(error: BaseException) -> Verdict | None:
+    # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
+    return _CONNECTION if type(error).__name__ in _CONNECTION_TYPES else None
