@@ -16,8 +16,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -39,6 +39,9 @@ from sidecar.protocol import (
     stream_length,
 )
 from tiers.index import IndexReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -265,8 +268,9 @@ class Client:
 
     def _watch(self, connection: socket.socket, session: Session) -> None:
         """Stay until the sidecar closes the connection; take a moved index on the way."""
+        watched: list[socket.socket | int] = [connection, self._wake_read]
         while True:
-            ready, _, _ = select.select([connection, self._wake_read], [], [])
+            ready, _, _ = select.select(watched, [], [])
             if self._closing.is_set():
                 return
             if connection not in ready:
@@ -277,11 +281,11 @@ class Client:
             else:
                 _close_all(received)
 
-    def _receive(self, connection: socket.socket) -> tuple[Attached | Refused | IndexMoved, list[int]]:
+    def _receive(
+        self, connection: socket.socket
+    ) -> tuple[Attached | Refused | IndexMoved, list[int]]:
         header, fds, _, _ = socket.recv_fds(connection, 4, FDS_PER_ATTACH_MAX)
         try:
-            if not header:
-                raise _Lost("the sidecar closed the connection")
             while len(header) < 4:
                 header += self._more(connection, 4 - len(header))
             length = stream_length(header)
@@ -305,7 +309,7 @@ class Client:
         line = f"{topic}:{text % arguments}"
         if line != self._last_log:
             self._last_log = line
-            logger.log(level, "kvlake: " + text, *arguments)
+            logger.log(level, "kvlake: %s", text % arguments)
 
 
 def _close_all(fds: list[int]) -> None:

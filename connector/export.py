@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tiers.layout import KVLayout, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 KIND_MEMFD: Final = "memfd"
 
@@ -125,7 +127,8 @@ def export(
     else:
         fd, size_bytes, base = _move_to_shared(tensors[0])
     views = [
-        (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor)) for tensor in tensors
+        (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor))
+        for tensor in tensors
     ]
     layout = KVLayout.from_views(
         segment,
@@ -145,6 +148,6 @@ def _strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
 def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Move a storage, and with it every tensor over it, to shared memory; one copy, at start."""
     storage = tensor.untyped_storage()
-    fd, size_bytes = storage._share_fd_cpu_()  # type: ignore[attr-defined]  # pyright: ignore
+    fd, size_bytes = storage._share_fd_cpu_()  # pyright: ignore[reportPrivateUsage]
     duplicate = os.dup(fd)
     return duplicate, max(size_bytes, os.fstat(duplicate).st_size), storage.data_ptr()

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NO_PARENT: Final = bytes(32)
 _DOMAIN: Final = b"kvlake/key/1\0"
@@ -29,7 +31,7 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A multimodal input: what it is, and which token positions `[offset, offset+length)` it fills."""
+    """A multimodal input: what it is, and which positions `[offset, offset+length)` it fills."""
 
     identifier: str
     offset: int
@@ -41,7 +43,9 @@ def _framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-def root_key(namespace_digest: bytes, *, salt: str = "", lora: str = "", generation: bytes = b"") -> bytes:
+def root_key(
+    namespace_digest: bytes, *, salt: str = "", lora: str = "", generation: bytes = b""
+) -> bytes:
     """The key above the first chunk of a request.
 
     `generation` is random after a reset of the cache, so that nothing from before it is found.
@@ -60,7 +64,15 @@ class KeyChain:
         media: multimodal inputs in order of offset.
     """
 
-    __slots__ = ("_block_tokens", "_chunk_tokens", "_keys", "_media", "_partials", "_root", "_tokens")
+    __slots__ = (
+        "_block_tokens",
+        "_chunk_tokens",
+        "_keys",
+        "_media",
+        "_partials",
+        "_root",
+        "_tokens",
+    )
 
     def __init__(
         self, root: bytes, chunk_tokens: int, block_tokens: int, media: Sequence[MediaItem] = ()

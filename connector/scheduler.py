@@ -18,14 +18,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from connector.client import Client, Session
 from connector.keys import KeyChain, MediaItem, root_key
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
 from sidecar.protocol import (
@@ -38,6 +36,11 @@ from sidecar.protocol import (
     StoredEvent,
 )
 from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from connector.client import Client, Session
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -595,7 +598,7 @@ class SchedulerRole:
         return self._next_id
 
 
-def _leading(flags: npt.NDArray[np.uint8]) -> int:
+def _leading(flags: npt.NDArray[np.integer[Any]]) -> int:
     """How many entries are non-zero before the first zero."""
     zeros = np.flatnonzero(flags == 0)
     return int(zeros[0]) if len(zeros) else len(flags)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +40,9 @@ from tiers.errors import LayoutError
 from tiers.layout import Segment, head_segment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -77,7 +77,7 @@ class KVLakeStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget the counts."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another interval, or another engine."""
@@ -112,7 +112,9 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
                 documentation=f"kvlake connector: {name.replace('_', ' ')}.",
                 labelnames=labelnames,
             )
-            self._counters[name] = self.make_per_engine(counter)
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's counts of one engine."""
@@ -159,8 +161,11 @@ class _Engine:
         if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
             kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
             return f"its KV cache is of {len(groups)} groups of {kinds}, not one of full attention"
-        for name in ("pipeline_parallel_size", "decode_context_parallel_size",
-                     "prefill_context_parallel_size"):
+        for name in (
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ):
             if getattr(parallel, name, 1) > 1:
                 return f"{name}={getattr(parallel, name)} is not supported by this release"
         if vllm_config.speculative_config is not None:
@@ -281,7 +286,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
         self._worker = WorkerRole(
-            memory, lambda make_attempt: self._attached(Client(engine.socket, make_attempt)), describe
+            memory,
+            lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
+            describe,
         )
 
     def _attached(self, client: Client) -> Client:
@@ -308,7 +315,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         elif metadata.plan.loads or metadata.plan.stores:
             self._transfers = _unserved(metadata.plan)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002 (vLLM's signature)
+    ) -> KVConnectorTransferResults:
         """Loads that ended on this rank, failed ones among them."""
         if self._worker is not None:
             self._transfers = self._worker.collect()
@@ -469,8 +479,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
 def default_socket() -> str:
     """Where a sidecar with the default configuration listens for this user."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "kvlake" if runtime else Path(tempfile.gettempdir()) / f"kvlake-{os.getuid()}"
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own).is_dir():
+        base = Path(own) / "kvlake"
+    else:
+        base = Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (the sidecar checks its owner)
     return str(base / "default" / "attach.sock")
 
 
@@ -488,12 +501,16 @@ def _unserved(plan: StepPlan) -> TransferResults:
 def _count(extra: dict[str, Any], name: str, default: int) -> int:
     value = extra.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer")
+        raise ValueError(
+            f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer"
+        )
     return value
 
 
 def _seconds(extra: dict[str, Any], name: str, default: float) -> float:
     value = extra.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"kv_connector_extra_config[{name!r}]={value!r}: must be seconds, 0 or more")
+        raise ValueError(
+            f"kv_connector_extra_config[{name!r}]={value!r}: must be seconds, 0 or more"
+        )
     return float(value)

@@ -9,8 +9,8 @@ the sidecar is gone, it ends only once the fence page says that no copy of it ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from connector.client import Attempt, Client, Session
 from connector.export import KIND_MEMFD, ExportedMemory
@@ -28,6 +28,9 @@ from sidecar.protocol import (
     Submit,
 )
 from tiers.fence import WorkerFence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(slots=True)

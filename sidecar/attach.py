@@ -24,12 +24,14 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from sidecar.protocol import FDS_PER_ATTACH_MAX, ProtocolError, frame_stream, stream_length
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ATTACH_BYTES_MAX: Final = 1024 * 1024
 BACKLOG_CONNECTIONS_MAX: Final = 128
@@ -139,6 +141,16 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def _attach_length(header: bytes) -> int:
+    length = stream_length(header)
+    if length > ATTACH_BYTES_MAX:
+        raise ProtocolError(
+            "frame_too_large",
+            f"Attach of {length} bytes exceeds ATTACH_BYTES_MAX={ATTACH_BYTES_MAX}",
+        )
+    return length
+
+
 def close_fds(fds: list[int]) -> None:
     """Close descriptors that nobody took over."""
     while fds:
@@ -164,22 +176,11 @@ class Connection:
         """
         fds: list[int] = []
         try:
-            length = stream_length(await self._receive_exactly(4, fds))
-            if length > ATTACH_BYTES_MAX:
-                raise ProtocolError(
-                    "frame_too_large",
-                    f"Attach of {length} bytes exceeds ATTACH_BYTES_MAX={ATTACH_BYTES_MAX}",
-                )
-            frame = await self._receive_exactly(length, fds)
-            if len(fds) > FDS_PER_ATTACH_MAX:
-                raise AttachRefused(
-                    "descriptors",
-                    f"{len(fds)} descriptors arrived, an Attach has at most {FDS_PER_ATTACH_MAX}",
-                )
+            length = _attach_length(await self._receive_exactly(4, fds))
+            return await self._receive_exactly(length, fds), fds
         except BaseException:
             close_fds(fds)
             raise
-        return frame, fds
 
     async def _receive_exactly(self, num_bytes: int, fds: list[int]) -> bytes:
         received = bytearray()

@@ -272,7 +272,9 @@ class Counters:
     loads_failed: int = 0
     loads_revoked: int = 0
     lookups: int = 0
+    lookups_refused: int = 0
     lookups_expired: int = 0
+    leases_refused: int = 0
     leases_expired: int = 0
     reads_missing: int = 0
     reads_corrupt: int = 0

@@ -16,17 +16,14 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import yaml
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -40,14 +37,8 @@ from sidecar.configfile import (
     masked,
     read_source,
 )
-from sidecar.units import (
-    DURATION_PATTERN,
-    SIZE_PATTERN,
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_size,
-)
+from sidecar.fieldtypes import Count, Directory, Duration, Flag, ReadMode, Size, WriteMode
+from sidecar.units import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,66 +50,6 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
-
-
-def _path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) and value else value
-
-
-def _number(value: object) -> object:
-    # A variable expands to text: `port: ${PORT:-9321}` must still be a number.
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
-def _flag(value: object) -> object:
-    return (
-        {"true": True, "false": False}.get(value.lower(), value)
-        if isinstance(value, str)
-        else value
-    )
-
-
-def _switch(value: object) -> object:
-    # YAML reads a bare `on` or `off` as a boolean.
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    PlainSerializer(format_size, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
-    ),
-]
-Duration = Annotated[
-    float,
-    BeforeValidator(parse_duration),
-    PlainSerializer(format_duration, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": DURATION_PATTERN},
-            ]
-        }
-    ),
-]
-Directory = Annotated[
-    Path, BeforeValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})
-]
-Count = Annotated[int, BeforeValidator(_number)]
-Flag = Annotated[bool, BeforeValidator(_flag)]
-WriteMode = Annotated[
-    Literal["through", "off"],
-    BeforeValidator(_switch),
-    WithJsonSchema({"enum": ["through", "off", False]}),
-]
-ReadMode = Annotated[
-    Literal["on", "off"],
-    BeforeValidator(_switch),
-    WithJsonSchema({"enum": ["on", "off", True, False]}),
-]
 
 
 class _Section(BaseModel):
@@ -399,9 +330,20 @@ def show(config: Config) -> str:
 
 def schema() -> str:
     """JSON schema of the file, as text that ends in a newline."""
-    document = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(mode="validation"),
-        "title": "kvlake sidecar configuration",
-    }
+    document = Config.model_json_schema(mode="validation")
+    for section in document["$defs"].values():
+        for name, value in section["properties"].items():
+            section["properties"][name] = _or_variable(value)
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["title"] = "kvlake sidecar configuration"
     return json.dumps(document, indent=2) + "\n"
+
+
+def _or_variable(value: dict[str, Any]) -> dict[str, Any]:
+    """Let a value that is not free text also be an environment variable."""
+    if value.get("type") == "object" or (value.get("type") == "string" and "enum" not in value):
+        return value
+    about = {key: value[key] for key in ("title", "description", "default") if key in value}
+    rules = {key: rule for key, rule in value.items() if key not in about}
+    alternatives = rules["anyOf"] if set(rules) == {"anyOf"} else [rules]
+    return {**about, "anyOf": [*alternatives, {"type": "string", "pattern": r"\$\{"}]}

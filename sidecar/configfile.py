@@ -5,7 +5,8 @@ sentences that name file, line, path, value and remedy. Does not own what the se
 is `sidecar/config.py`.
 
 Invariants: only YAML's safe types are built; the same key twice is an error, not the last one
-wins; a value whose path looks secret is never part of a message.
+wins; no message repeats a password of a URL, a value below `storage_options`, or one whose name is
+unknown.
 """
 
 from __future__ import annotations
@@ -208,18 +209,14 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
         takes = f" ({', '.join(valid)})" if valid else ""
         return f"{place}: expected indented settings{takes}, not a single value"
     message = error["msg"].removeprefix("Value error, ")
-    value = error.get("input")
-    if error["type"] == "value_error" or secret_path(path):
+    if error["type"] == "missing":
+        return f"{place}: must be given"
+    value: object = error.get("input")
+    # A message of this project's own has the value in it. A mapping may have secrets in it.
+    plain = isinstance(value, str | int | float) and _OPAQUE_SECTION not in path
+    if error["type"] == "value_error" or not plain:
         return f"{place}: {message}"
     return f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}"
-
-
-def secret_path(path: FieldPath) -> bool:
-    """Whether a value at `path` must not be shown."""
-    return any(
-        isinstance(part, str) and (part == _OPAQUE_SECTION or _SECRET_NAME.search(part))
-        for part in path
-    )
 
 
 def mask_url(url: str) -> str:

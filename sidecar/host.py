@@ -85,7 +85,11 @@ class HostTier:
 
     def reserve(self, segment: Segment, cause: Cause) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
-        slot = self._allocate(segment.chunk.realm.slot_classes[segment.rank])
+        chunk = segment.chunk
+        # Its other ranks' segments may be evictable; they are no price for this one's slot.
+        self._directory.pin(chunk)
+        slot = self._allocate(chunk.realm.slot_classes[segment.rank])
+        chunk.pins -= 1
         if slot is None:
             return False
         self._directory.move(segment, cause)
@@ -145,6 +149,13 @@ class HostTier:
                 if segment.running == 0:
                     self._bury(segment)
         self._on_removed(chunk)
+
+    def clear(self) -> None:
+        """Evict every chunk that may be evicted."""
+        for realm in self._directory.realms.values():
+            for chunk in list(realm.chunks.values()):
+                if chunk.hosted and chunk.pins == 0 and not chunk.busy:
+                    self._evict(chunk)
 
     def _bury(self, zombie: Segment) -> None:
         self._directory.move(zombie, Cause.ENDED)

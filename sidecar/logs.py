@@ -9,7 +9,7 @@ hex, text is quoted when it needs to be); a field never overwrites time, level, 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import logging
 import sys
@@ -42,7 +42,7 @@ def _of(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _time(record: logging.LogRecord) -> str:
-    moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+    moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

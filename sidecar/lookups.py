@@ -225,7 +225,6 @@ class Lookups:
                 self._counters.chunks_read += 1
             return
         self._note_failure(segment, event.outcome)
-        # The lookups first: they hold the pins without which `failed` drops the chunk's object.
         self._host.failed(segment)
         self._give_up(chunk, _READ_FAILURES[event.outcome])
 

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from sidecar.attach import AttachRefused
-from sidecar.protocol import Attach
 from tiers.arrow import SlotTemplates
 from tiers.index import IndexWriter
-from tiers.layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from sidecar.protocol import Attach
+    from tiers.layout import ChunkLayout
 
 REALMS_MAX: Final = 256
 INDEX_ENTRIES_FIRST: Final = 1 << 16
@@ -95,18 +97,20 @@ class Realms:
         """Every realm, oldest first."""
         return list(self._by_id.values())
 
+    def find(self, attach: Attach) -> Realm | None:
+        """The realm that a client belongs to, if there is one already."""
+        return self._by_identity.get(_identity(attach))
+
     def join(self, attach: Attach) -> Realm:
         """The realm that a client belongs to, made if it is the first of its kind."""
-        digest = hashlib.sha256(attach.namespace).digest()
-        cut = (attach.topology, attach.world_size, attach.block_tokens, attach.blocks_per_chunk)
-        realm = self._by_identity.get((digest, *cut))
+        realm = self.find(attach)
         if realm is None:
-            realm = self._make(attach, digest)
-            self._by_identity[digest, *cut] = realm
+            realm = self._make(attach)
+            self._by_identity[_identity(attach)] = realm
             self._by_id[realm.realm_id] = realm
         return realm
 
-    def _make(self, attach: Attach, digest: bytes) -> Realm:
+    def _make(self, attach: Attach) -> Realm:
         _require_json_object(attach.namespace)
         if len(self._by_id) >= REALMS_MAX:
             raise AttachRefused(
@@ -125,7 +129,7 @@ class Realms:
         return Realm(
             realm_id=len(self._by_id) + 1,
             namespace=attach.namespace,
-            namespace_digest=digest,
+            namespace_digest=hashlib.sha256(attach.namespace).digest(),
             topology=attach.topology,
             world_size=attach.world_size,
             block_tokens=attach.block_tokens,
@@ -138,6 +142,16 @@ class Realms:
         """Close every index. Readers keep their mapping."""
         for realm in self._by_id.values():
             realm.index.close()
+
+
+def _identity(attach: Attach) -> tuple[object, ...]:
+    return (
+        hashlib.sha256(attach.namespace).digest(),
+        attach.topology,
+        attach.world_size,
+        attach.block_tokens,
+        attach.blocks_per_chunk,
+    )
 
 
 def _require_json_object(namespace: bytes) -> None:

@@ -22,9 +22,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,93 +33,29 @@ from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpene
 from sidecar.protocol import (
     TOKEN_BYTES,
     Attach,
+    Done,
     Lease,
     Lookup,
     ProtocolError,
     Release,
     Role,
+    ServerMessage,
     Submit,
     decode_client,
 )
-from sidecar.realms import Realm
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
-from tiers.layout import KVLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from sidecar.realms import Realm
+    from tiers.layout import KVLayout
 
 _MEMORY_KINDS: Final = ("memfd",)
 _TOKEN_ID_BYTES: Final = 4
-
-
-class WorkerMemory:
-    """A worker's KV memory and fence page, mapped here. Owns the descriptors that it is given."""
-
-    def __init__(self, layout: KVLayout, size_bytes: int, fds: list[int]) -> None:
-        try:
-            _check_descriptor("memory", fds[0], size_bytes)
-            _check_descriptor("fence page", fds[1], PAGE_BYTES)
-            self.plan = CopyPlan(layout)
-            self._map = mmap.mmap(fds[0], size_bytes)
-            self.fence = SidecarFence(fds.pop(1))
-        except (OSError, ValueError) as error:
-            raise AttachRefused("memory", f"the worker's memory cannot be mapped: {error}") from error
-        finally:
-            close_fds(fds)
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
-        self._copies = 0
-        self._ended = False
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[npt.NDArray[np.uint8] | None]:
-        """The memory for the length of a copy; None if it is gone. Enter on the event loop."""
-        if self._bytes is None:
-            yield None
-            return
-        self._copies += 1
-        try:
-            yield self._bytes
-        finally:
-            self._copies -= 1
-            self._unmap_if_idle()
-
-    def end(self) -> None:
-        """The session is over: unmap once the running copies have ended."""
-        self._ended = True
-        self._unmap_if_idle()
-
-    @property
-    def ended(self) -> bool:
-        """Whether no new copy may start."""
-        return self._ended
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory is still mapped here."""
-        return self._bytes is not None
-
-    def _unmap_if_idle(self) -> None:
-        if not self._ended or self._copies or self._bytes is None:
-            return
-        self._bytes = None
-        # A view that something still holds (a traceback of a failed copy) keeps the mapping
-        # until it goes; closing is then the garbage collector's.
-        with contextlib.suppress(BufferError):
-            self._map.close()
-        self.fence.close()
-
-
-def _check_descriptor(what: str, fd: int, size_bytes: int) -> None:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise AttachRefused("memory", f"the {what} descriptor is not a file or memfd")
-    if found.st_size < size_bytes:
-        raise AttachRefused(
-            "memory",
-            f"the {what} descriptor has {found.st_size} bytes: must have at least {size_bytes}",
-        )
-    # Memory that shrinks under a mapping kills whoever touches it. Where the client allowed seals
-    # that is ruled out; where it did not, a client of the same user is trusted not to.
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+_JOBS_SLACK: Final = 4
+"""A worker that revoked a job no longer counts it, while its end may still be on the way here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +68,11 @@ class Session:
     realm: Realm
     memory: WorkerMemory | None
     token: bytes
+    jobs_max: int
     opened: float = field(default_factory=time.monotonic)
     heard: bool = False
     """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
+    jobs_running: int = 0
 
     def opened_event(self) -> SessionOpened:
         """What the engine is told of this session."""
@@ -152,9 +89,11 @@ class Session:
             layout=None if layout is None else layout.chunk(attach.blocks_per_chunk),
         )
 
-    def event_of(self, frame: bytes, epoch: int) -> Event:
-        """Decode and check one frame. Raises `ProtocolError`; the session goes on."""
-        message = decode_client(frame)
+    def event_of(self, frames: list[bytes], epoch: int) -> Event:
+        """Decode and check one message. Raises `ProtocolError`; the session goes on."""
+        if len(frames) != 1:
+            raise ProtocolError("malformed", f"message of {len(frames)} frames: one is expected")
+        message = decode_client(frames[0])
         if message.epoch != epoch:
             raise ProtocolError(
                 "epoch", f"epoch={message.epoch}: this sidecar's life is {epoch}; attach again"
@@ -167,6 +106,7 @@ class Session:
         match message:
             case Submit():
                 self._check_submit(message)
+                self.jobs_running += len(message.loads) + len(message.stores)
                 return Submitted(self.session_id, message)
             case Lookup():
                 return LookedUp(self.session_id, message)
@@ -177,7 +117,18 @@ class Session:
                     self.session_id, tuple(message.lease_ids), tuple(message.lookup_ids)
                 )
 
+    def answered(self, message: ServerMessage) -> None:
+        """Note that jobs ended."""
+        if isinstance(message, Done):
+            self.jobs_running -= len(message.jobs)
+
     def _check_submit(self, message: Submit) -> None:
+        jobs = self.jobs_running + len(message.loads) + len(message.stores)
+        if jobs > self.jobs_max * _JOBS_SLACK:
+            raise ProtocolError(
+                "jobs_inflight",
+                f"{jobs} jobs would run: limits.jobs_inflight_max={self.jobs_max} of an engine do",
+            )
         blocks_max = self.attach.blocks_per_chunk
         for load in message.loads:
             for piece in load.chunks:
@@ -210,8 +161,9 @@ class Session:
 class Sessions:
     """The sessions of now, by id and by ZMQ routing id."""
 
-    def __init__(self, sessions_max: int) -> None:
+    def __init__(self, sessions_max: int, jobs_inflight_max: int) -> None:
         self._sessions_max = sessions_max
+        self._jobs_inflight_max = jobs_inflight_max
         self._by_id: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._next_id = 1
@@ -231,23 +183,26 @@ class Sessions:
         """The session whose frames carry this routing id."""
         return self._by_token.get(token)
 
-    def schedulers_of(self, realm: Realm) -> list[Session]:
-        """Sessions that read this realm's index."""
+    def gone_beside(self, attach: Attach) -> list[Session]:
+        """Sessions of the same engine whose peer is gone, though nobody has noticed yet."""
         return [
             session
             for session in self._by_id.values()
-            if session.realm is realm and session.attach.role is Role.SCHEDULER
+            if session.attach.engine_id == attach.engine_id and session.connection.at_end()
         ]
 
-    def check(self, attach: Attach, realm: Realm) -> None:
-        """Raise `AttachRefused` unless this client may attach beside those that are here."""
+    def check(self, attach: Attach, realm: Realm | None) -> None:
+        """Raise `AttachRefused` unless this client may attach beside those that are here.
+
+        `realm` is the one that it belongs to, None if it is the first of its kind.
+        """
         if len(self._by_id) >= self._sessions_max:
             raise AttachRefused(
                 "sessions",
                 f"limits.sessions_max={self._sessions_max} clients are attached; raise it",
             )
         for other in self._by_id.values():
-            if other.attach.engine_id != attach.engine_id or other.connection.at_end():
+            if other.attach.engine_id != attach.engine_id:
                 continue
             if other.realm is not realm:
                 raise AttachRefused(
@@ -276,6 +231,7 @@ class Sessions:
             realm=realm,
             memory=memory,
             token=_new_token(),
+            jobs_max=self._jobs_inflight_max,
         )
         self._next_id += 1
         self._by_id[session.session_id] = session
@@ -300,7 +256,9 @@ def check_shape(attach: Attach) -> None:
     if attach.role is Role.SCHEDULER:
         return
     segment, layout, memory = attach.segment, attach.layout, attach.memory
-    assert segment is not None and layout is not None and memory is not None, "decode checked"
+    assert segment is not None, "decode_attach checked"
+    assert layout is not None, "decode_attach checked"
+    assert memory is not None, "decode_attach checked"
     if memory.kind not in _MEMORY_KINDS:
         raise AttachRefused(
             "memory_kind",
@@ -322,17 +280,3 @@ def check_shape(attach: Attach) -> None:
         )
 
 
-def take_memory(attach: Attach, fds: list[int]) -> WorkerMemory | None:
-    """Map what arrived beside an `Attach` that passed `check_shape`. Takes over `fds`."""
-    wanted = 0 if attach.layout is None else 2
-    if len(fds) != wanted:
-        count = len(fds)
-        close_fds(fds)
-        raise AttachRefused(
-            "descriptors",
-            f"{count} descriptors arrived: a {attach.role} sends {wanted}"
-            + (" (KV memory, fence page)" if wanted else ""),
-        )
-    if attach.layout is None:
-        return None
-    return WorkerMemory(attach.layout, attach.layout.size_bytes, fds)

@@ -113,8 +113,6 @@ class StoreTier:
         segment = self._running.pop(event.write_id)
         segment.writing = False
         chunk = segment.chunk
-        # Asked before the slot is released: a zombie forgets where it was.
-        removed = chunk.detached
         self._host.release(segment)
         if event.outcome is not StoreOutcome.OK:
             self._counters.writes_failed += 1
@@ -122,7 +120,7 @@ class StoreTier:
                 self._host.quarantine(chunk)
             return
         self._counters.bytes_written += event.num_bytes
-        if removed:
+        if chunk.detached:
             # The chunk was found corrupt while it was being sent. A listing may offer what was
             # sent, and reading verifies it; this sidecar does not vouch for it.
             return

@@ -1,6 +1,6 @@
 """The fence page: a page of shared memory by which a worker orders copies against its own work.
 
-Owns three 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
+Owns two 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
 hands to the sidecar at attach:
 
 * word 0, `done`: sequence number of the last step whose work is finished. Written by the worker
@@ -26,10 +26,12 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 PAGE_BYTES: Final = 4096
 _DONE: Final = 0
@@ -109,7 +111,7 @@ class SidecarFence:
         return int(self._words[_DONE]) >= fence
 
     @contextlib.contextmanager
-    def copying(self, job_id: int) -> Iterator[bool]:
+    def copying(self, job_id: int) -> Generator[bool, None, None]:
         """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
 
         Each use opens its own file description, so that threads hold the lock side by side.

@@ -1,6 +1,6 @@
 """The shared index: what is loadable now, in memory that other processes read without asking.
 
-Owns a memfd with a header page and three columns of 8-byte words (`states`, `lows`, `highs`). A
+Owns a memfd with a header page and two columns: `states`, one 8-byte word per slot, and `tags`. A
 tag is 16 bytes (`tag_of`): half of a chunk's key, XORed with the salt of its namespace and
 topology, so that equal keys of two realms do not meet. Each tag has two buckets of eight slots and
 lives in one slot of one of them; a bucket's states are one cache line. A slot's state word is
@@ -36,13 +36,15 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FLAG_HOST: Final = 1
 """The chunk can be loaded from host memory now."""
@@ -58,7 +60,7 @@ _MAGIC: Final = 0x3158_4449_454B_564B  # "KVKEIDX1"
 _VERSION: Final = 1
 _HEADER_BYTES: Final = 4096
 _WORD_BYTES: Final = 8
-_COLUMNS: Final = 3
+_SLOT_WORDS: Final = 3
 _BUCKET_SLOTS: Final = 8
 _HEADER_MAGIC, _HEADER_VERSION, _HEADER_SLOTS, _HEADER_CLOSED = range(4)
 
@@ -106,7 +108,8 @@ def tags_of(keys: Sequence[bytes], salt: bytes) -> Words:
             f"{len(keys)} keys have {len(joined)} bytes together: a chunk key has {KEY_BYTES}"
         )
     words = np.frombuffer(joined, dtype="<u8").reshape(len(keys), KEY_BYTES // _WORD_BYTES)
-    return np.bitwise_xor(words[:, :2], np.frombuffer(salt, dtype="<u8"))
+    tags: Words = np.bitwise_xor(words[:, :2], np.frombuffer(salt, dtype="<u8"))
+    return tags
 
 
 def _check_salt(salt: bytes) -> None:
@@ -145,7 +148,7 @@ def _check_words(mixed: Words) -> Words:
 
 
 def _size_bytes(slots: int) -> int:
-    return _HEADER_BYTES + _COLUMNS * _WORD_BYTES * slots
+    return _HEADER_BYTES + _SLOT_WORDS * _WORD_BYTES * slots
 
 
 def _slots_for(capacity_entries: int) -> int:
@@ -156,15 +159,14 @@ def _slots_for(capacity_entries: int) -> int:
 class _Columns:
     """A mapping cut into its header and columns."""
 
-    __slots__ = ("header", "highs", "lows", "states")
+    __slots__ = ("header", "states", "tags")
 
     def __init__(self, buffer: mmap.mmap, slots: int) -> None:
         words: Words = np.frombuffer(buffer, dtype=np.uint64)
         start = _HEADER_BYTES // _WORD_BYTES
         self.header = words[:start]
         self.states = words[start : start + slots]
-        self.lows = words[start + slots : start + 2 * slots]
-        self.highs = words[start + 2 * slots : start + 3 * slots]
+        self.tags = words[start + slots : start + _SLOT_WORDS * slots].reshape(slots, 2)
 
 
 class IndexWriter:
@@ -194,9 +196,8 @@ class IndexWriter:
         self._map, self.fd = _create_mapping(self.size_bytes)
         self._columns = _Columns(self._map, self.slots)
         # Item access through a memoryview costs a third of that through a numpy array.
-        self._states = memoryview(self._columns.states)
-        self._lows = memoryview(self._columns.lows)
-        self._highs = memoryview(self._columns.highs)
+        self._states = self._columns.states.data
+        self._tags = self._columns.tags.reshape(-1).data
         header = self._columns.header
         header[_HEADER_VERSION] = _VERSION
         header[_HEADER_SLOTS] = self.slots
@@ -258,13 +259,13 @@ class IndexWriter:
             slot = first + first_row.index(0)
         else:
             slot = second + second_row.index(0)
-        self._lows[slot] = low
-        self._highs[slot] = high
+        self._tags[2 * slot] = low
+        self._tags[2 * slot + 1] = high
         self._states[slot] = check | flags
         self._entries += 1
 
     def _holds(self, slot: int, low: int, high: int) -> bool:
-        return self._lows[slot] == low and self._highs[slot] == high
+        return self._tags[2 * slot] == low and self._tags[2 * slot + 1] == high
 
     def grown(self) -> IndexWriter:
         """A copy with twice the slots. This one stays as it is until `close`.
@@ -282,8 +283,8 @@ class IndexWriter:
     def _adopt(self, source: _Columns, start: int, stop: int) -> None:
         """Take over the entries in slots `start:stop` of a table of half the size."""
         used = np.flatnonzero(source.states[start:stop]) + start
-        lows, highs = source.lows[used], source.highs[used]
-        mixed = _mix_words(lows, highs)
+        tags = source.tags[used]
+        mixed = _mix_words(tags[:, 0], tags[:, 1])
         mask = np.uint64(self._bucket_mask)
         half = np.uint64(self._bucket_mask >> 1)
         buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
@@ -292,8 +293,7 @@ class IndexWriter:
         by_first = (mixed & half) == buckets
         target = np.where(by_first, mixed & mask, (mixed >> np.uint64(32)) & mask)
         slots = (target * np.uint64(_BUCKET_SLOTS)).astype(np.intp) + used % _BUCKET_SLOTS
-        self._columns.lows[slots] = lows
-        self._columns.highs[slots] = highs
+        self._columns.tags[slots] = tags
         self._columns.states[slots] = source.states[used]
         self._entries += len(used)
 
@@ -303,8 +303,7 @@ class IndexWriter:
             return
         self._columns.header[_HEADER_CLOSED] = 1
         self._states.release()
-        self._lows.release()
-        self._highs.release()
+        self._tags.release()
         del self._columns
         self._map.close()
         os.close(self.fd)
@@ -328,7 +327,7 @@ class IndexReader:
         # 400 keys touch 800 pages: faulting them in here keeps that out of the first lookup.
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)
-        slots = (size_bytes - _HEADER_BYTES) // (_COLUMNS * _WORD_BYTES)
+        slots = (size_bytes - _HEADER_BYTES) // (_SLOT_WORDS * _WORD_BYTES)
         self._columns = _Columns(self._map, slots)
         self._rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
         self._bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
@@ -360,8 +359,9 @@ class IndexReader:
         hits = np.flatnonzero(states <= np.uint64(FLAGS_MAX))
         rows = hits >> 4
         slots = found[hits >> 3] * _BUCKET_SLOTS + (hits & 7)
-        same = self._columns.lows[slots] == tags[rows, 0]
-        same &= self._columns.highs[slots] == tags[rows, 1]
+        held = self._columns.tags.take(slots, axis=0)
+        held ^= tags.take(rows, axis=0)
+        same = (held[:, 0] | held[:, 1]) == 0
         flags[rows[same]] = states.ravel()[hits[same]]
         # Read last: an index that is open now was open when the states were loaded.
         if self._columns.header[_HEADER_CLOSED]:
@@ -401,7 +401,7 @@ def _create_mapping(size_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _check_descriptor(fd: int, size_bytes: int) -> None:
-    slots, rest = divmod(size_bytes - _HEADER_BYTES, _COLUMNS * _WORD_BYTES)
+    slots, rest = divmod(size_bytes - _HEADER_BYTES, _SLOT_WORDS * _WORD_BYTES)
     actual = os.fstat(fd).st_size
     if rest or slots < _BUCKET_SLOTS or slots & (slots - 1) or actual != size_bytes:
         raise LayoutError(

@@ -226,7 +226,12 @@ class Secrets:
         """`text` with every known secret and every `user:password@` taken out."""
         for value in self._values:
             text = text.replace(value, "***")
-        return _USER_INFO.sub("***@", text)
+        return hide_user_info(text)
+
+
+def hide_user_info(text: str) -> str:
+    """`text` with every `user:password@` of a URL taken out."""
+    return _USER_INFO.sub("***@", text)
 
 
 def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
@@ -246,7 +251,7 @@ def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
     """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
     verdict = judge(error)
     detail = secrets.hide(f"{type(error).__name__}: {error}")[:DETAIL_CHARACTERS_MAX]
-    message = f"{secrets.hide(doing)}: {verdict.what} ({detail}); {verdict.remedy}"
+    message = f"{doing}: {verdict.what} ({detail}); {verdict.remedy}"
     match verdict.kind:
         case Kind.MISSING:
             return ChunkMissing(message)
@@ -292,11 +297,7 @@ def _by_answer(error: BaseException) -> Verdict | None:
         # A HEAD has no body, so botocore puts the status where the code belongs.
         status = int(code) if code.isdecimal() else status
     else:
-        for name in ("status", "status_code", "code"):
-            value = getattr(error, name, None)
-            if isinstance(value, int) and 300 <= value < 600:
-                status = value
-                break
+        status = _status_of(error)
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status in _BY_STATUS:
@@ -304,6 +305,17 @@ def _by_answer(error: BaseException) -> Verdict | None:
     if status >= 500:
         return _BUSY
     return _REFUSED_REQUEST if status >= 300 else None
+
+
+def _status_of(error: BaseException) -> int:
+    """The HTTP status that clients other than botocore keep on their errors, or 0."""
+    # gcsfs has it in `code`, but so have aiohttp's parse errors, which no server answered.
+    names = ("code",) if type(error).__name__ == "HttpError" else ("status", "status_code")
+    for name in names:
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 300 <= value < 600:
+            return value
+    return 0
 
 
 def _by_tls(error: BaseException) -> Verdict | None:

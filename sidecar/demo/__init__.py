@@ -1,0 +1,11 @@
+"""`kvlake demo`: the main job with a small model that is made on the spot."""
+
+from __future__ import annotations
+
+
+def main(*, json: bool = False) -> int:
+    """Run the demo; with `json`, its measurements are the only output. Returns the exit code."""
+    # The demo pulls in a model library and an engine; `kvlake --help` must not.
+    from sidecar.demo.scenes import run
+
+    return run(json=json)

@@ -7,10 +7,13 @@ same model; they are not the "dummy" weights of vLLM, whose uniform logits hide 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORDS: Final = 4096
+_SPECIAL: Final = ("<unk>", "<s>", "</s>")
 _MARKER: Final = "kvlake-model.json"
 
 
@@ -52,12 +55,12 @@ def _write_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {f"w{i}": i for i in range(WORDS)}
-    vocabulary |= {"<unk>": WORDS, "<s>": WORDS + 1, "</s>": WORDS + 2}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    vocabulary |= {token: WORDS + i for i, token in enumerate(_SPECIAL)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, **special)
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
 
@@ -81,4 +84,5 @@ def _write_weights(folder: Path, recipe: dict[str, Any]) -> None:
     # initializer_range at its default of 0.02 gives logits so flat that a wrong cache could
     # still yield the same ranking; five times that spreads them.
     config.initializer_range = 0.1
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    make: Any = LlamaForCausalLM
+    make(config).to(torch.bfloat16).save_pretrained(folder)

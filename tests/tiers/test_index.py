@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from hypothesis import strategies as st
 from tiers import index as index_module
 from tiers.errors import LayoutError
 from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, tag_of, tags_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SALT = bytes(range(16))
 
@@ -43,7 +46,7 @@ def reading(writer: IndexWriter) -> Iterator[IndexReader]:
 
 def look(reader: IndexReader, tags: list[bytes]) -> list[int]:
     words: npt.NDArray[np.uint64] = np.frombuffer(b"".join(tags), dtype=np.uint64).reshape(-1, 2)
-    return reader.lookup(words).tolist()
+    return [int(flags) for flags in reader.lookup(words)]
 
 
 def test_tags_of_many_keys_are_the_tags_of_each() -> None:

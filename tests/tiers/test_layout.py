@@ -12,7 +12,9 @@ from tiers.layout import LAYERS_MAX, ChunkLayout, KVLayout, Segment, head_segmen
 
 pytest.importorskip("vllm")
 
-from tests.tiers.vllm_views import LAYOUT_NAMES, Cache, KVCacheLayout, build, caches
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from tests.tiers.vllm_views import LAYOUT_NAMES, Cache, build, caches
 
 KV = KVLayout(
     segment=Segment(0, 2, 0, 4),

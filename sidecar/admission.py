@@ -1,0 +1,193 @@
+"""Admission: from a connection on the attach socket to a session, and to its end.
+
+Owns accepting, the time that a client has to attach, the order of the checks, and the answer.
+Does not own the checks themselves (`session.py`, `realms.py`, `protocol.py`) or the socket's
+framing (`attach.py`).
+
+Invariants: a client is refused in words before anything is made for it, or has a session; its
+descriptors are mapped by that session or closed; nothing that it does here can raise beyond its
+own connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, Peer, close_fds
+from sidecar.logs import fields
+from sidecar.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Limits,
+    ProtocolError,
+    Refused,
+    Role,
+    decode_attach,
+    encode,
+)
+from sidecar.session import Session, check_shape, take_memory
+from tiers.errors import PoolError
+
+if TYPE_CHECKING:
+    import socket
+
+    from sidecar.hub import Hub
+    from sidecar.session import WorkerMemory
+
+ATTACH_SECONDS_MAX: Final = 5.0
+"""A client that has connected but not attached after this long is cut off."""
+ACCEPT_PAUSE_SECONDS: Final = 0.1
+
+_logger = logging.getLogger("kvlake.server")
+
+
+class Admission:
+    """Accepts connections and keeps each until its end."""
+
+    def __init__(self, hub: Hub, endpoint: str) -> None:
+        self._hub = hub
+        self._endpoint = endpoint
+        self._connections = 0
+
+    async def run(self, listener: socket.socket, accepting: anyio.CancelScope) -> None:
+        """Serve connections until cancelled; `accepting` ends earlier, those that are here stay."""
+        async with anyio.create_task_group() as tasks:
+            with accepting:
+                while True:
+                    sock = await self._accept(listener)
+                    if sock is not None:
+                        tasks.start_soon(self._serve, sock)
+
+    async def _accept(self, listener: socket.socket) -> socket.socket | None:
+        await anyio.wait_readable(listener)
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            # No descriptors or memory left: the connection waits in the backlog meanwhile.
+            _logger.error("cannot accept", extra=fields(error=error))  # noqa: TRY400
+            await anyio.sleep(ACCEPT_PAUSE_SECONDS)
+            return None
+        limits = self._hub.config.limits
+        if self._connections >= limits.sessions_max + BACKLOG_CONNECTIONS_MAX:
+            self._hub.census.connections_cut += 1
+            sock.close()
+            return None
+        return sock
+
+    async def _serve(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        self._connections += 1
+        session: Session | None = None
+        reason = "the sidecar stops"
+        try:
+            session = await self._admit(connection)
+            if session is not None:
+                reason = await connection.wait_end()
+        finally:
+            if session is not None:
+                self._hub.end_session(session, reason)
+            connection.close()
+            self._connections -= 1
+
+    async def _admit(self, connection: Connection) -> Session | None:
+        """The session of a client that was let in; None once it was refused or is gone."""
+        try:
+            with anyio.fail_after(ATTACH_SECONDS_MAX):
+                frame, fds = await connection.receive_attach()
+            try:
+                session = self._attach(connection, frame, fds)
+            finally:
+                close_fds(fds)
+        except (AttachRefused, ProtocolError) as error:
+            self._refuse(connection, error)
+            return None
+        except (EOFError, OSError) as error:
+            self._hub.census.connections_cut += 1
+            _logger.debug("connection ended before it attached", extra=fields(error=error))
+            return None
+        fds_out = (session.realm.index.fd,) if session.attach.role is Role.SCHEDULER else ()
+        if not connection.try_send(encode(self._attached(session)), fds_out):
+            connection.hang_up()
+        return session
+
+    def _refuse(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
+        self._hub.census.attaches_refused[error.code] += 1
+        _logger.warning(
+            "attach refused",
+            extra=fields(pid=connection.peer.pid, code=error.code, reason=error),
+        )
+        connection.try_send(encode(Refused(error.code, str(error))))
+
+    def _attach(self, connection: Connection, frame: bytes, fds: list[int]) -> Session:
+        """Check everything, cheap and stateless first; what is made here is made last."""
+        hub = self._hub
+        attach = decode_attach(frame)
+        _check_user(connection.peer)
+        check_shape(attach)
+        if hub.draining:
+            raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
+        for gone in hub.sessions.gone_beside(attach):
+            hub.end_session(gone, "end of file")
+        hub.sessions.check(attach, hub.realms.find(attach))
+        memory = take_memory(attach, fds)
+        try:
+            session = self._join(attach, connection, memory)
+        except BaseException:
+            if memory is not None:
+                memory.end()
+            raise
+        hub.open_session(session)
+        return session
+
+    def _join(self, attach: Attach, connection: Connection, memory: WorkerMemory | None) -> Session:
+        hub = self._hub
+        realm = hub.realms.join(attach)
+        if attach.layout is not None:
+            layout = attach.layout.chunk(attach.blocks_per_chunk)
+            learnt = realm.learn(attach.rank, layout)
+            try:
+                hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
+            except PoolError as error:
+                raise AttachRefused("pool", str(error)) from error
+            if learnt and hub.watch is not None:
+                hub.watch.learnt(realm)
+        return hub.sessions.open(attach, connection, realm, memory)
+
+    def _attached(self, session: Session) -> Attached:
+        realm = session.realm
+        scheduler = session.attach.role is Role.SCHEDULER
+        return Attached(
+            version=PROTOCOL_VERSION,
+            epoch=self._hub.epoch,
+            token=session.token,
+            endpoint=self._endpoint,
+            limits=self._limits(),
+            index_salt=realm.index_salt,
+            index_bytes=realm.index.size_bytes if scheduler else 0,
+        )
+
+    def _limits(self) -> Limits:
+        limits = self._hub.config.limits
+        return Limits(
+            lookup_wait_ms_max=round(limits.lookup_wait * 1000),
+            load_deadline_ms_max=round(limits.load_deadline * 1000),
+            store_deadline_ms_max=round(limits.store_deadline * 1000),
+            jobs_inflight_max=limits.jobs_inflight_max,
+            lease_ttl_ms_max=round(limits.lease_ttl * 1000),
+        )
+
+
+def _check_user(peer: Peer) -> None:
+    if peer.uid not in (os.geteuid(), 0):
+        raise AttachRefused(
+            "user",
+            f"uid={peer.uid}: this sidecar serves uid {os.geteuid()} (and root); run engine and "
+            "sidecar as one user",
+        )

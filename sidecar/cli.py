@@ -1,0 +1,333 @@
+"""The `kvlake` command: options, help, exit codes.
+
+Owns the command line and how a result is printed. What a command does is elsewhere: `server.py`,
+`launch.py`, `status.py`, `inspection.py`, `config.py`, `demo`. Those are imported when they are
+needed, so that `kvlake --help` is quick and the connector's environment, which lacks the
+sidecar's packages, gets a sentence rather than a traceback.
+
+Exit codes: 0 done; 1 the answer is no (a damaged file, an unreachable sidecar); 2 the command or
+the configuration must be changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sidecar.config import Config
+    from sidecar.server import ServerInfo
+    from sidecar.server import ServerInfo
+
+EXIT_OK: Final = 0
+EXIT_NO: Final = 1
+EXIT_USAGE: Final = 2
+
+_DESCRIPTION: Final = """\
+kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
+computed once is not computed again, by any engine that reaches the same sidecar or bucket.
+"""
+_EPILOG: Final = """\
+first steps:
+  kvlake demo                                  see a hit on this machine, without a GPU
+  kvlake run -- vllm serve MODEL               an engine with a sidecar, in one command
+  kvlake status                                what the sidecar holds and does
+
+`kvlake COMMAND --help` tells more about each command.
+"""
+_THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+# argparse has no public name for what `add_subparsers` returns.
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as it was given; the message says what to change."""
+
+
+def say(text: str) -> None:
+    """One result to standard output."""
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def complain(text: str) -> None:
+    """One message to standard error."""
+    sys.stderr.write(f"kvlake: {text}\n")
+
+
+def _load(path: Path | None) -> Config:
+    from sidecar.config import ConfigError, load
+
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise UsageError(
+            "\n".join(("the configuration cannot be used:", *error.problems))
+        ) from error
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if options.parent_pid is not None:
+        _end_with_parent(options.parent_pid)
+    # Before numpy or pyarrow are imported, which read it then. The engine beside this process
+    # wants the cores, and pools that spin on them made hits several times slower.
+    for name in _THREAD_POOLS:
+        os.environ[name] = "1"
+    config = _load(options.config)
+    import anyio
+
+    from sidecar import logs
+    from sidecar.attach import StartError
+    from sidecar.server import serve
+
+    logs.configure(config.log.level, config.log.format)
+
+    def ready(info: ServerInfo) -> None:
+        if options.ready_fd is not None:
+            line = {"http_url": info.http_url, "attach": str(info.attach_path)}
+            os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
+            os.close(options.ready_fd)
+
+    async def main() -> int:
+        return await serve(config, ready=ready)
+
+    try:
+        return anyio.run(main)
+    except StartError as error:
+        raise UsageError(str(error)) from error
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM when the parent ends, however it ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise UsageError(f"--parent-pid {parent_pid} ended before the sidecar had started")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from sidecar.launch import LaunchError, run, serve_command
+
+    config = _load(options.config)
+    try:
+        return run(config, serve_command(options.config), cast("list[str]", options.command))
+    except LaunchError as error:
+        raise UsageError(str(error)) from error
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from sidecar import demo
+
+    return int(demo.main(json=options.json) or EXIT_OK)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from sidecar.status import StatusError, fetch, render, url_of
+
+    try:
+        document = fetch(options.url or url_of(_load(options.config)), options.timeout)
+    except StatusError as error:
+        complain(str(error))
+        return EXIT_NO
+    say(json.dumps(document, indent=2) if options.json else render(document))
+    return EXIT_OK
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from sidecar.inspection import inspect_file
+
+    storage_options: dict[str, object] = {}
+    if options.config is not None:
+        store = _load(options.config).store
+        storage_options = store.storage_options if store is not None else {}
+    findings = [inspect_file(place, storage_options) for place in options.places]
+    if options.json:
+        say(json.dumps([finding.document() for finding in findings], indent=2))
+    else:
+        say("\n".join(finding.text() for finding in findings))
+    return EXIT_OK if all(finding.intact for finding in findings) else EXIT_NO
+
+
+def _config_check(options: argparse.Namespace) -> int:
+    _load(options.file)
+    say(f"{options.file}: ok")
+    return EXIT_OK
+
+
+def _config_show(options: argparse.Namespace) -> int:
+    from sidecar.config import show
+
+    say(show(_load(options.file)))
+    return EXIT_OK
+
+
+def _config_schema(options: argparse.Namespace) -> int:
+    del options
+    from sidecar.config import schema
+
+    say(schema())
+    return EXIT_OK
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its options."""
+    top = argparse.ArgumentParser(
+        prog="kvlake",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvlake {_version()}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_running(commands)
+    _add_looking(commands)
+    _add_config(commands)
+    return top
+
+
+def _add_running(commands: _Commands) -> None:
+    run = commands.add_parser(
+        "run",
+        help="start a sidecar, then vLLM beside it",
+        description="Start a sidecar, wait until it serves, then start vLLM with the connector's "
+        "options added to its command line. Signals go to vLLM, a sidecar that dies is started "
+        "again, and the exit code is vLLM's.",
+        usage="kvlake run [-h] [--config FILE] -- vllm serve MODEL ...",
+        epilog="example: kvlake run --config configs/default.yaml -- vllm serve MODEL --port 8000",
+    )
+    _add_config_option(run)
+    run.set_defaults(command_function=_run)
+
+    serve = commands.add_parser(
+        "serve",
+        help="run the sidecar alone",
+        description="Run the sidecar until it gets SIGTERM or SIGINT. Engines attach to its "
+        "socket by themselves, also when they were started earlier.",
+    )
+    _add_config_option(serve)
+    # For `kvlake run`: a byte is written when the sidecar serves; the sidecar ends with the pid.
+    serve.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    serve.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    serve.set_defaults(command_function=_serve)
+
+    demo = commands.add_parser(
+        "demo",
+        help="show a hit from host memory and from an object store",
+        description="Make a small model, compute a long prompt once, and serve it to a second "
+        "engine from host memory and from a bucket. Runs on this machine, without a GPU.",
+    )
+    demo.add_argument("--json", action="store_true", help="print the measurements as JSON")
+    demo.set_defaults(command_function=_demo)
+
+
+def _add_looking(commands: _Commands) -> None:
+    status = commands.add_parser(
+        "status",
+        help="show what a running sidecar holds and does",
+        description="Ask a running sidecar for its tiers, hits, rates and attached engines.",
+    )
+    where = status.add_mutually_exclusive_group()
+    _add_config_option(where)
+    where.add_argument("--url", help="address of the sidecar, such as http://127.0.0.1:9321")
+    status.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+    )
+    status.add_argument("--json", action="store_true", help="print it as JSON")
+    status.set_defaults(command_function=_status)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a stored chunk file holds, and whether it is intact",
+        description="Read chunk files (.arrow), print what they hold, and check header, footer "
+        "and checksum. The exit code is 1 if any of them is damaged or is no chunk file.",
+    )
+    inspect.add_argument(
+        "places", nargs="+", metavar="FILE_OR_URL", help="a path, or a URL such as s3://bucket/..."
+    )
+    _add_config_option(inspect, help_text="take the store's storage_options for URLs from here")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.set_defaults(command_function=_inspect)
+
+
+def _add_config(commands: _Commands) -> None:
+    config = commands.add_parser(
+        "config",
+        help="check, show or describe a configuration file",
+        description="Work with the sidecar's configuration. configs/default.yaml explains every "
+        "setting.",
+    )
+    actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="say whether a file is valid, and what to fix if not")
+    check.add_argument("file", type=Path, metavar="FILE")
+    check.set_defaults(command_function=_config_check)
+    show = actions.add_parser(
+        "show", help="print the configuration with its defaults filled in, secrets masked"
+    )
+    show.add_argument("file", type=Path, metavar="FILE", nargs="?")
+    show.set_defaults(command_function=_config_show)
+    schema = actions.add_parser("schema", help="print the JSON schema of the file, for editors")
+    schema.set_defaults(command_function=_config_schema)
+
+
+def _add_config_option(
+    to: argparse._ActionsContainer,
+    help_text: str = "the sidecar's YAML file (default: built-in defaults)",
+) -> None:
+    to.add_argument("--config", type=Path, metavar="FILE", help=help_text)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvlake")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command line; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Everything after the first `--` is the engine's command, whatever it looks like.
+    own = words[: words.index("--")] if words[:1] == ["run"] and "--" in words else words
+    options = parser().parse_args(own)
+    options.command = words[len(own) + 1 :]
+    try:
+        return int(options.command_function(options))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("sidecar", "connector", "tiers"):
+            raise
+        complain(
+            f"{package} is not installed; the sidecar's packages are an extra: "
+            'pip install "kvlake[sidecar]" (and s3, gcs or azure for that store)'
+        )
+        return EXIT_USAGE
+    except UsageError as error:
+        complain(str(error))
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader (`| head`) had enough. Standard output goes nowhere now, also at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

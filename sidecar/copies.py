@@ -1,0 +1,307 @@
+"""Copies between workers and slots: which waits, which is next, and what a copy thread does.
+
+Owns the groups of `Gather` and `Scatter` commands from their arrival until their `Copied` events:
+waiting for the worker's fence, the order of the copy threads, and the copy itself, one thread hop
+for all chunks of a job. Does not own slots, sessions or what an outcome means.
+
+Invariants:
+
+* Bytes reach an engine only after every chunk of the job was verified against the checksum taken
+  when it left the engine: one corrupt chunk, and no block of the job is touched.
+* A copy holds the worker's fence lock while it touches the worker's memory, and starts only if
+  its job is not revoked. A lock that the worker has is tried again later, never waited for in a
+  thread, so one stopped worker cannot hold the copy threads.
+* Every command ends in exactly one `Copied`, however its session, its fence or the copy fare.
+* A started copy runs to its end; cancelling only stops the waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from sidecar.commands import Copied, CopyOutcome, Gather, Scatter
+from sidecar.logs import fields
+from tiers.errors import ChunkCorrupt
+from tiers.filesystems import run_to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from sidecar.realms import Rank
+    from sidecar.session import Session, WorkerMemory
+
+T = TypeVar("T")
+Memory = npt.NDArray[np.uint8]
+
+HOP_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Stores are cut into hops of about this size, so that a load never waits behind a large one."""
+LOADS_IN_A_ROW_MAX: Final = 8
+"""Loads go before stores, but a waiting store gets every ninth turn."""
+FENCE_POLL_SECONDS_MIN: Final = 0.0005
+FENCE_POLL_SECONDS_MAX: Final = 0.005
+
+_logger = logging.getLogger("kvlake.copies")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Gathers or scatters of one job, copied together."""
+
+    session: Session
+    memory: WorkerMemory
+    rank: Rank
+    commands: Sequence[Gather | Scatter]
+    deadline: float
+    """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
+
+    @property
+    def job_id(self) -> int:
+        """The job that all its commands belong to."""
+        return self.commands[0].job_id
+
+    @property
+    def fence(self) -> int:
+        """The step after which its blocks may be touched."""
+        return self.commands[0].fence
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it writes to the worker's memory."""
+        return isinstance(self.commands[0], Scatter)
+
+    def all_ended(self, outcome: CopyOutcome, detail: str = "") -> list[Copied]:
+        """The same ending for every command."""
+        return [Copied(command.copy_id, outcome, detail) for command in self.commands]
+
+
+class Copies:
+    """The queue of copies and the tasks that work on it."""
+
+    def __init__(
+        self, pool: Memory, threads: int, finished: Callable[[list[Copied]], None]
+    ) -> None:
+        self._pool = pool
+        self._threads = threads
+        self._limiter = anyio.CapacityLimiter(threads)
+        self._finished = finished
+        self._waiting: list[Group] = []
+        self._loads: deque[Group] = deque()
+        self._stores: deque[Group] = deque()
+        self._loads_in_a_row = 0
+        self._ready = anyio.Semaphore(0)
+        self._arrived = anyio.Event()
+        self._poll_seconds = FENCE_POLL_SECONDS_MIN
+        self._running = 0
+
+    @property
+    def pending(self) -> int:
+        """Groups that have not ended."""
+        return len(self._waiting) + len(self._loads) + len(self._stores) + self._running
+
+    async def run(self) -> None:
+        """Work on the queue until cancelled; a copy that runs then is waited for."""
+        async with anyio.create_task_group() as group:
+            for _ in range(self._threads):
+                group.start_soon(self._copier)
+            await self._gate()
+
+    def add(self, group: Group) -> None:
+        """Queue a group; one whose fence is reached already does not wait for the next poll."""
+        for part in _hops(group):
+            if part.memory.fence.reached(part.fence):
+                self._enqueue(part)
+            else:
+                self._waiting.append(part)
+                self._poll_seconds = FENCE_POLL_SECONDS_MIN
+                self._arrived.set()
+
+    def drop(self, session: Session) -> None:
+        """End what has not started of a session that is over: nobody waits for it."""
+        dropped: list[Group] = []
+        for queue in (self._loads, self._stores):
+            ended = [group for group in queue if group.session is session]
+            for group in ended:
+                queue.remove(group)
+            dropped += ended
+        dropped += [group for group in self._waiting if group.session is session]
+        self._waiting = [group for group in self._waiting if group.session is not session]
+        for group in dropped:
+            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+
+    def _enqueue(self, group: Group) -> None:
+        (self._loads if group.is_load else self._stores).append(group)
+        self._ready.release()
+
+    async def _gate(self) -> None:
+        """Let groups through as their fences are reached; give up those past their deadline."""
+        while True:
+            if not self._waiting:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+            await anyio.sleep(self._poll_seconds)
+            self._poll_seconds = min(self._poll_seconds * 1.5, FENCE_POLL_SECONDS_MAX)
+            self._sweep(time.monotonic())
+
+    def _sweep(self, now: float) -> None:
+        waiting, self._waiting = self._waiting, []
+        for group in waiting:
+            if group.memory.fence.reached(group.fence):
+                self._enqueue(group)
+            elif now > group.deadline:
+                detail = f"fence {group.fence} was not reached before the job's deadline"
+                self._finished(group.all_ended(CopyOutcome.FAILED, detail))
+            else:
+                self._waiting.append(group)
+
+    def _next(self) -> Group | None:
+        """Loads first: an engine's request waits for them. None if `drop` took it away."""
+        if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
+            self._loads_in_a_row += 1
+            return self._loads.popleft()
+        self._loads_in_a_row = 0
+        return self._stores.popleft() if self._stores else None
+
+    async def _copier(self) -> None:
+        while True:
+            await self._ready.acquire()
+            group = self._next()
+            if group is None:
+                continue
+            self._running += 1
+            try:
+                with group.memory.in_use() as memory:
+                    ended = await self._copy(group, memory)
+            finally:
+                self._running -= 1
+            if ended is None:
+                # The worker was revoking at that moment. Its lock lasts microseconds, or as long
+                # as it is stopped: back to the gate, where the deadline bounds it.
+                self._retry(group)
+            else:
+                self._finished(ended)
+
+    def _retry(self, group: Group) -> None:
+        if group.memory.ended:
+            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+        elif time.monotonic() > group.deadline:
+            detail = "the worker held its fence page until after the job's deadline"
+            self._finished(group.all_ended(CopyOutcome.FAILED, detail))
+        else:
+            self._waiting.append(group)
+            self._arrived.set()
+
+    async def _copy(self, group: Group, memory: Memory | None) -> list[Copied] | None:
+        if memory is None:
+            return group.all_ended(CopyOutcome.REVOKED, "the session ended")
+        copy = _scatter if group.is_load else _gather
+        try:
+            return await run_to_end(lambda: copy(group, memory, self._pool), self._limiter)
+        except BlockingIOError:
+            return None
+        except Exception as error:
+            # A copy that raised is a miss to its engine, and no reason to leave the others alone.
+            _logger.exception(
+                "copy failed",
+                extra=fields(session=group.session.session_id, job=group.job_id, error=error),
+            )
+            return group.all_ended(CopyOutcome.FAILED, str(error))
+
+
+def _hops(group: Group) -> Iterable[Group]:
+    if group.is_load:
+        # Whole: every chunk is verified before the first block is written.
+        return [group]
+    chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
+    step = max(1, HOP_BYTES_MAX // chunk_bytes)
+    return [
+        Group(
+            group.session,
+            group.memory,
+            group.rank,
+            group.commands[first : first + step],
+            group.deadline,
+        )
+        for first in range(0, len(group.commands), step)
+    ]
+
+
+def _gather(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
+    """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
+    plan, templates = group.memory.plan, group.rank.templates
+    copied: list[Gather] = []
+    ended: list[Copied] = []
+    with group.memory.fence.copying(group.job_id) as valid:
+        if not valid:
+            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+        for command in _only(Gather, group.commands):
+            try:
+                template = templates[len(command.block_ids)]
+                slot = pool[command.slot : command.slot + template.image_bytes]
+                template.prepare(slot)
+                plan.gather(memory, _ids(command.block_ids), template.payload(slot))
+            except Exception as error:
+                _logger.exception("gather failed", extra=fields(key=command.key, error=error))
+                ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
+            else:
+                copied.append(command)
+    # The worker's blocks are done with: hashing does not keep it from revoking.
+    for command in copied:
+        template = templates[len(command.block_ids)]
+        slot = pool[command.slot : command.slot + template.image_bytes]
+        template.seal(slot, command.key, command.parent, command.token_ids)
+        ended.append(Copied(command.copy_id, CopyOutcome.OK))
+    return ended
+
+
+def _scatter(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
+    """In a copy thread: verify all slots, then copy. Raises `BlockingIOError`: try again."""
+    plan, templates = group.memory.plan, group.rank.templates
+    commands = _only(Scatter, group.commands)
+    corrupt = {
+        command.copy_id: told for command in commands if (told := _corrupt(group, command, pool))
+    }
+    if corrupt:
+        return [
+            Copied(command.copy_id, CopyOutcome.CORRUPT, corrupt[command.copy_id])
+            if command.copy_id in corrupt
+            else Copied(command.copy_id, CopyOutcome.FAILED, "another chunk of the job is corrupt")
+            for command in commands
+        ]
+    block_bytes = group.rank.layout.block_payload_bytes
+    with group.memory.fence.copying(group.job_id) as valid:
+        if not valid:
+            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+        for command in commands:
+            template = templates[command.num_blocks]
+            slot = pool[command.slot : command.slot + template.image_bytes]
+            first = command.first_block * block_bytes
+            last = first + len(command.block_ids) * block_bytes
+            payload = template.payload(slot)[first:last]
+            plan.scatter(memory, _ids(command.block_ids), payload)
+    return group.all_ended(CopyOutcome.OK)
+
+
+def _corrupt(group: Group, command: Scatter, pool: Memory) -> str | None:
+    """What is wrong with a slot, or None."""
+    template = group.rank.templates[command.num_blocks]
+    try:
+        template.verify_payload(pool[command.slot : command.slot + template.image_bytes])
+    except ChunkCorrupt as error:
+        return str(error)
+    return None
+
+
+def _ids(block_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(block_ids, dtype=np.int64)
+
+
+def _only(kind: type[T], commands: Iterable[object]) -> list[T]:
+    return [command for command in commands if isinstance(command, kind)]

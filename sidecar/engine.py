@@ -1,0 +1,386 @@
+"""The engine: what to copy, read, write, evict and answer. Events in, commands out.
+
+Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
+`host.py` (slots), `jobs.py` (copies of workers), `lookups.py` (reads), `store.py` (writes and
+listings), `leases.py` (pins). It does no I/O and has neither clock nor randomness: the same events
+in the same order give the same commands. The server checks epochs and frames before an event.
+
+Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
+the directory or a zombie, and in one place only; every pin has an owner; what runs on a slot is
+what the parts say is running.
+
+The order of the commands of one event: changes of the shared index (so that a reader stops seeing
+an evicted chunk before its slot is filled anew, and sees a stored one before the worker is told),
+then copies, reads and writes, then messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sidecar.commands import (
+    Command,
+    Copied,
+    Counters,
+    Draining,
+    Event,
+    IndexSet,
+    LeaseTaken,
+    Listed,
+    LookedUp,
+    ReadDone,
+    Released,
+    Reply,
+    SessionClosed,
+    SessionOpened,
+    Submitted,
+    Tick,
+    Written,
+)
+from sidecar.directory import Chunk, Directory, Realm, SegmentState
+from sidecar.host import HostTier, SlotAllocator
+from sidecar.jobs import Job, Jobs
+from sidecar.leases import Leases
+from sidecar.lookups import Lookups
+from sidecar.outbox import Outbox
+from sidecar.protocol import Error, JobOutcome, Role
+from sidecar.store import StoreTier
+
+if TYPE_CHECKING:
+    from tiers.policy.policy import Policy
+
+__all__ = ["Engine", "EngineLimits", "EngineSnapshot", "PendingWork", "SlotAllocator"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Bounds that the operator sets, and which ways to the store are open."""
+
+    writes_inflight_max: int
+    reads_inflight_max: int
+    write_queue_chunks_max: int
+    leases_max_per_session: int
+    lease_ttl_seconds_max: float
+    lookups_max_per_session: int
+    quarantine_keys_max: int
+    store_writes: bool
+    store_reads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWork:
+    """What has not ended yet; a drain waits for all of it to reach zero."""
+
+    copies_running: int
+    writes_running: int
+    writes_pending: int
+    reads_running: int
+    reads_queued: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not (
+            self.copies_running
+            or self.writes_running
+            or self.writes_pending
+            or self.reads_running
+            or self.reads_queued
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RealmSnapshot:
+    """One realm's part of the status."""
+
+    realm_id: int
+    world_size: int
+    sessions: int
+    chunks_in_host: int
+    chunks_in_store: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Status at one moment."""
+
+    sessions: int
+    chunks_in_host: int
+    chunks_in_store: int
+    slots_allocated: int
+    slots_zombie: int
+    leases: int
+    lookups: int
+    pending: PendingWork
+    draining: bool
+    realms: tuple[RealmSnapshot, ...]
+
+
+class Engine:
+    """Decides. Feed it every event; carry out every command; tell it how each one ended."""
+
+    def __init__(
+        self, slots: SlotAllocator, policy: Policy, limits: EngineLimits, *, epoch: int
+    ) -> None:
+        self.counters = Counters()
+        self._limits = limits
+        self._epoch = epoch
+        self._slots = slots
+        self._sessions: dict[int, SessionOpened] = {}
+        self._draining = False
+        self._outbox = Outbox(epoch)
+        self._directory = Directory(readable=limits.store_reads)
+        self._host = HostTier(
+            self._directory,
+            slots,
+            policy,
+            self.counters,
+            on_complete=self._chunk_complete,
+            on_removed=self._chunk_removed,
+        )
+        self._store = StoreTier(
+            self._directory,
+            self._host,
+            self.counters,
+            self._outbox.emit,
+            writes_inflight_max=limits.writes_inflight_max,
+            write_queue_chunks_max=limits.write_queue_chunks_max,
+            quarantine_keys_max=limits.quarantine_keys_max,
+        )
+        self._lookups = Lookups(
+            self._directory,
+            self._host,
+            self._store,
+            self.counters,
+            self._outbox.emit,
+            epoch=epoch,
+            reads_inflight_max=limits.reads_inflight_max,
+            lookups_max_per_session=limits.lookups_max_per_session,
+            ttl_seconds_max=limits.lease_ttl_seconds_max,
+        )
+        self._leases = Leases(self._directory, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self._jobs = Jobs(
+            self._directory,
+            self._host,
+            self.counters,
+            self._outbox.emit,
+            ended=self._job_ended,
+            store_failed=self._lookups.store_failed,
+        )
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event in; returns what to do, in order. `now` never goes back.
+
+        Raises:
+            KeyError: a copy, read or write ended that was not running.
+            ValueError: a session that `refusal` would have refused.
+            IllegalTransition: a bug in the engine.
+        """
+        match event:
+            case Submitted() | LookedUp() | LeaseTaken() | Released() | SessionClosed():
+                self._handle_session(event, now)
+            case SessionOpened():
+                self._open(event)
+            case Copied():
+                self._jobs.copied(event)
+            case Written():
+                self._store.ended(event)
+            case ReadDone():
+                self._lookups.read_ended(event)
+            case Listed():
+                self._store.listed(event)
+            case Tick():
+                self.counters.leases_expired += self._leases.expire(now)
+                self._lookups.expire(now)
+            case Draining():
+                self._draining = True
+                self._lookups.drain()
+        self._lookups.pump()
+        self._store.pump()
+        return self._flush()
+
+    def refusal(self, event: SessionOpened) -> str | None:
+        """Why a session cannot be served: its geometry contradicts what its realm holds."""
+        if event.session_id in self._sessions:
+            return f"session_id={event.session_id} is already open"
+        if event.role is Role.WORKER and event.layout is None:
+            return "layout=None: a worker must give its rank's chunk layout"
+        realm = self._directory.realms.get(event.realm_id)
+        if realm is None:
+            return None
+        if realm.world_size != event.world_size:
+            return (
+                f"world_size={event.world_size}, but sessions of the same topology have "
+                f"{realm.world_size}; give different cuts different topology names"
+            )
+        known = realm.layouts[event.rank]
+        if event.role is Role.WORKER and known is not None and known != event.layout:
+            return (
+                f"layout of rank {event.rank} is {event.layout}, but an earlier worker of the same "
+                f"namespace and topology had {known}; use one kvlake configuration for both"
+            )
+        return None
+
+    def _open(self, event: SessionOpened) -> None:
+        reason = self.refusal(event)
+        if reason is not None:
+            raise ValueError(reason)
+        realm = self._directory.open_realm(event.realm_id, event.world_size)
+        if event.layout is not None:
+            self._host.learn_layout(realm, event.rank, event.layout)
+        self._sessions[event.session_id] = event
+
+    def _handle_session(
+        self, event: Submitted | LookedUp | LeaseTaken | Released | SessionClosed, now: float
+    ) -> None:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            self.counters.stale_messages += 1
+            return
+        realm = self._directory.realms[session.realm_id]
+        worker = session.role is Role.WORKER
+        match event:
+            case SessionClosed():
+                self._close(session)
+            case Submitted() if worker:
+                self._submit(session, realm, event)
+            case LookedUp() if not worker:
+                self._lookups.ask(session.session_id, realm, event.message, now)
+            case LeaseTaken() if not worker:
+                self._lease(session, realm, event, now)
+            case Released() if not worker:
+                for lease_id in event.lease_ids:
+                    self._leases.release(session.session_id, lease_id)
+                for lookup_id in event.lookup_ids:
+                    self._lookups.release(session.session_id, lookup_id)
+            case _:
+                text = f"{type(event).__name__} is not for a {session.role} session to send"
+                self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
+
+    def _submit(self, session: SessionOpened, realm: Realm, event: Submitted) -> None:
+        message = event.message
+        # Loads first: a store may evict what a load of the same step needs.
+        for load in message.loads:
+            self._jobs.load(session, realm, message.fence, load)
+        for store in message.stores:
+            self._jobs.store(session, realm, message.fence, store, accept=not self._draining)
+
+    def _lease(self, session: SessionOpened, realm: Realm, event: LeaseTaken, now: float) -> None:
+        session_id = session.session_id
+        if self._leases.held(session_id) >= self._limits.leases_max_per_session:
+            self.counters.leases_refused += 1
+            return
+        keys = dict.fromkeys(event.keys)
+        chunks = [chunk for chunk in map(realm.chunks.get, keys) if chunk is not None]
+        for chunk in chunks:
+            self._host.touch(chunk)
+        name = (realm.realm_id, session.engine_id, event.lease_id)
+        self._leases.take(session_id, name, chunks, realm.world_size, now)
+        self._lookups.lease_taken(session_id, keys)
+
+    def _close(self, session: SessionOpened) -> None:
+        del self._sessions[session.session_id]
+        self._lookups.close_session(session.session_id)
+        if session.role is Role.SCHEDULER:
+            self._leases.close_session(session.session_id, (session.realm_id, session.engine_id))
+
+    def _chunk_complete(self, chunk: Chunk) -> None:
+        if self._limits.store_writes:
+            self._store.enqueue(chunk)
+        self._lookups.completed(chunk)
+
+    def _chunk_removed(self, chunk: Chunk) -> None:
+        self._store.forget(chunk)
+        self._lookups.removed(chunk)
+
+    def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
+        session = job.session
+        if session.session_id in self._sessions:
+            self._outbox.job_ended(session.session_id, outcome)
+        if job.loading:
+            name = (session.realm_id, session.engine_id, job.job_id)
+            self._leases.rank_finished(name, session.rank, session.world_size)
+
+    def _flush(self) -> list[Command]:
+        changes = self._directory.take_changes()
+        for change in changes:
+            in_host, in_store = change.now
+            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
+        if changes:
+            for session in self._sessions.values():
+                if session.want_events and session.role is Role.SCHEDULER:
+                    self._outbox.tell(session.session_id, session.realm_id, changes)
+        return self._outbox.take()
+
+    def clear(self) -> list[Command]:
+        """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
+        self._host.clear()
+        return self._flush()
+
+    def pending_work(self) -> PendingWork:
+        """What has not ended yet."""
+        return PendingWork(
+            copies_running=self._jobs.copies_running,
+            writes_running=self._store.writes_running,
+            writes_pending=self._store.writes_pending,
+            reads_running=self._lookups.reads_running,
+            reads_queued=self._lookups.reads_queued,
+        )
+
+    def snapshot(self) -> EngineSnapshot:
+        """Numbers for the status page and the gauges."""
+        realms = self._directory.realms.values()
+        sessions = Counter(session.realm_id for session in self._sessions.values())
+        return EngineSnapshot(
+            sessions=len(self._sessions),
+            chunks_in_host=sum(realm.hosted_chunks for realm in realms),
+            chunks_in_store=sum(realm.stored_chunks for realm in realms),
+            slots_allocated=len(self._host.allocated),
+            slots_zombie=len(self._host.zombies),
+            leases=len(self._leases),
+            lookups=sum(1 for _ in self._lookups),
+            pending=self.pending_work(),
+            draining=self._draining,
+            realms=tuple(
+                RealmSnapshot(
+                    realm_id=realm.realm_id,
+                    world_size=realm.world_size,
+                    sessions=sessions[realm.realm_id],
+                    chunks_in_host=realm.hosted_chunks,
+                    chunks_in_store=realm.stored_chunks,
+                )
+                for realm in realms
+            ),
+        )
+
+    def check(self) -> None:
+        """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
+        chunks = [c for realm in self._directory.realms.values() for c in realm.chunks.values()]
+        segments = [segment for chunk in chunks for segment in chunk.segments]
+        everything = segments + list(self._host.zombies)
+        slots = [segment.slot for segment in everything if segment.slot >= 0]
+        assert len(slots) == len(set(slots)), "a slot is used twice"
+        assert set(slots) == self._host.allocated, "a slot is lost or unknown to the ledger"
+        running = Counter(self._jobs.running())
+        running.update(self._store.running())
+        running.update(self._lookups.running())
+        known = set(everything)
+        assert known.issuperset(running), "something runs on a slot that nobody holds"
+        for segment in everything:
+            assert segment.running == running[segment], "a slot's use is miscounted"
+            assert (segment.slot >= 0) == (segment.state is not SegmentState.ABSENT)
+        pins: Counter[Chunk] = Counter()
+        for owner in (*self._leases, *self._lookups):
+            pins.update(owner.chunks)
+        for chunk in {*chunks, *pins}:
+            assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
+        for chunk in chunks:
+            assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
+            hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
+            assert hosted == chunk.hosted, "HOST segments are miscounted"
+        for realm in self._directory.realms.values():
+            flags = [realm.flags(key) for key in realm.chunks.keys() | realm.stored.keys()]
+            assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
+            assert sum(in_store for _, in_store in flags) == realm.stored_chunks

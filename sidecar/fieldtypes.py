@@ -1,0 +1,82 @@
+"""Kinds of values that settings take: what a person writes, what the program gets, what editors see.
+
+Owns the conversions that strict validation leaves out on purpose: units, paths, numbers that came
+out of an environment variable, and words that YAML reads as booleans. Limits stand with each
+setting in `sidecar/config.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+from sidecar.units import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+
+
+def _path(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) and value else value
+
+
+def _number(value: object) -> object:
+    # A variable expands to text: `port: ${PORT:-9321}` must still be a number.
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+def _flag(value: object) -> object:
+    return (
+        {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _switch(value: object) -> object:
+    # YAML reads a bare `on` or `off` as a boolean.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(format_size, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
+]
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": DURATION_PATTERN},
+            ]
+        }
+    ),
+]
+Directory = Annotated[
+    Path, BeforeValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})
+]
+Count = Annotated[int, BeforeValidator(_number)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+WriteMode = Annotated[
+    Literal["through", "off"],
+    BeforeValidator(_switch),
+    WithJsonSchema({"enum": ["through", "off", False]}),
+]
+ReadMode = Annotated[
+    Literal["on", "off"],
+    BeforeValidator(_switch),
+    WithJsonSchema({"enum": ["on", "off", True, False]}),
+]

@@ -1,0 +1,275 @@
+"""The hub: where frames become events, and commands become work and answers.
+
+Owns the engine and its feeding, the realms and sessions, and the mover that carries commands out.
+Does not own sockets, tasks or signals (`server.py`), nor how a client gets in (`admission.py`).
+
+Invariants:
+
+* Events are fed one at a time, in the order in which they came; one that a command causes at
+  once waits until the commands before it are carried out.
+* What a client sends can end its own session and nothing else. What the engine raises is a bug:
+  it ends the sidecar, whose clients go on without it, rather than leave it wrong and running.
+* A reply that cannot be delivered ends its session: the client sees end of file and attaches
+  again, rather than wait for an answer that will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
+from sidecar.copies import Copies
+from sidecar.engine import Engine, EngineLimits
+from sidecar.logs import fields
+from sidecar.mover import Mover
+from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
+from sidecar.realms import Realm, Realms
+from sidecar.router import Router, Sent
+from sidecar.session import Session, Sessions
+from sidecar.slots import PoolSlots
+from sidecar.watch import StoreWatch
+from tiers.policy import make as make_policy
+
+if TYPE_CHECKING:
+    from sidecar.config import Config
+    from tiers.pool import HostPool
+    from tiers.wrap import Metered
+
+QUARANTINE_KEYS_MAX: Final = 65_536
+PEERS_LOGGED_MAX: Final = 1024
+
+_logger = logging.getLogger("kvlake.server")
+
+
+@dataclass(slots=True)
+class Census:
+    """What the sockets counted since the start. Never decreases."""
+
+    sessions_opened: int = 0
+    frames_received: int = 0
+    replies_dropped: int = 0
+    connections_cut: int = 0
+    """Connections that ended, or were ended, before they had attached."""
+    attaches_refused: Counter[str] = field(default_factory=Counter[str])
+    frames_refused: Counter[str] = field(default_factory=Counter[str])
+
+
+class Hub:
+    """The engine with everything that it needs to be fed and obeyed."""
+
+    def __init__(self, config: Config, pool: HostPool, store: Metered | None, epoch: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.pool = pool
+        self.store = store
+        self.census = Census()
+        self.realms = Realms()
+        self.sessions = Sessions(config.limits.sessions_max, config.limits.jobs_inflight_max)
+        self.slots = PoolSlots(pool)
+        self.engine = Engine(
+            self.slots, make_policy(config.host.policy), _engine_limits(config), epoch=epoch
+        )
+        self.copies = Copies(pool.memory, config.copies.threads, self._copied)
+        self.watch = None if store is None else self._new_watch(store)
+        self.mover = Mover(
+            realms=self.realms,
+            sessions=self.sessions,
+            pool=pool.memory,
+            store=store,
+            copies=self.copies,
+            load_deadline_seconds=config.limits.load_deadline,
+            store_deadline_seconds=config.limits.store_deadline,
+            feed=self.feed,
+            reply=self._reply,
+            index_moved=self._index_moved,
+            store_failed=None if self.watch is None else self.watch.failed,
+        )
+        self.deadlines = anyio.Event()
+        """Set when the engine got something that ends with time."""
+        self.draining = False
+        self.drained = anyio.Event()
+        """Set when, while draining, nothing is outstanding any more."""
+        self._router: Router | None = None
+        self._events: deque[Event] = deque()
+        self._feeding = False
+        self._over = False
+        self._logged: dict[tuple[bytes, str], None] = {}
+
+    def _new_watch(self, store: Metered) -> StoreWatch:
+        settings = self.config.store
+        assert settings is not None, "a store was opened"
+        return StoreWatch(
+            store,
+            self.realms,
+            refresh_seconds=settings.refresh_seconds,
+            writes=settings.write == "through",
+            reads=settings.read == "on",
+            feed=self.feed,
+        )
+
+    def connect(self, router: Router) -> None:
+        """Give it the socket that its replies go to."""
+        self._router = router
+
+    def drain(self) -> None:
+        """Begin no new work; `drained` is set once what was begun has ended."""
+        self.draining = True
+        self.feed(Draining())
+
+    def end(self) -> None:
+        """Take no event from now on: the tasks that commands need are being taken down."""
+        self._over = True
+
+    def close(self) -> None:
+        """End every session and close every index. No copy may be running."""
+        self.end()
+        for session in self.sessions.all():
+            self.end_session(session, "the sidecar stops")
+        self.realms.close()
+
+    # --- events ----------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Tell the engine, and carry out what it answers."""
+        if self._over:
+            return
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                told = self._events.popleft()
+                self.mover.execute(self.engine.handle(told, time.monotonic()))
+        finally:
+            self._feeding = False
+        if self.draining and self.engine.pending_work().idle:
+            self.drained.set()
+
+    def _copied(self, ended: list[Copied]) -> None:
+        for event in ended:
+            self.feed(event)
+
+    # --- sessions --------------------------------------------------------------------------
+
+    def open_session(self, session: Session) -> None:
+        """Tell the engine of a session that was just made."""
+        self.census.sessions_opened += 1
+        attach = session.attach
+        _logger.info(
+            "attached",
+            extra=fields(
+                session=session.session_id,
+                role=attach.role,
+                engine=attach.engine_id,
+                rank=attach.rank,
+                realm=session.realm.realm_id,
+                pid=session.connection.peer.pid,
+            ),
+        )
+        self.feed(session.opened_event())
+
+    def end_session(self, session: Session, reason: str) -> None:
+        """End a session, once."""
+        if self.sessions.get(session.session_id) is not session:
+            return
+        _logger.info(
+            "session ended",
+            extra=fields(
+                session=session.session_id, engine=session.attach.engine_id, reason=reason
+            ),
+        )
+        session.connection.hang_up()
+        self.sessions.close(session)
+        self.feed(SessionClosed(session.session_id))
+        self.copies.drop(session)
+
+    # --- messages --------------------------------------------------------------------------
+
+    def received(self, routing_id: bytes, parts: list[bytes]) -> None:
+        """Take one ZMQ message."""
+        self.census.frames_received += 1
+        session = self.sessions.by_token(routing_id)
+        if session is None:
+            # No session, no answer: it may belong to a client of this sidecar's previous life,
+            # which has its end of file and is attaching again.
+            self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
+            return
+        session.heard = True
+        try:
+            event = session.event_of(parts, self.epoch)
+        except ProtocolError as error:
+            self._refuse(routing_id, error)
+            self._send(session, Error(self.epoch, error.code, str(error)))
+            return
+        self.feed(event)
+        if isinstance(event, LookedUp | LeaseTaken):
+            self.deadlines.set()
+
+    def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
+        self.census.frames_refused[error.code] += 1
+        if (routing_id, error.code) in self._logged:
+            return
+        while len(self._logged) >= PEERS_LOGGED_MAX:
+            del self._logged[next(iter(self._logged))]
+        self._logged[routing_id, error.code] = None
+        session = self.sessions.by_token(routing_id)
+        _logger.warning(
+            "frame refused (told once per peer and code)",
+            extra=fields(
+                session=None if session is None else session.session_id,
+                code=error.code,
+                error=error,
+            ),
+        )
+
+    def _reply(self, session_id: int, message: ServerMessage) -> None:
+        session = self.sessions.get(session_id)
+        if session is None:
+            self.census.replies_dropped += 1
+            return
+        self._send(session, message)
+
+    def _send(self, session: Session, message: ServerMessage) -> None:
+        assert self._router is not None, "messages come only after connect"
+        session.answered(message)
+        sent = self._router.send(session.token, encode(message))
+        if sent is Sent.OK:
+            return
+        self.census.replies_dropped += 1
+        if sent is Sent.GONE and not session.heard:
+            # Only events come unasked, and its DEALER has not connected yet.
+            return
+        what = "does not read its answers" if sent is Sent.FULL else "closed its ZMQ socket"
+        _logger.warning(
+            "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")
+        )
+        session.connection.hang_up()
+
+    def _index_moved(self, realm: Realm) -> None:
+        moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))
+        for session in self.sessions.all():
+            reads = session.realm is realm and session.attach.role is Role.SCHEDULER
+            if reads and not session.connection.try_send(moved, (realm.index.fd,)):
+                session.connection.hang_up()
+
+
+def _engine_limits(config: Config) -> EngineLimits:
+    limits, store = config.limits, config.store
+    return EngineLimits(
+        writes_inflight_max=store.writes_inflight_max if store else 1,
+        reads_inflight_max=store.reads_inflight_max if store else 1,
+        write_queue_chunks_max=store.write_queue_chunks_max if store else 1,
+        leases_max_per_session=limits.jobs_inflight_max,
+        lease_ttl_seconds_max=limits.lease_ttl,
+        lookups_max_per_session=limits.jobs_inflight_max,
+        quarantine_keys_max=QUARANTINE_KEYS_MAX,
+        store_writes=store is not None and store.write == "through",
+        store_reads=store is not None and store.read == "on",
+    )

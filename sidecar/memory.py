@@ -1,0 +1,116 @@
+"""A worker's KV memory and fence page as they are mapped here.
+
+Owns the mappings and what was handed over for them. Does not own when a copy runs, nor sessions.
+
+Invariants: the memory stays mapped while a copy uses it, and is unmapped as soon as its session
+has ended and its last copy has; every descriptor that comes in is mapped or closed; what is mapped
+is at least as large as it was said to be, and where the client allowed it, cannot shrink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Generator
+
+import numpy as np
+import numpy.typing as npt
+
+from sidecar.attach import AttachRefused, close_fds
+from sidecar.protocol import Attach
+from tiers.copy import CopyPlan
+from tiers.fence import PAGE_BYTES, SidecarFence
+from tiers.layout import KVLayout
+
+
+class WorkerMemory:
+    """A worker's KV memory and fence page, mapped here. Owns the descriptors that it is given."""
+
+    def __init__(self, layout: KVLayout, size_bytes: int, fds: list[int]) -> None:
+        try:
+            _check_descriptor("memory", fds[0], size_bytes)
+            _check_descriptor("fence page", fds[1], PAGE_BYTES)
+            self.plan = CopyPlan(layout)
+            self._map = mmap.mmap(fds[0], size_bytes)
+            self.fence = SidecarFence(fds.pop(1))
+        except (OSError, ValueError) as error:
+            raise AttachRefused(
+                "memory", f"the worker's memory cannot be mapped: {error}"
+            ) from error
+        finally:
+            close_fds(fds)
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._copies = 0
+        self._ended = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[npt.NDArray[np.uint8] | None]:
+        """The memory for the length of a copy; None if it is gone. Enter on the event loop."""
+        if self._bytes is None:
+            yield None
+            return
+        self._copies += 1
+        try:
+            yield self._bytes
+        finally:
+            self._copies -= 1
+            self._unmap_if_idle()
+
+    def end(self) -> None:
+        """The session is over: unmap once the running copies have ended."""
+        self._ended = True
+        self._unmap_if_idle()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no new copy may start."""
+        return self._ended
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory is still mapped here."""
+        return self._bytes is not None
+
+    def _unmap_if_idle(self) -> None:
+        if not self._ended or self._copies or self._bytes is None:
+            return
+        self._bytes = None
+        # A view that something still holds (a traceback of a failed copy) keeps the mapping
+        # until it goes; closing is then the garbage collector's.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        self.fence.close()
+
+
+def _check_descriptor(what: str, fd: int, size_bytes: int) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise AttachRefused("memory", f"the {what} descriptor is not a file or memfd")
+    if found.st_size < size_bytes:
+        raise AttachRefused(
+            "memory",
+            f"the {what} descriptor has {found.st_size} bytes: must have at least {size_bytes}",
+        )
+    # Memory that shrinks under a mapping kills whoever touches it. Where the client allowed seals
+    # that is ruled out; where it did not, a client of the same user is trusted not to.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
+def take_memory(attach: Attach, fds: list[int]) -> WorkerMemory | None:
+    """Map what arrived beside an `Attach` that passed `check_shape`. Takes over `fds`."""
+    wanted = 0 if attach.layout is None else 2
+    if len(fds) != wanted:
+        count = len(fds)
+        close_fds(fds)
+        raise AttachRefused(
+            "descriptors",
+            f"{count} descriptors arrived: a {attach.role} sends {wanted}"
+            + (" (KV memory, fence page)" if wanted else ""),
+        )
+    if attach.layout is None:
+        return None
+    return WorkerMemory(attach.layout, attach.layout.size_bytes, fds)

@@ -1,0 +1,280 @@
+"""What the sidecar counts and holds, as Prometheus metrics and as the status document.
+
+Owns the names of metrics and status fields. Does not count anything itself: counters live with
+what they count (`Counters` in the engine, `Census` at the sockets, `Metered` at the store), and
+are read when somebody asks.
+
+Invariants: reading changes nothing and costs no more than the number of sessions, realms and slot
+classes; names of metrics, once released, are kept: dashboards are built on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sidecar.protocol import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sidecar.hub import Hub
+    from sidecar.realms import Realm
+
+PREFIX: Final = "kvlake"
+
+_COUNTED: Final = {
+    "chunks_stored": "Chunks copied from engines to host memory, per rank",
+    "chunks_loaded": "Chunks copied from host memory to engines, per rank",
+    "chunks_evicted": "Chunks that made room in host memory",
+    "chunks_written": "Chunks written to the object store, complete over all ranks",
+    "chunks_read": "Chunks read from the object store, complete over all ranks",
+}
+
+
+def version() -> str:
+    """The installed release."""
+    try:
+        return importlib.metadata.version("kvlake")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+class HubCollector(Collector):
+    """Reads a hub whenever Prometheus scrapes."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._version = version()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, as of now."""
+        yield _gauge("info", "The running release; always 1", {(self._version,): 1}, ["version"])
+        yield from self._engine()
+        yield from self._host()
+        yield from self._store()
+        yield from self._sockets()
+
+    def _engine(self) -> Iterator[Metric]:
+        engine = self._hub.engine
+        for name, value in dataclasses.asdict(engine.counters).items():
+            told = _COUNTED.get(name, f"Engine counter {name.replace('_', ' ')}")
+            yield _counter(name, told, {(): value})
+        now = engine.snapshot()
+        chunks = {("host",): now.chunks_in_host, ("store",): now.chunks_in_store}
+        yield _gauge("chunks", "Chunks that can be loaded, by tier", chunks, ["tier"])
+        yield _gauge("leases", "Pins held for loads", {(): now.leases})
+        yield _gauge("lookups_waiting", "Lookups that pin or wait for chunks", {(): now.lookups})
+        pending = {(name,): value for name, value in dataclasses.asdict(now.pending).items()}
+        yield _gauge("pending", "Work that has not ended, by kind", pending, ["kind"])
+        yield _gauge("draining", "1 while the sidecar stops", {(): int(now.draining)})
+
+    def _host(self) -> Iterator[Metric]:
+        stats = self._hub.pool.stats()
+        sizes = {
+            ("size",): stats.size_bytes,
+            ("used",): stats.used_bytes,
+            ("slabs",): stats.slab_bytes,
+        }
+        yield _gauge("host_bytes", "Host memory: all, in used slots, in slabs", sizes, ["kind"])
+        slots: dict[tuple[str, ...], float] = {}
+        for one in stats.classes:
+            slots[str(one.slot_bytes), "used"] = one.slots_used
+            slots[str(one.slot_bytes), "free"] = one.slots_free
+        yield _gauge("host_slots", "Slots by size and state", slots, ["slot_bytes", "state"])
+
+    def _store(self) -> Iterator[Metric]:
+        store, watch = self._hub.store, self._hub.watch
+        if store is None or watch is None:
+            return
+        yield _gauge("store_well", "1 if the last probe succeeded", {(): int(watch.health.well)})
+        yield _counter("store_listings", "Listings of the store", {(): watch.listings})
+        yield _counter("store_listings_failed", "Failed listings", {(): watch.listings_failed})
+        verbs = store.snapshot()
+        labels = ["verb"]
+        calls = {(verb,): counts.calls for verb, counts in verbs.items()}
+        yield _counter("store_calls", "Calls to the store", calls, labels)
+        seconds = {(verb,): counts.seconds for verb, counts in verbs.items()}
+        yield _counter("store_seconds", "Seconds spent in calls to the store", seconds, labels)
+        num_bytes = {(verb,): counts.num_bytes for verb, counts in verbs.items()}
+        yield _counter("store_bytes", "Payload of calls that succeeded", num_bytes, labels)
+        inflight = {(verb,): counts.inflight for verb, counts in verbs.items()}
+        yield _gauge("store_inflight", "Calls that run now", inflight, labels)
+        failures = {
+            (verb, error): count
+            for verb, counts in verbs.items()
+            for error, count in counts.failures.items()
+        }
+        yield _counter("store_failures", "Calls that failed, by error", failures, ["verb", "error"])
+
+    def _sockets(self) -> Iterator[Metric]:
+        hub = self._hub
+        roles: dict[tuple[str, ...], float] = {("scheduler",): 0, ("worker",): 0}
+        for session in hub.sessions.all():
+            roles[str(session.attach.role),] += 1
+        yield _gauge("sessions", "Attached clients", roles, ["role"])
+        census = hub.census
+        yield _counter("sessions_opened", "Clients that attached", {(): census.sessions_opened})
+        yield _counter("connections_cut", "Ended unattached", {(): census.connections_cut})
+        yield _counter("frames_received", "Messages from clients", {(): census.frames_received})
+        yield _counter("replies_dropped", "Answers without a taker", {(): census.replies_dropped})
+        refused = {(code,): count for code, count in census.frames_refused.items()}
+        yield _counter("frames_refused", "Messages that were refused, by code", refused, ["code"])
+        refused = {(code,): count for code, count in census.attaches_refused.items()}
+        yield _counter("attaches_refused", "Clients refused, by code", refused, ["code"])
+
+
+def _counter(
+    name: str,
+    told: str,
+    values: dict[tuple[()], int] | dict[Any, Any],
+    labels: list[str] | None = None,
+) -> Metric:
+    family = CounterMetricFamily(f"{PREFIX}_{name}", told, labels=labels or [])
+    for label_values, value in values.items():
+        family.add_metric(list(label_values), value)
+    return family
+
+
+def _gauge(name: str, told: str, values: dict[Any, Any], labels: list[str] | None = None) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=labels or [])
+    for label_values, value in values.items():
+        family.add_metric(list(label_values), value)
+    return family
+
+
+class Reporter:
+    """Renders a hub: metrics, status, readiness."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._started = time.monotonic()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(HubCollector(hub))
+
+    def metrics(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Whether engines should attach, and in what state each part is."""
+        hub = self._hub
+        store: dict[str, object] | None = None
+        if hub.watch is not None:
+            health = hub.watch.health
+            store = {"state": health.state, "reason": health.reason}
+        degraded = store is not None and store["state"] != "ok"
+        state = "draining" if hub.draining else "degraded" if degraded else "ok"
+        return not hub.draining, {"state": state, "pool": "ok", "sockets": "ok", "store": store}
+
+    def status(self) -> dict[str, object]:
+        """Everything that `kvlake status` shows."""
+        hub = self._hub
+        now = hub.engine.snapshot()
+        ready, readiness = self.readiness()
+        counters = dataclasses.asdict(hub.engine.counters)
+        return {
+            "version": version(),
+            "protocol_version": PROTOCOL_VERSION,
+            "name": hub.config.runtime.name,
+            "pid": os.getpid(),
+            "epoch": hub.epoch,
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+            "ready": ready,
+            "state": readiness["state"],
+            "tiers": {"host": self._host_tier(now.chunks_in_host), "store": self._store_tier()},
+            "hits": {
+                "chunks_loaded": counters["chunks_loaded"],
+                "bytes_loaded": counters["bytes_loaded"],
+                "loads_missed": sum(
+                    value for name, value in counters.items() if name.startswith("loads_")
+                ),
+                "lookups": counters["lookups"],
+                "lookups_expired": counters["lookups_expired"],
+                "chunks_read": counters["chunks_read"],
+            },
+            "counters": counters,
+            "pending": dataclasses.asdict(now.pending),
+            "leases": now.leases,
+            "lookups": now.lookups,
+            "sockets": {
+                "sessions_opened": hub.census.sessions_opened,
+                "connections_cut": hub.census.connections_cut,
+                "frames_received": hub.census.frames_received,
+                "replies_dropped": hub.census.replies_dropped,
+                "frames_refused": dict(hub.census.frames_refused),
+                "attaches_refused": dict(hub.census.attaches_refused),
+            },
+            "realms": [
+                _realm(hub.realms[one.realm_id])
+                | {"sessions": one.sessions}
+                | {"chunks_in_host": one.chunks_in_host, "chunks_in_store": one.chunks_in_store}
+                for one in now.realms
+            ],
+            "sessions": self._sessions(),
+        }
+
+    def _host_tier(self, chunks: int) -> dict[str, object]:
+        stats = self._hub.pool.stats()
+        return {
+            "policy": self._hub.config.host.policy,
+            "size_bytes": stats.size_bytes,
+            "used_bytes": stats.used_bytes,
+            "slab_bytes": stats.slab_bytes,
+            "chunks": chunks,
+            "classes": [dataclasses.asdict(one) for one in stats.classes],
+        }
+
+    def _store_tier(self) -> dict[str, object] | None:
+        store, watch, settings = self._hub.store, self._hub.watch, self._hub.config.store
+        if store is None or watch is None or settings is None:
+            return None
+        return {
+            "url": store.url,
+            "write": settings.write,
+            "read": settings.read,
+            "state": watch.health.state,
+            "reason": watch.health.reason,
+            "chunks": self._hub.engine.snapshot().chunks_in_store,
+            "listings": watch.listings,
+            "verbs": {
+                verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
+            },
+        }
+
+    def _sessions(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [
+            {
+                "session_id": session.session_id,
+                "role": str(session.attach.role),
+                "engine_id": session.attach.engine_id,
+                "rank": session.attach.rank,
+                "world_size": session.attach.world_size,
+                "realm_id": session.realm.realm_id,
+                "pid": session.connection.peer.pid,
+                "attached_seconds": round(now - session.opened, 3),
+            }
+            for session in self._hub.sessions.all()
+        ]
+
+
+def _realm(realm: Realm) -> dict[str, object]:
+    return {
+        "realm_id": realm.realm_id,
+        "namespace": json.loads(realm.namespace),
+        "namespace_digest": realm.namespace_digest.hex(),
+        "topology": realm.topology,
+        "world_size": realm.world_size,
+        "block_tokens": realm.block_tokens,
+        "blocks_per_chunk": realm.blocks_per_chunk,
+        "ranks_known": sorted(realm.ranks),
+    }

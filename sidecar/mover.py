@@ -1,0 +1,232 @@
+"""The mover: carries the engine's commands out on the tiers and tells it how each ended.
+
+Owns no state of its own beyond what is running: copies go to `copies.py`, objects to the store,
+index entries to the realm's index, messages to the server. Does not decide anything: what to
+copy, when to write and what to do about a failure is the engine's.
+
+Invariants:
+
+* Every command that the engine waits for ends in exactly one event, whatever is raised.
+* Nothing leaves host memory, to the store or to an engine, and nothing comes in, before its
+  checksum was verified; the event loop itself never touches payload.
+* A slot named in a command is touched until its event is fed, and not after: the tiers' verbs
+  return only when nothing touches the caller's memory any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import anyio
+import anyio.abc
+
+from sidecar.commands import (
+    Command,
+    Copied,
+    CopyOutcome,
+    Event,
+    Gather,
+    IndexSet,
+    Quarantine,
+    Read,
+    ReadDone,
+    Reply,
+    Scatter,
+    StoreOutcome,
+    Write,
+    Written,
+)
+from sidecar.copies import Copies, Group
+from sidecar.logs import fields
+from tiers.catalog import object_name
+from tiers.errors import ChunkCorrupt, ChunkMissing, TierFull, TierUnavailable
+from tiers.filesystems import run_to_end
+from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from sidecar.protocol import ServerMessage
+    from sidecar.realms import Rank, Realm, Realms
+    from sidecar.session import Session, Sessions
+    from tiers.arrow import SegmentMeta
+    from tiers.objects import ObjectTier
+
+C = TypeVar("C", Write, Read, Quarantine)
+
+VERIFY_THREADS: Final = 1
+"""Threads that hash what comes from, or goes to, the store; copies have their own."""
+
+_logger = logging.getLogger("kvlake.mover")
+
+
+class Mover:
+    """Runs commands. `feed` takes events, `reply` messages, `index_moved` realms to announce."""
+
+    def __init__(
+        self,
+        *,
+        realms: Realms,
+        sessions: Sessions,
+        pool: npt.NDArray[np.uint8],
+        store: ObjectTier | None,
+        copies: Copies,
+        load_deadline_seconds: float,
+        store_deadline_seconds: float,
+        feed: Callable[[Event], None],
+        reply: Callable[[int, ServerMessage], None],
+        index_moved: Callable[[Realm], None],
+        store_failed: Callable[[Exception], None] | None,
+    ) -> None:
+        self._realms = realms
+        self._sessions = sessions
+        self._pool = pool
+        self._store = store
+        self._copies = copies
+        self._load_deadline_seconds = load_deadline_seconds
+        self._store_deadline_seconds = store_deadline_seconds
+        self._feed = feed
+        self._reply = reply
+        self._index_moved = index_moved
+        self._store_failed = store_failed
+        self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Own the tasks of the store's verbs until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            task_status.started()
+            await anyio.sleep_forever()
+
+    def execute(self, commands: Iterable[Command]) -> None:
+        """Start all commands of one event. Returns at once."""
+        groups: dict[tuple[int, int, type], list[Gather | Scatter]] = {}
+        for command in commands:
+            match command:
+                case Gather() | Scatter():
+                    name = (command.session_id, command.job_id, type(command))
+                    groups.setdefault(name, []).append(command)
+                case Reply():
+                    self._reply(command.session_id, command.message)
+                case IndexSet():
+                    self._set_index(command)
+                case Write():
+                    self._start(self._write, command)
+                case Read():
+                    self._start(self._read, command)
+                case Quarantine():
+                    self._start(self._quarantine, command)
+        for group in groups.values():
+            self._copy(group)
+
+    def _start(self, verb: Callable[[C], Coroutine[Any, Any, None]], command: C) -> None:
+        assert self._tasks is not None, "commands come only while run() runs"
+        self._tasks.start_soon(verb, command)
+
+    def _copy(self, commands: list[Gather | Scatter]) -> None:
+        first = commands[0]
+        session = self._sessions.get(first.session_id)
+        if session is None or session.memory is None:
+            for command in commands:
+                self._feed(Copied(command.copy_id, CopyOutcome.REVOKED, "the session ended"))
+            return
+        self._copies.add(self._group(session, commands))
+
+    def _group(self, session: Session, commands: list[Gather | Scatter]) -> Group:
+        assert session.memory is not None
+        loading = isinstance(commands[0], Scatter)
+        seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds
+        return Group(
+            session=session,
+            memory=session.memory,
+            rank=session.realm.ranks[commands[0].rank],
+            commands=commands,
+            deadline=time.monotonic() + seconds,
+        )
+
+    def _set_index(self, command: IndexSet) -> None:
+        realm = self._realms[command.realm_id]
+        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
+        realm.index.set(tag_of(command.key, realm.index_salt), flags)
+        if not realm.index.needs_growth:
+            return
+        smaller = realm.index
+        realm.index = smaller.grown()
+        self._index_moved(realm)
+        # Readers of the old mapping miss until they take the new one; that is what `close` says.
+        smaller.close()
+
+    def _object(self, command: Write | Read | Quarantine) -> tuple[Rank, str]:
+        realm = self._realms[command.realm_id]
+        rank = realm.ranks[command.rank]
+        return rank, object_name(realm.namespace_digest, command.key, rank.layout.segment)
+
+    async def _write(self, command: Write) -> None:
+        rank, name = self._object(command)
+        template = rank.templates[command.num_blocks]
+        image = self._pool[command.slot : command.slot + template.image_bytes]
+        outcome = StoreOutcome.UNAVAILABLE
+        try:
+            assert self._store is not None, "the engine writes only where there is a store"
+            await run_to_end(lambda: template.verify_payload(image), self._verifying)
+            await self._store.write(name, image)
+            outcome = StoreOutcome.OK
+        except ChunkCorrupt as error:
+            outcome = StoreOutcome.CORRUPT
+            _logger.error("slot is corrupt, not written", extra=fields(object=name, error=error))  # noqa: TRY400
+        except (TierUnavailable, TierFull) as error:
+            self._note_failure("write failed", name, error)
+        except Exception:
+            _logger.exception("write failed", extra=fields(object=name))
+        num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
+        self._feed(Written(command.write_id, outcome, num_bytes))
+
+    async def _read(self, command: Read) -> None:
+        rank, name = self._object(command)
+        slot = self._pool[command.slot : command.slot + rank.templates.slot_bytes]
+        outcome, meta, num_bytes = StoreOutcome.UNAVAILABLE, None, 0
+        try:
+            assert self._store is not None, "the engine reads only where there is a store"
+            num_bytes = await self._store.read(name, slot)
+            image = slot[:num_bytes]
+            meta = await run_to_end(lambda: _verified(rank, image, command.key), self._verifying)
+            outcome = StoreOutcome.OK
+        except ChunkMissing:
+            outcome = StoreOutcome.MISSING
+        except ChunkCorrupt as error:
+            outcome = StoreOutcome.CORRUPT
+            _logger.error("object is corrupt", extra=fields(object=name, error=error))  # noqa: TRY400
+        except (TierUnavailable, TierFull) as error:
+            self._note_failure("read failed", name, error)
+        except Exception:
+            _logger.exception("read failed", extra=fields(object=name))
+        if meta is None:
+            self._feed(ReadDone(command.read_id, outcome))
+        else:
+            self._feed(ReadDone(command.read_id, outcome, meta.num_blocks, meta.parent, num_bytes))
+
+    def _note_failure(self, what: str, name: str, error: Exception) -> None:
+        # A store that is down fails every request: that it is unwell is told once, by its watch.
+        _logger.debug(what, extra=fields(object=name, error=error))
+        if self._store_failed is not None:
+            self._store_failed(error)
+
+    async def _quarantine(self, command: Quarantine) -> None:
+        _, name = self._object(command)
+        try:
+            if self._store is not None:
+                await self._store.quarantine(name)
+        except Exception as error:
+            _logger.warning("quarantine failed", extra=fields(object=name, error=error))
+        else:
+            _logger.warning("object quarantined", extra=fields(object=name))
+
+
+def _verified(rank: Rank, image: npt.NDArray[np.uint8], key: bytes) -> SegmentMeta:
+    return rank.templates.for_image_bytes(len(image)).verify(image, key)

@@ -1,0 +1,241 @@
+"""The sidecar process: sockets, the one task group, readiness, draining.
+
+Owns the life of everything else: the runtime directory, the pool, both sockets, HTTP, the tasks
+and the signals. Does not own decisions (`engine.py`), how they are carried out (`hub.py`,
+`mover.py`), or who gets in (`admission.py`).
+
+Invariants:
+
+* Everything runs on one event loop inside one task group; worker threads only copy, hash and
+  touch files.
+* A stop is a drain: nothing new is accepted, running copies end, what is queued for the store is
+  written for at most `limits.drain_seconds_max`, and what is left then is counted and told. A
+  second signal ends the process at once.
+* Whatever way it ends, short of being killed, its sockets and its pool's files are removed; after
+  a kill the next sidecar of the same name replaces them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import pyarrow as pa
+
+from sidecar.admission import Admission
+from sidecar.attach import RuntimeDirectory, StartError, listen
+from sidecar.commands import Tick
+from sidecar.http import HttpServer
+from sidecar.hub import Hub
+from sidecar.logs import fields
+from sidecar.metrics import Reporter
+from sidecar.router import Router
+from sidecar.storage import WrapStore, open_store
+from tiers.errors import PoolError, TierError
+from tiers.pool import HostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sidecar.config import Config
+    from tiers.wrap import Metered
+
+TICK_SECONDS: Final = 0.05
+TICK_SECONDS_IDLE: Final = 1.0
+STORE_CLOSE_SECONDS_MAX: Final = 2.0
+
+_logger = logging.getLogger("kvlake.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A sidecar that serves: where it is, and how to stop it (from any thread)."""
+
+    epoch: int
+    attach_path: Path
+    endpoint: str
+    http_url: str
+    stop: Callable[[], None]
+
+
+async def serve(
+    config: Config,
+    *,
+    ready: Callable[[ServerInfo], None] | None = None,
+    wrap_store: WrapStore | None = None,
+) -> int:
+    """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
+
+    Run it with `anyio.run` on the asyncio backend. `ready` is called once, when every socket is
+    bound. Raises `StartError` where an operator has to change something first.
+    """
+    # Their pools would take the engine's cores; what copies and hashes has its own threads.
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    with contextlib.ExitStack() as stack:
+        directory = RuntimeDirectory(config.runtime.directory, config.runtime.name)
+        stack.callback(directory.close)
+        store = None if config.store is None else open_store(config.store, wrap_store)
+        pool = await anyio.to_thread.run_sync(_open_pool, config)
+        stack.callback(pool.close)
+        return await Server(config, directory, pool, store).run(ready)
+
+
+def _open_pool(config: Config) -> HostPool:
+    path = config.host.directory / f"kvlake-{os.getuid()}-{config.runtime.name}.pool"
+    try:
+        return HostPool.open(path, config.host.size, prefault=config.host.prefault)
+    except PoolError as error:
+        raise StartError(f"host: {error}") from error
+
+
+class Server:
+    """One sidecar's life."""
+
+    def __init__(
+        self, config: Config, directory: RuntimeDirectory, pool: HostPool, store: Metered | None
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._pool = pool
+        self._store = store
+        # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
+        self._hub = Hub(config, pool, store, epoch=time.time_ns())
+        self._stopping = anyio.Event()
+        self._broken: BaseException | None = None
+
+    async def run(self, ready: Callable[[ServerInfo], None] | None) -> int:
+        """Serve until told to stop, drain, and take everything down."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self._store is not None:
+                stack.push_async_callback(_close_store, self._store)
+            stack.callback(self._hub.close)
+            router = Router(self._directory.jobs_path, self._hub.received, self._break)
+            stack.callback(router.close)
+            self._hub.connect(router)
+            http = HttpServer(self._config.http.host, self._config.http.port, Reporter(self._hub))
+            await http.start()
+            stack.push_async_callback(http.stop)
+            listener = listen(self._directory.attach_path)
+            stack.callback(listener.close)
+            async with anyio.create_task_group() as tasks:
+                await self._start(tasks)
+                accepting = anyio.CancelScope()
+                admission = Admission(self._hub, router.endpoint)
+                tasks.start_soon(admission.run, listener, accepting)
+                info = ServerInfo(
+                    epoch=self._hub.epoch,
+                    attach_path=self._directory.attach_path,
+                    endpoint=router.endpoint,
+                    http_url=http.url,
+                    stop=_stopper(self._stopping),
+                )
+                _logger.info(
+                    "serving",
+                    extra=fields(attach=info.attach_path, http=info.http_url, epoch=info.epoch),
+                )
+                if ready is not None:
+                    ready(info)
+                await self._stopping.wait()
+                accepting.cancel()
+                self._directory.attach_path.unlink(missing_ok=True)
+                if self._broken is None:
+                    await self._drain()
+                self._hub.end()
+                tasks.cancel_scope.cancel()
+        if self._broken is not None:
+            raise self._broken
+        return 0
+
+    async def _start(self, tasks: anyio.abc.TaskGroup) -> None:
+        await tasks.start(self._hub.mover.run)
+        tasks.start_soon(self._hub.copies.run)
+        tasks.start_soon(self._tick)
+        if self._hub.watch is not None:
+            tasks.start_soon(self._hub.watch.run)
+        # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
+        if threading.current_thread() is threading.main_thread():
+            await tasks.start(self._signals)
+
+    def _break(self, error: BaseException) -> None:
+        """End everything because of `error`, raised where the task group does not see it."""
+        self._broken = self._broken or error
+        self._stopping.set()
+        self._hub.drained.set()
+
+    async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if self._stopping.is_set():
+                    _logger.error("second signal, ending at once", extra=fields(signal=name))
+                    self._abandon()
+                _logger.info("stopping", extra=fields(signal=name))
+                self._stopping.set()
+
+    def _abandon(self) -> None:
+        """End the process now: threads may be copying, so nothing is unmapped first."""
+        self._directory.remove_sockets()
+        self._pool.path.unlink(missing_ok=True)
+        os._exit(1)
+
+    async def _tick(self) -> None:
+        """Let time pass for the engine: finely while something ends with it, else rarely."""
+        while True:
+            self._hub.feed(Tick())
+            now = self._hub.engine.snapshot()
+            if now.leases or now.lookups:
+                await anyio.sleep(TICK_SECONDS)
+                continue
+            self._hub.deadlines = anyio.Event()
+            with anyio.move_on_after(TICK_SECONDS_IDLE):
+                await self._hub.deadlines.wait()
+
+    async def _drain(self) -> None:
+        """Finish what was begun, within `limits.drain_seconds_max`."""
+        self._hub.drain()
+        with anyio.move_on_after(self._config.limits.drain_seconds_max):
+            await self._hub.drained.wait()
+        left = self._hub.engine.pending_work()
+        if left.idle:
+            _logger.info("drained")
+            return
+        _logger.warning(
+            "drained in part: limits.drain_seconds_max is over",
+            extra=fields(
+                writes_lost=left.writes_pending + left.writes_running,
+                copies_left=left.copies_running,
+                reads_left=left.reads_running + left.reads_queued,
+            ),
+        )
+
+
+def _stopper(stopping: anyio.Event) -> Callable[[], None]:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # A loop that is closed has stopped.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stopping.set)
+
+    return stop
+
+
+async def _close_store(store: Metered) -> None:
+    with anyio.move_on_after(STORE_CLOSE_SECONDS_MAX, shield=True):
+        try:
+            await store.close()
+        except TierError as error:
+            _logger.warning("closing the store failed", extra=fields(error=error))

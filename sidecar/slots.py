@@ -1,0 +1,43 @@
+"""Slots of the host pool as the engine asks for them: by geometry, not by size.
+
+Owns the map from a rank's chunk geometry to the pool's slot class. Does not own slots (the pool)
+nor what is in them (the engine). Invariant: a geometry is noted, and the pool has accepted its
+slot size, before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiers.layout import ChunkLayout
+    from tiers.pool import HostPool
+
+
+class PoolSlots:
+    """The engine's `SlotAllocator` over a `HostPool`."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._classes: dict[ChunkLayout, int] = {}
+
+    def note(self, layout: ChunkLayout, slot_bytes: int) -> None:
+        """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
+        if layout not in self._classes:
+            self._classes[layout] = self._pool.register_class(slot_bytes)
+
+    def slot_class(self, layout: ChunkLayout) -> int:
+        """See `SlotAllocator.slot_class`."""
+        return self._classes[layout]
+
+    def allocate(self, class_id: int) -> int | None:
+        """See `SlotAllocator.allocate`."""
+        return self._pool.allocate(class_id)
+
+    def free(self, offset: int) -> None:
+        """See `SlotAllocator.free`."""
+        self._pool.free(offset)
+
+    def class_of(self, offset: int) -> int:
+        """See `SlotAllocator.class_of`."""
+        return self._pool.class_of(offset)

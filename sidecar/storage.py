@@ -1,0 +1,47 @@
+"""The store as the sidecar uses it: the fsspec tier inside its wrappers, from the configuration.
+
+Owns the order of the wrappers. Does not own what any of them does (`tiers/wrap.py`).
+
+Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(tier))))`. The deadline holds
+for a request with its retries and with its wait for a turn, as `store.deadline_seconds_max` says,
+and the counters see what the callers see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sidecar.attach import StartError
+from tiers.errors import TierError
+from tiers.objects import FsspecObjects, ObjectTier
+from tiers.wrap import Deadline, Limited, Metered, Retrying
+
+if TYPE_CHECKING:
+    from sidecar.config import Store
+
+WrapStore = Callable[[ObjectTier], ObjectTier]
+"""Something to put between the store and its wrappers: how tests inject faults."""
+
+
+def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
+    """The configured store. Raises `StartError` where its URL or options make no sense.
+
+    Nothing is sent to the store yet: whether it answers is found out, and told, while serving.
+    """
+    url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
+    try:
+        tier: ObjectTier = FsspecObjects(
+            url, settings.storage_options, threads_max=settings.writes_inflight_max
+        )
+    except TierError as error:
+        raise StartError(f"store.url: {error}") from error
+    if wrap_store is not None:
+        tier = wrap_store(tier)
+    tier = Limited(
+        tier,
+        writes_max=settings.writes_inflight_max,
+        reads_max=settings.reads_inflight_max,
+    )
+    tier = Retrying(tier, attempts_max=settings.retries_max + 1)
+    return Metered(Deadline(tier, seconds_max=settings.deadline_seconds_max))

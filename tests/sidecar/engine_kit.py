@@ -1,0 +1,411 @@
+"""What the engine's tests share: a pool and a policy that check their use, and a driver.
+
+The driver keeps, beside the engine, what the world outside would see: the content of every slot,
+which operations run on it, the shared index, the store's bits. It asserts after every event that
+the engine's commands never contradict it. Content is followed by slot, not by asking the engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from sidecar.commands import (
+    Command,
+    Copied,
+    CopyOutcome,
+    Draining,
+    Event,
+    Gather,
+    IndexSet,
+    LeaseTaken,
+    Listed,
+    LookedUp,
+    Quarantine,
+    Read,
+    ReadDone,
+    Reply,
+    Scatter,
+    SessionOpened,
+    StoreOutcome,
+    Submitted,
+    Write,
+    Written,
+)
+from sidecar.engine import Engine, EngineLimits
+from sidecar.protocol import (
+    LoadChunk,
+    LoadJob,
+    Lookup,
+    Role,
+    ServerMessage,
+    StoreChunk,
+    StoreJob,
+    Submit,
+)
+from tiers.layout import ChunkLayout, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from tiers.policy.policy import Policy
+
+T = TypeVar("T")
+
+EPOCH = 7
+BLOCK_TOKENS = 4
+BLOCKS_PER_CHUNK = 2
+ROOT = bytes(32)
+
+
+def key(number: int) -> bytes:
+    """The key of chunk `number` of the only chain; its parent is `number - 1`."""
+    return number.to_bytes(32, "little") if number > 0 else ROOT
+
+
+def layout(rank: int, *, content_bytes: int = 8) -> ChunkLayout:
+    return ChunkLayout(
+        Segment(0, 2, rank, 1), BLOCKS_PER_CHUNK, BLOCK_TOKENS, content_bytes, "bfloat16", "plain"
+    )
+
+
+def limits(**changes: float | bool) -> EngineLimits:
+    values: dict[str, float | bool] = {
+        "writes_inflight_max": 2,
+        "reads_inflight_max": 2,
+        "write_queue_chunks_max": 16,
+        "leases_max_per_session": 8,
+        "lease_ttl_seconds_max": 10.0,
+        "lookups_max_per_session": 8,
+        "quarantine_keys_max": 8,
+        "store_writes": True,
+        "store_reads": True,
+    }
+    return EngineLimits(**(values | changes))  # type: ignore[arg-type]
+
+
+class SlabSlots:
+    """A pool of slabs of `slab_slots` slots; a slab serves one class until it is empty."""
+
+    def __init__(self, slabs: int, slab_slots: int) -> None:
+        self.slab_slots = slab_slots
+        self.slab_class: list[int | None] = [None] * slabs
+        self.used: set[int] = set()
+        self.freed: list[int] = []
+        self._classes: list[int] = []
+
+    def slot_class(self, layout: ChunkLayout) -> int:
+        size_bytes = layout.payload_bytes(layout.blocks_per_chunk)
+        if size_bytes not in self._classes:
+            self._classes.append(size_bytes)
+        return self._classes.index(size_bytes)
+
+    def allocate(self, class_id: int) -> int | None:
+        assert 0 <= class_id < len(self._classes)
+        for wanted in (class_id, None):
+            for slab, slab_class in enumerate(self.slab_class):
+                if slab_class != wanted:
+                    continue
+                for slot in range(slab * self.slab_slots, (slab + 1) * self.slab_slots):
+                    if slot not in self.used:
+                        self.slab_class[slab] = class_id
+                        self.used.add(slot)
+                        return slot
+        return None
+
+    def free(self, offset: int) -> None:
+        self.used.remove(offset)
+        self.freed.append(offset)
+        slab = offset // self.slab_slots
+        if not any(slot // self.slab_slots == slab for slot in self.used):
+            self.slab_class[slab] = None
+
+    def class_of(self, offset: int) -> int:
+        assert offset in self.used
+        slab_class = self.slab_class[offset // self.slab_slots]
+        assert slab_class is not None
+        return slab_class
+
+
+class StrictLRU:
+    """An eviction order that refuses every misuse."""
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[Hashable, Hashable] = OrderedDict()
+
+    def add(self, key: Hashable, parent: Hashable) -> None:
+        assert key not in self.order
+        self.order[key] = parent
+
+    def touch(self, key: Hashable) -> None:
+        self.order.move_to_end(key)
+
+    def remove(self, key: Hashable) -> None:
+        del self.order[key]
+
+    def victims(self) -> Iterator[Hashable]:
+        return iter(self.order)
+
+
+@dataclass
+class Content:
+    """What is in a slot, as the outside knows it."""
+
+    realm_id: int
+    key: bytes
+    rank: int
+    num_blocks: int
+    sealed: bool
+    dead: bool = False
+    """The engine was told that the chunk is corrupt."""
+
+
+@dataclass
+class World:
+    """An engine and everything outside of it."""
+
+    engine: Engine
+    slots: SlabSlots
+    policy: Policy
+    limits: EngineLimits
+    now: float = 0.0
+    content: dict[int, Content] = field(default_factory=dict[int, Content])
+    gathers: dict[int, Gather] = field(default_factory=dict[int, Gather])
+    scatters: dict[int, Scatter] = field(default_factory=dict[int, Scatter])
+    writes: dict[int, Write] = field(default_factory=dict[int, Write])
+    reads: dict[int, Read] = field(default_factory=dict[int, Read])
+    index: dict[tuple[int, bytes], tuple[bool, bool]] = field(
+        default_factory=dict[tuple[int, bytes], tuple[bool, bool]]
+    )
+    sessions: dict[int, SessionOpened] = field(default_factory=dict[int, SessionOpened])
+    world_sizes: dict[int, int] = field(default_factory=dict[int, int])
+    quarantined: list[Quarantine] = field(default_factory=list[Quarantine])
+    last_session_id: int = 0
+
+    def send(self, event: Event) -> list[Command]:
+        """Hand an event in; check and note what comes out."""
+        self.slots.freed.clear()
+        commands = self.engine.handle(event, self.now)
+        self.note(commands)
+        return commands
+
+    def note(self, commands: Sequence[Command]) -> None:
+        in_use = {op.slot for op in self.running()}
+        for slot in self.slots.freed:
+            assert slot not in in_use, f"slot {slot} was freed under a running operation"
+            del self.content[slot]
+        self.slots.freed.clear()
+        for command in commands:
+            self._note(command)
+        assert len(self.writes) <= self.limits.writes_inflight_max
+        assert len(self.reads) <= self.limits.reads_inflight_max
+        assert set(self.content) == self.slots.used
+        self.check()
+
+    def _note(self, command: Command) -> None:
+        match command:
+            case Gather():
+                assert command.slot not in self.content, "gather into a slot in use"
+                self.gathers[command.copy_id] = command
+                blocks = len(command.block_ids)
+                self.content[command.slot] = Content(
+                    command.realm_id, command.key, command.rank, blocks, sealed=False
+                )
+            case Read():
+                assert command.slot not in self.content, "read into a slot in use"
+                self.reads[command.read_id] = command
+                self.content[command.slot] = Content(
+                    command.realm_id, command.key, command.rank, 0, sealed=False
+                )
+            case Scatter():
+                self.scatters[command.copy_id] = command
+                self._expect(command, command.num_blocks)
+            case Write():
+                self.writes[command.write_id] = command
+                self._expect(command, command.num_blocks)
+            case IndexSet():
+                name = (command.realm_id, command.key)
+                flags = (command.in_host, command.in_store)
+                assert self.index.get(name, (False, False)) != flags, "told twice"
+                if any(flags):
+                    self.index[name] = flags
+                else:
+                    del self.index[name]
+            case Quarantine():
+                self.quarantined.append(command)
+            case Reply():
+                assert command.session_id in self.sessions, "a reply to a session that is gone"
+
+    def _expect(self, command: Scatter | Write, num_blocks: int) -> None:
+        found = self.content[command.slot]
+        assert found == Content(
+            command.realm_id, command.key, command.rank, num_blocks, sealed=True
+        ), f"{command} finds {found}"
+
+    def running(self) -> list[Gather | Scatter | Write | Read]:
+        return [
+            *self.gathers.values(),
+            *self.scatters.values(),
+            *self.writes.values(),
+            *self.reads.values(),
+        ]
+
+    def host_ranks(self) -> dict[tuple[int, bytes], set[int]]:
+        """Which ranks of each chunk may be loaded, from the slots alone."""
+        ranks: dict[tuple[int, bytes], set[int]] = {}
+        for content in self.content.values():
+            if content.sealed and not content.dead:
+                ranks.setdefault((content.realm_id, content.key), set()).add(content.rank)
+        return ranks
+
+    def in_host(self) -> set[tuple[int, bytes]]:
+        return {
+            name
+            for name, ranks in self.host_ranks().items()
+            if len(ranks) == self.world_sizes[name[0]]
+        }
+
+    def check(self) -> None:
+        self.engine.check()
+        told = {name for name, (in_host, _) in self.index.items() if in_host}
+        assert told == self.in_host(), "the index and the slots disagree"
+        assert set(self.policy.victims()) == set(self.host_ranks()), "the policy orders other chunks"
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def open(
+        self,
+        role: Role,
+        *,
+        engine_id: str = "a",
+        rank: int = 0,
+        world_size: int = 1,
+        realm_id: int = 0,
+        want_events: bool = False,
+        content_bytes: int = 8,
+    ) -> int:
+        self.last_session_id += 1
+        worker = role is Role.WORKER
+        event = SessionOpened(
+            self.last_session_id,
+            role,
+            engine_id,
+            rank,
+            world_size,
+            realm_id,
+            want_events,
+            layout(rank, content_bytes=content_bytes) if worker else None,
+        )
+        self.sessions[event.session_id] = event
+        self.world_sizes[realm_id] = world_size
+        self.send(event)
+        return event.session_id
+
+    def copied(self, copy_id: int, outcome: CopyOutcome = CopyOutcome.OK) -> list[Command]:
+        scatter = self.scatters.pop(copy_id, None)
+        if scatter is None:
+            gather = self.gathers.pop(copy_id)
+            self.content[gather.slot].sealed = outcome is CopyOutcome.OK
+        elif outcome is CopyOutcome.CORRUPT:
+            self._bury(self.content[scatter.slot])
+        return self.send(Copied(copy_id, outcome))
+
+    def written(self, write_id: int, outcome: StoreOutcome = StoreOutcome.OK) -> list[Command]:
+        write = self.writes.pop(write_id)
+        if outcome is StoreOutcome.CORRUPT:
+            self._bury(self.content[write.slot])
+        return self.send(Written(write_id, outcome, num_bytes=100))
+
+    def read_done(self, read_id: int, outcome: StoreOutcome = StoreOutcome.OK) -> list[Command]:
+        read = self.reads.pop(read_id)
+        content = self.content[read.slot]
+        content.sealed = outcome is StoreOutcome.OK
+        content.num_blocks = BLOCKS_PER_CHUNK if content.sealed else 0
+        parent = key(int.from_bytes(read.key, "little") - 1)
+        return self.send(
+            ReadDone(read_id, outcome, num_blocks=BLOCKS_PER_CHUNK, parent=parent, num_bytes=100)
+        )
+
+    def _bury(self, content: Content) -> None:
+        """Corrupt: all slots that the chunk has now are dead. Those of a dead chunk already are."""
+        if content.dead:
+            return
+        for other in self.content.values():
+            if (other.realm_id, other.key) == (content.realm_id, content.key):
+                other.dead = True
+
+    def store(
+        self, session_id: int, job_id: int, numbers: Sequence[int], *, blocks: int = 2
+    ) -> list[Command]:
+        chunks = [
+            StoreChunk(
+                key(number),
+                key(number - 1),
+                bytes(4 * BLOCK_TOKENS * blocks),
+                list(range(10 * number, 10 * number + blocks)),
+            )
+            for number in numbers
+        ]
+        return self.send(
+            Submitted(session_id, Submit(EPOCH, job_id, [], [StoreJob(job_id, chunks)]))
+        )
+
+    def load(self, session_id: int, job_id: int, numbers: Sequence[int]) -> list[Command]:
+        chunks = [LoadChunk(key(number), 0, [1, 2]) for number in numbers]
+        return self.send(
+            Submitted(session_id, Submit(EPOCH, job_id, [LoadJob(job_id, chunks)], []))
+        )
+
+    def look_up(
+        self, session_id: int, lookup_id: int, numbers: Sequence[int], *, deadline_ms: int = 500
+    ) -> list[Command]:
+        keys = [key(number) for number in numbers]
+        return self.send(LookedUp(session_id, Lookup(EPOCH, lookup_id, keys, deadline_ms)))
+
+    def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
+        return self.send(LeaseTaken(session_id, lease_id, tuple(key(n) for n in numbers)))
+
+    def listed(
+        self, numbers: dict[int, frozenset[int]], *, complete: bool = False, realm_id: int = 0
+    ) -> list[Command]:
+        by_key = {key(number): ranks for number, ranks in numbers.items()}
+        return self.send(Listed(realm_id, by_key, complete))
+
+    def stored(self, session_id: int, job_id: int, numbers: Sequence[int]) -> None:
+        """Store chunks of one rank, to the end, and write none of them."""
+        for command in self.store(session_id, job_id, numbers):
+            if isinstance(command, Gather):
+                self.copied(command.copy_id)
+
+    def settle(self) -> None:
+        """Let everything that runs end well."""
+        while self.running():
+            for copy_id in [*self.gathers, *self.scatters]:
+                self.copied(copy_id)
+            for write_id in list(self.writes):
+                self.written(write_id)
+            for read_id in list(self.reads):
+                self.read_done(read_id)
+
+    def drain(self) -> None:
+        self.send(Draining())
+        self.settle()
+        assert self.engine.pending_work().idle
+
+
+def make_world(
+    *, slabs: int = 8, slab_slots: int = 1, policy: Policy | None = None, **changes: float | bool
+) -> World:
+    slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
+    policy = StrictLRU() if policy is None else policy
+    return World(Engine(slots, policy, bounds, epoch=EPOCH), slots, policy, bounds)
+
+
+def messages(commands: Sequence[Command], session_id: int) -> list[ServerMessage]:
+    """What the commands say to one session."""
+    return [c.message for c in commands if isinstance(c, Reply) and c.session_id == session_id]
+
+
+def only(commands: Sequence[Command], kind: type[T]) -> list[T]:
+    return [command for command in commands if isinstance(command, kind)]

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sidecar import cli
+from sidecar.config import load
+from sidecar.inspection import inspect_file
+from sidecar.status import StatusError, fetch, render, url_of
+from tiers.arrow import SlotTemplate
+from tiers.layout import ChunkLayout, Segment
+
+KEY = bytes(range(32))
+
+
+def kvlake(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# --- help and configuration ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", ["", "run", "serve", "demo", "status", "inspect", "config", "config check"]
+)
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    assert "usage: kvlake" in capsys.readouterr().out
+
+
+def test_help_is_quick_because_heavy_packages_are_not_imported() -> None:
+    script = (
+        "import sys; from sidecar import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'pyarrow', 'pydantic', 'aiohttp', 'anyio', 'vllm', 'torch', 'fsspec'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_the_installed_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("kvlake 0.")
+
+
+def test_config_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("host: {size: 1GiB}\n")
+    assert kvlake(capsys, "config", "check", str(file)) == (0, f"{file}: ok\n", "")
+    file.write_text("host: {size: 1GiB}\nlogg: {}\n")
+    code, out, err = kvlake(capsys, "config", "check", str(file))
+    assert (code, out) == (2, "")
+    assert f"{file}:2: logg: unknown setting; did you mean `log`?" in err
+
+
+def test_config_show_masks_and_fills_in(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("store: {url: 's3://b', storage_options: {secret: hunter2}}\n")
+    code, out, _ = kvlake(capsys, "config", "show", str(file))
+    assert code == 0
+    assert "hunter2" not in out
+    assert "size: 8GiB" in out
+    assert kvlake(capsys, "config", "show")[0] == 0
+
+
+def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = kvlake(capsys, "config", "schema")
+    assert code == 0
+    assert "host" in json.loads(out)["properties"]
+
+
+def test_a_missing_package_is_told_with_its_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    monkeypatch.delitem(sys.modules, "sidecar.config")
+    code, _, err = kvlake(capsys, "config", "show")
+    assert code == 2
+    assert "pydantic is not installed" in err
+    assert 'pip install "kvlake[sidecar]"' in err
+
+
+# --- run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "no command; write it after --"),
+        (["run", "--"], "no command; write it after --"),
+        (["run", "--", "no-such-program-here", "serve"], "no such command; is vLLM installed"),
+        (["run", "--", sys.executable, "server.py"], "does not name vllm"),
+        (["run", "--config", "no.yaml", "--", "vllm"], "no.yaml: no such file"),
+    ],
+)
+def test_run_refuses_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    code, _, err = kvlake(capsys, *arguments)
+    assert code == 2
+    assert said in err
+
+
+def test_an_option_after_the_dashes_is_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = kvlake(capsys, "run", "--", "no-such-program-here", "--config", "x", "--", "y")
+    assert code == 2
+    assert "no-such-program-here" in err
+
+
+# --- status --------------------------------------------------------------------------------------
+
+STATUS: dict[str, Any] = {
+    "version": "0.1.0",
+    "name": "default",
+    "pid": 7,
+    "uptime_seconds": 3700.0,
+    "state": "degraded",
+    "tiers": {
+        "host": {"policy": "lru", "size_bytes": 8 << 30, "used_bytes": 2 << 30, "chunks": 12},
+        "store": {
+            "url": "s3://b/kv",
+            "write": "through",
+            "read": "on",
+            "state": "unwell",
+            "reason": "no such bucket",
+            "chunks": 40,
+        },
+    },
+    "hits": {"chunks_loaded": 99, "loads_missed": 1, "lookups": 3, "lookups_expired": 1},
+    "counters": {"chunks_stored": 20, "bytes_stored": 3 << 30, "chunks_evicted": 8},
+    "realms": [{"realm_id": 1, "namespace": {"model": {"name": "org/model"}}}],
+    "sessions": [
+        {
+            "role": "worker",
+            "engine_id": "e1",
+            "rank": 1,
+            "world_size": 2,
+            "realm_id": 1,
+            "pid": 8,
+            "attached_seconds": 59,
+        }
+    ],
+}
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    status = 200
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/status" else 404)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    # A proxy of the environment is for the world outside, not for this machine.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(_Answer, "body", json.dumps(STATUS).encode())
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_status_is_asked_for_and_shown(capsys: pytest.CaptureFixture[str], address: str) -> None:
+    code, out, _ = kvlake(capsys, "status", "--url", address)
+    assert code == 0
+    for text in (
+        "kvlake 0.1.0 'default': degraded, up 1h1m, pid 7",
+        "object store is unwell: no such bucket",
+        "2 GiB of 8 GiB (25%)",
+        "s3://b/kv  write through, read on",
+        "loads served     99.0%",
+        "e1",
+        "1/2",
+        "org/model",
+    ):
+        assert text in out, out
+
+
+def test_status_as_json_is_the_document(capsys: pytest.CaptureFixture[str], address: str) -> None:
+    _, out, _ = kvlake(capsys, "status", "--json", "--url", f"{address}/status")
+    assert json.loads(out) == STATUS
+
+
+def test_no_sidecar_is_told_with_what_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = kvlake(capsys, "status", "--url", "http://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert "no status from http://127.0.0.1:1/status" in err
+    assert "Does the sidecar run" in err
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b"\xff"])
+def test_another_server_is_not_taken_for_a_sidecar(
+    address: str, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(_Answer, "body", body)
+    with pytest.raises(StatusError, match="is that a kvlake sidecar"):
+        fetch(address, 5)
+    monkeypatch.setattr(_Answer, "status", 503)
+    with pytest.raises(StatusError, match="answered 503"):
+        fetch(address, 5)
+    with pytest.raises(StatusError, match="is no address"):
+        fetch("localhost:9321", 5)
+
+
+def test_an_empty_document_is_shown_too() -> None:
+    assert "no engine is attached" in render({})
+    assert "none asked for yet" in render({})
+
+
+def test_the_address_comes_from_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("http: {host: 0.0.0.0, port: 1234}")
+    assert url_of(load(file)) == "http://127.0.0.1:1234"
+    file.write_text("http: {host: '::', port: 1234}")
+    assert url_of(load(file)) == "http://[::1]:1234"
+    file.write_text("http: {port: 0}")
+    with pytest.raises(StatusError, match="the port was chosen at start"):
+        url_of(load(file))
+
+
+# --- inspect -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image() -> bytes:
+    layout = ChunkLayout(
+        segment=Segment(first_layer=0, num_layers=2, first_head=0, num_heads=2),
+        blocks_per_chunk=4,
+        block_tokens=4,
+        content_bytes=16,
+        dtype="bfloat16",
+        encoding="cuda",
+    )
+    template = SlotTemplate(layout, 4, bytes(32))
+    slot = np.zeros(template.image_bytes, dtype=np.uint8)
+    template.prepare(slot)
+    template.payload(slot)[:] = 7
+    template.seal(slot, KEY, bytes(32), np.arange(16, dtype="<i4").tobytes())
+    return slot.tobytes()
+
+
+def test_an_intact_file_is_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes
+) -> None:
+    file = tmp_path / "chunk.arrow"
+    file.write_bytes(image)
+    code, out, _ = kvlake(capsys, "inspect", str(file))
+    assert code == 0
+    assert f"{file}: intact" in out
+    for text in (KEY.hex(), "none (starts a prompt)", "0-2.0-2", "bfloat16", "16 tokens: 0, 1, 2"):
+        assert text in out, out
+    assert "kv: extension<arrow.fixed_shape_tensor" in out
+
+    code, out, _ = kvlake(capsys, "inspect", "--json", file.as_uri())
+    (finding,) = json.loads(out)
+    assert code == 0
+    assert finding["intact"] is True
+    assert finding["key"] == KEY.hex()
+    assert finding["token_ids"] == list(range(16))
+
+
+def test_a_damaged_file_is_named_and_ends_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes
+) -> None:
+    good, bad = tmp_path / "good.arrow", tmp_path / "bad.arrow"
+    good.write_bytes(image)
+    flipped = bytearray(image)
+    flipped[4096] ^= 1
+    bad.write_bytes(flipped)
+    code, out, _ = kvlake(capsys, "inspect", str(good), str(bad))
+    assert code == 1
+    assert f"{good}: intact" in out
+    assert f"{bad}: BAD: ImageChecksumMismatch" in out
+
+
+def test_rubbish_is_named_with_its_reason(tmp_path: Path, image: bytes) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("not arrow")
+    (tmp_path / "cut").write_bytes(image[:5000])
+    reasons = {
+        name: str(inspect_file(str(tmp_path / name), {}).reason)
+        for name in ("empty", "text", "cut", "none", "")
+    }
+    assert reasons["empty"] == "the file is empty"
+    assert "ImageHeaderMismatch" in reasons["text"]
+    assert "ImageTruncated" in reasons["cut"]
+    assert "No such file" in reasons["none"]
+    assert "not a regular file" in reasons[""]
+    assert "cannot be read" in str(inspect_file("nosuch://x/y", {}).reason)
+
+
+def test_a_url_is_shown_without_its_password() -> None:
+    finding = inspect_file("memory://user:hunter2@x/none.arrow", {})
+    assert not finding.intact
+    assert "hunter2" not in finding.place

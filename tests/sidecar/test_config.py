@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from sidecar.config import Config, ConfigError, Runtime, Store, load, loads, schema, show
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def problem(text: str, **environment: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, name="f.yaml", environment=environment)
+    return str(caught.value)
+
+
+def store_of(text: str, **environment: str) -> Store:
+    store = loads(text, environment=environment).store
+    assert store is not None
+    return store
+
+
+def test_no_file_and_an_empty_file_mean_the_defaults() -> None:
+    assert load(None) == loads("") == loads("host:\nstore:\n") == Config()
+    assert Config().store is None
+    assert Config().host.size == 8 << 30
+
+
+def test_sizes_and_durations_have_human_units() -> None:
+    config = loads("host: {size: 512MiB}\nlimits: {lookup_wait: 250ms, drain_seconds_max: 2m}")
+    assert config.host.size == 512 << 20
+    assert config.limits.lookup_wait == 0.25
+    assert config.limits.drain_seconds_max == 120
+
+
+def test_on_and_off_are_words_here_though_yaml_reads_booleans() -> None:
+    store = store_of("store: {url: 's3://b', write: off, read: on}")
+    assert (store.write, store.read) == ("off", "on")
+    assert store_of("store: {url: 's3://b', write: through, read: 'off'}").read == "off"
+    assert "'through' or 'off'" in problem("store: {url: 's3://b', write: on}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host:\n  sise: 8GiB", "f.yaml:2: host.sise: unknown setting; did you mean `size`?"),
+        ("hots: {}", "f.yaml:1: hots: unknown setting; did you mean `host`?"),
+        ("zzz: 1", "the top level takes chunk, copy, host"),
+        ("copy: {thread: 2}", "copy.thread: unknown setting; did you mean `threads`?"),
+        (
+            "store:\n  url: s3://b\n  writes_inflight: 3",
+            "f.yaml:3: store.writes_inflight: unknown setting; did you mean `writes_inflight_max`?",
+        ),
+    ],
+)
+def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: str) -> None:
+    assert said in problem(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "host: 5",
+            "f.yaml:1: host: expected indented settings (directory, policy, prefault, size)",
+        ),
+        (
+            "host:\n  size: lots",
+            "f.yaml:2: host.size: 'lots' is not a size; write a number and one",
+        ),
+        ("host: {size: 1}", "host.size=1: input should be greater than or equal to 1048576"),
+        ("host: {size: -1}", "-1 is negative"),
+        ("host: {policy: lfu}", "host.policy='lfu': input should be 'lru' or 'fifo'"),
+        ("host: {directory: shm}", "'shm' is a relative path; write an absolute one such as /shm"),
+        ("host: {prefault: 3}", "host.prefault=3"),
+        ("chunk: {tokens: 0}", "chunk.tokens=0"),
+        ("chunk: {tokens: true}", "chunk.tokens=True"),
+        ("chunk: {tokens: 1.5}", "chunk.tokens=1.5"),
+        ("http: {port: 70000}", "http.port=70000"),
+        ("log: {level: loud}", "log.level='loud'"),
+        ("limits: {lookup_wait: soon}", "limits.lookup_wait: 'soon' is not a duration"),
+        ("limits: {lease_ttl: 1s}", "raise lease_ttl or lower load_deadline"),
+        ("runtime: {name: a/b}", "'a/b' cannot name a directory"),
+        ("store: {url: bucket}", "write a URL such as s3://bucket"),
+        ("store: {url: /data}", "write a URL such as file:///data"),
+        ("store: {url: 's3://b', prefix: ../up}", "must be a plain relative path"),
+        ("store: {}", "f.yaml:1: store.url: must be given"),
+    ],
+)
+def test_a_wrong_value_names_line_path_value_and_remedy(text: str, said: str) -> None:
+    assert said in problem(text)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        loads("host:\n  sise: 1\n  policy: x\nhttp: {port: -1}")
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host:\n  size: [", "f.yaml:2:"),
+        ("host:\n\tsize: 1", "indent with spaces, not tabs"),
+        ("log: level: info", "put the value in quotes, or check the indentation"),
+        ("- host", "f.yaml:1: expected sections such as `host:`"),
+        ("host: {size: 1GiB}\nhost: {size: 2GiB}", "f.yaml:2: host stands twice"),
+        ("store: {url: ${BUCKET}}", 'a variable needs quotes: "${NAME}"'),
+        ("a: !!python/object/apply:os.getcwd []", "f.yaml:1"),
+    ],
+)
+def test_bad_yaml_is_told_with_its_line(text: str, said: str) -> None:
+    assert said in problem(text)
+
+
+def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
+        load(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_variables_are_expanded_in_strings() -> None:
+    text = """
+store:
+  url: s3://${BUCKET}/${PREFIX:-kv}
+  reads_inflight_max: ${READS:-7}
+  storage_options: {key: "${KEY:-}", names: ["${BUCKET}", 3], literal: $$HOME $x}
+http:
+  port: ${PORT:-1234}
+host:
+  prefault: ${PREFAULT:-false}
+"""
+    config = loads(text, environment={"BUCKET": "b", "PREFIX": ""})
+    assert config.store is not None
+    assert config.store.url == "s3://b/kv"
+    assert config.store.reads_inflight_max == 7
+    assert config.store.storage_options == {"key": "", "names": ["b", 3], "literal": "$HOME $x"}
+    assert config.http.port == 1234
+    assert config.host.prefault is False
+
+
+def test_a_variable_that_is_not_set_is_told_with_its_line_and_remedy() -> None:
+    said = problem("store:\n  url: s3://${NO_SUCH}")
+    assert "f.yaml:2: store.url: environment variable NO_SUCH is not set" in said
+    assert "${NO_SUCH:-default}" in said
+    assert "starts no variable" in problem("store: {url: 's3://${'}")
+
+
+def test_secrets_are_never_shown() -> None:
+    config = loads(
+        """
+store:
+  url: s3://user:hunter2@bucket
+  storage_options:
+    key: hunter2
+    secret: hunter2
+    anon: false
+    sas_token: hunter2
+    client_kwargs: {endpoint_url: "https://u:hunter2@h/x?sig=hunter2", aws_session_token: hunter2}
+    accounts: [{account_key: hunter2, name: visible}]
+    connection_string: hunter2
+    password: hunter2
+"""
+    )
+    assert config.store is not None
+    assert config.store.storage_options["secret"] == "hunter2"
+    for text in (show(config), repr(config), str(config), repr(config.store)):
+        assert "hunter2" not in text
+    assert "visible" in show(config)
+    assert "anon: false" in show(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "store: {url: 's3://b', storage_options: hunter2}",
+        "store: {url: 's3://b', storage_option: {secret: hunter2}}",
+        "store: {url: 's3://u:hunter2@b', reads: 1}",
+        "store: {secret: hunter2}",
+        "store: {url: [hunter2], secret: 5}\nhttp: {port: x}",
+    ],
+)
+def test_no_error_repeats_a_secret(text: str) -> None:
+    assert "hunter2" not in problem(text)
+
+
+def test_azure_containers_are_not_taken_for_users() -> None:
+    assert "abfs://box@account" in show(loads("store: {url: 'abfs://box@account'}"))
+
+
+def test_what_is_shown_reads_back_the_same() -> None:
+    config = loads("host: {size: 1536MiB}\nstore: {url: 's3://b', write: off}\ncopy: {threads: 2}")
+    assert loads(show(config)) == config
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().http.port = 1  # type: ignore[misc]
+
+
+def test_sockets_lie_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(directory=Path("/run/kvlake"), name="a")
+    assert runtime.attach_path == Path("/run/kvlake/a/attach.sock")
+    assert runtime.jobs_path.parent == runtime.home
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert Runtime().directory == Path(f"/tmp/kvlake-{os.getuid()}")
+
+
+def test_the_users_own_runtime_directory_is_used_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    assert Runtime().directory == Path("/tmp/kvlake")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert Runtime().directory == Path(f"/tmp/kvlake-{os.getuid()}")
+
+
+def test_a_socket_path_that_linux_cannot_take_is_refused() -> None:
+    said = problem(f"runtime: {{directory: /{'d' * 100}}}")
+    assert "choose a shorter runtime.directory" in said
+
+
+def test_the_default_file_says_the_defaults() -> None:
+    assert load(CONFIGS / "default.yaml") == Config()
+
+
+def test_the_default_file_has_every_setting() -> None:
+    text = (CONFIGS / "default.yaml").read_text()
+    for section in (name for name in Config.model_fields if name != "store"):
+        for name in type(getattr(Config(), section)).model_fields:
+            assert f"  {name}: " in text or f"  # {name}: " in text, f"{section}.{name}"
+
+
+def test_the_example_for_s3_is_valid() -> None:
+    config = load(CONFIGS / "s3.yaml", environment={"KVLAKE_BUCKET": "b"})
+    assert config.store is not None
+    assert config.store.url == "s3://b"
+    with pytest.raises(ConfigError, match="KVLAKE_BUCKET is not set"):
+        load(CONFIGS / "s3.yaml", environment={})
+
+
+def test_the_exported_schema_is_current() -> None:
+    assert (CONFIGS / "schema.json").read_text() == schema(), (
+        "run: .venv/bin/kvlake config schema > configs/schema.json"
+    )
+
+
+@pytest.mark.parametrize("name", ["default.yaml", "s3.yaml"])
+def test_editors_accept_the_examples(name: str) -> None:
+    document: Any = yaml.safe_load((CONFIGS / name).read_text())
+    jsonschema.Draft202012Validator(json.loads(schema())).validate(document)
+
+
+def test_editors_refuse_what_the_sidecar_refuses() -> None:
+    validator = jsonschema.Draft202012Validator(json.loads(schema()))
+    for document in ({"hots": {}}, {"host": {"size": "lots"}}, {"limits": {"lookup_wait": "soon"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate(document)

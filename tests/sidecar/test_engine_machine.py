@@ -1,0 +1,532 @@
+"""Any order of events, any outcome: the pure engine against a model of dicts.
+
+`World` (engine_kit) follows what is in each slot and what runs on it. The machine adds what it
+takes to know the rest from outside: the store's bits, jobs that are owed an answer, leases and
+lookups. Where the model cannot see when a pin ended, it lets go early: it never asks for more
+than the rules promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from sidecar.commands import (
+    Command,
+    CopyOutcome,
+    Draining,
+    Gather,
+    Released,
+    Reply,
+    Scatter,
+    SessionClosed,
+    SessionOpened,
+    StoreOutcome,
+    Tick,
+)
+from sidecar.protocol import Done, Events, LookupDone, Outcome, Role
+from tests.sidecar.engine_kit import World, key, make_world
+from tiers.policy import make
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+T = TypeVar("T")
+Name = tuple[int, bytes]
+
+MAIN, OTHER = 0, 1
+"""Two realms: OTHER has one rank and slots of another size, and competes for slabs."""
+
+PICK = st.integers(0, 1000)
+CHUNKS = st.one_of(
+    st.builds(lambda length: list(range(1, length + 1)), st.integers(0, 6)),
+    st.lists(st.integers(1, 6), max_size=4, unique=True),
+)
+COPY_OUTCOMES = st.sampled_from([CopyOutcome.OK, CopyOutcome.OK, *CopyOutcome])
+STORE_OUTCOMES = st.sampled_from([StoreOutcome.OK, StoreOutcome.OK, *StoreOutcome])
+
+
+@dataclass
+class OwedJob:
+    """A job that was submitted and not answered."""
+
+    loading: bool
+    chunks: int
+    copies: set[int]
+    results: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
+
+
+@dataclass
+class Pin:
+    """Chunks that must stay in the host tier until then."""
+
+    names: set[Name]
+    last: bytes
+    ends: float
+
+
+def choose(items: Sequence[T], pick: int) -> T:
+    return items[pick % len(items)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    world: World
+
+    @initialize(
+        world_size=st.sampled_from([1, 2]),
+        slabs=st.integers(1, 5),
+        slab_slots=st.sampled_from([1, 2]),
+        policy=st.sampled_from(["lru", "fifo"]),
+        inflight=st.integers(1, 3),
+        queue=st.integers(0, 3),
+        quarantine=st.integers(0, 3),
+        bound=st.integers(1, 4),
+        writes=st.booleans(),
+    )
+    def start(
+        self,
+        world_size: int,
+        slabs: int,
+        slab_slots: int,
+        policy: str,
+        inflight: int,
+        queue: int,
+        quarantine: int,
+        bound: int,
+        writes: bool,
+    ) -> None:
+        self.world = make_world(
+            slabs=slabs,
+            slab_slots=slab_slots,
+            policy=make(policy),
+            writes_inflight_max=inflight,
+            reads_inflight_max=inflight,
+            write_queue_chunks_max=queue,
+            quarantine_keys_max=quarantine,
+            leases_max_per_session=bound,
+            lookups_max_per_session=bound,
+            store_writes=writes,
+        )
+        self.world_size = world_size
+        self.draining = False
+        self.last_id = 0
+        self.ever_opened: dict[int, SessionOpened] = {}
+        self.stored: dict[Name, set[int]] = {}
+        self.written: set[Name] = set()
+        self.quarantined: dict[Name, set[int]] = {}
+        self.jobs: dict[tuple[int, int], OwedJob] = {}
+        self.finished: dict[tuple[int, str, int], set[int]] = {}
+        self.leases: dict[tuple[int, int], Pin] = {}
+        self.waiting: dict[tuple[int, int], tuple[list[bytes], float]] = {}
+        self.answered: dict[tuple[int, int], Pin] = {}
+        self.held: set[Name] = set()
+        for rank in range(world_size):
+            self.open_worker(rank, "a")
+        self.open_scheduler("a", want_events=True)
+
+    # --- what the engine says -------------------------------------------------------------------
+
+    def absorb(self, commands: Sequence[Command], *, buried: Name | None = None) -> None:
+        """Check commands and state against the model. `buried` was found corrupt just now."""
+        for command in commands:
+            if isinstance(command, Reply):
+                self.absorb_message(command)
+        in_store = {
+            name
+            for name, ranks in self.stored.items()
+            if len(ranks) == self.world.world_sizes[name[0]]
+        }
+        told = {name for name, (_, flag) in self.world.index.items() if flag}
+        assert told == in_store, "the index and the store disagree"
+        held = self.world.in_host()
+        lost = self.held - held - {buried}
+        for pin in (*self.leases.values(), *self.answered.values()):
+            assert not pin.names & lost, "a pinned chunk was evicted"
+            pin.names &= held
+        self.held = held
+        snapshot = self.world.engine.snapshot()
+        assert snapshot.chunks_in_host == len(held)
+        assert snapshot.chunks_in_store == len(in_store)
+
+    def absorb_message(self, reply: Reply) -> None:
+        message = reply.message
+        if isinstance(message, Done):
+            for job in message.jobs:
+                self.job_done(self.jobs.pop((reply.session_id, job.job_id)), job.outcome)
+        elif isinstance(message, LookupDone):
+            self.lookup_done((reply.session_id, message.lookup_id), message)
+        else:
+            assert isinstance(message, Events)
+            assert message.stored or message.removed
+
+    def job_done(self, job: OwedJob, outcome: Outcome) -> None:
+        assert not job.copies, "answered before its last copy ended"
+        fine = {result for result in job.results} <= {CopyOutcome.OK}
+        if job.loading:
+            if outcome is Outcome.OK:
+                assert fine
+                assert len(job.results) == job.chunks
+            elif not job.results:
+                assert outcome is Outcome.MISSING
+            else:
+                assert outcome.name in {result.name for result in job.results}
+        elif outcome is Outcome.OK:
+            assert fine
+        elif outcome is Outcome.FULL:
+            assert not job.results
+        elif outcome in (Outcome.REVOKED, Outcome.FAILED):
+            assert job.results
+
+    def lookup_done(self, name: tuple[int, int], message: LookupDone) -> None:
+        keys, ends = self.waiting.pop(name)
+        ready = keys[: message.ready]
+        names = {(MAIN, ready_key) for ready_key in ready}
+        assert names <= self.world.in_host(), "answered ready, and is not there"
+        if message.outcome is Outcome.OK:
+            assert ready or not keys
+        if ready:
+            self.answered[name] = Pin(names, ready[-1], ends)
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def opened(self, session_id: int) -> None:
+        self.ever_opened[session_id] = self.world.sessions[session_id]
+
+    def sessions(self, role: Role, *, realm_id: int | None = None) -> list[int]:
+        return [
+            session.session_id
+            for session in self.world.sessions.values()
+            if session.role is role and realm_id in (None, session.realm_id)
+        ]
+
+    @property
+    def has_worker(self) -> bool:
+        return bool(self.sessions(Role.WORKER))
+
+    @property
+    def has_scheduler(self) -> bool:
+        return bool(self.sessions(Role.SCHEDULER))
+
+    @rule(rank=st.integers(0, 1), engine_id=st.sampled_from("ab"))
+    def open_worker(self, rank: int, engine_id: str) -> None:
+        size = self.world_size
+        self.opened(
+            self.world.open(
+                Role.WORKER, rank=rank % size, world_size=size, engine_id=engine_id
+            )
+        )
+
+    @rule()
+    def open_other_worker(self) -> None:
+        self.opened(self.world.open(Role.WORKER, realm_id=OTHER, content_bytes=64))
+
+    @rule(engine_id=st.sampled_from("ab"), want_events=st.booleans())
+    def open_scheduler(self, engine_id: str, want_events: bool) -> None:
+        self.opened(
+            self.world.open(
+                Role.SCHEDULER,
+                world_size=self.world_size,
+                engine_id=engine_id,
+                want_events=want_events,
+            )
+        )
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK)
+    def close(self, pick: int) -> None:
+        self.close_session(choose(list(self.world.sessions), pick))
+
+    def close_session(self, session_id: int) -> None:
+        del self.world.sessions[session_id]
+        pins = (self.leases, self.answered, self.waiting)
+        for owned in pins:
+            for name in [name for name in owned if name[0] == session_id]:
+                del owned[name]
+        self.absorb(self.world.send(SessionClosed(session_id)))
+
+    @rule(pick=PICK, chunks=CHUNKS)
+    def stale(self, pick: int, chunks: list[int]) -> None:
+        gone = [session for session in self.ever_opened if session not in self.world.sessions]
+        session_id = choose(gone, pick) if gone else 9999
+        before = self.world.engine.counters.stale_messages
+        assert not self.world.store(session_id, 1, chunks)
+        assert not self.world.lease(session_id, 1, chunks)
+        assert self.world.engine.counters.stale_messages == before + 2
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+    def submitted(
+        self, session_id: int, job_id: int, chunks: list[int], commands: list[Command]
+    ) -> None:
+        copies = [
+            command
+            for command in commands
+            if isinstance(command, Gather | Scatter)
+            and (command.session_id, command.job_id) == (session_id, job_id)
+        ]
+        loading = any(isinstance(copy, Scatter) for copy in copies)
+        job = OwedJob(loading, len(chunks), {copy.copy_id for copy in copies})
+        self.jobs[session_id, job_id] = job
+
+    @precondition(lambda self: self.has_worker)
+    @rule(pick=PICK, chunks=CHUNKS, blocks=st.sampled_from([1, 2, 2, 2]))
+    def store(self, pick: int, chunks: list[int], blocks: int) -> None:
+        session_id, job_id = choose(self.sessions(Role.WORKER), pick), self.next_id()
+        commands = self.world.store(session_id, job_id, chunks, blocks=blocks)
+        self.submitted(session_id, job_id, chunks, commands)
+        assert not self.draining or not self.jobs[session_id, job_id].copies
+        self.absorb(commands)
+
+    @precondition(lambda self: self.has_worker)
+    @rule(pick=PICK, chunks=CHUNKS)
+    def load_without_lease(self, pick: int, chunks: list[int]) -> None:
+        self.load(choose(self.sessions(Role.WORKER), pick), self.next_id(), chunks)
+
+    @precondition(lambda self: self.has_worker and self.leases)
+    @rule(pick=PICK, pick_worker=PICK, chunks=CHUNKS)
+    def load_with_lease(self, pick: int, pick_worker: int, chunks: list[int]) -> None:
+        _, job_id = choose(list(self.leases), pick)
+        self.load(choose(self.sessions(Role.WORKER), pick_worker), job_id, chunks)
+
+    def load(self, session_id: int, job_id: int, chunks: list[int]) -> None:
+        if (session_id, job_id) in self.jobs:
+            return
+        session = self.world.sessions[session_id]
+        host = self.world.host_ranks()
+        names = [(session.realm_id, key(number)) for number in chunks]
+        there = all(session.rank in host.get(name, set()) for name in names)
+        commands = self.world.load(session_id, job_id, chunks)
+        self.submitted(session_id, job_id, chunks, commands)
+        job = self.jobs[session_id, job_id]
+        job.loading = True
+        # Partial chunks have one block and the load asks for two: refused as a whole.
+        assert len(job.copies) in ({0, len(chunks)} if there else {0})
+        if not job.copies:
+            self.rank_finished(session_id, job_id)
+            [outcome] = [
+                outcome.outcome
+                for command in commands
+                if isinstance(command, Reply) and isinstance(command.message, Done)
+                for outcome in command.message.jobs
+            ]
+            del self.jobs[session_id, job_id]
+            if chunks:
+                assert outcome in ({Outcome.FAILED} if there else {Outcome.FAILED, Outcome.MISSING})
+            commands = [c for c in commands if not isinstance(c, Reply)]
+        self.absorb(commands)
+
+    def rank_finished(self, session_id: int, job_id: int) -> None:
+        session = self.ever_opened[session_id]
+        name = (session.realm_id, session.engine_id, job_id)
+        ranks = self.finished.setdefault(name, set())
+        ranks.add(session.rank)
+        if len(ranks) < session.world_size:
+            return
+        for owner, lease_id in list(self.leases):
+            scheduler = self.ever_opened[owner]
+            if (scheduler.realm_id, scheduler.engine_id, lease_id) == name:
+                del self.leases[owner, lease_id]
+
+    @precondition(lambda self: self.world.gathers or self.world.scatters)
+    @rule(pick=PICK, outcome=COPY_OUTCOMES)
+    def copy_ends(self, pick: int, outcome: CopyOutcome) -> None:
+        copy_id = choose([*self.world.gathers, *self.world.scatters], pick)
+        scatter = self.world.scatters.get(copy_id)
+        buried = None
+        if scatter is not None and outcome is CopyOutcome.CORRUPT:
+            buried = (scatter.realm_id, scatter.key)
+        for (session_id, job_id), job in list(self.jobs.items()):
+            if copy_id in job.copies:
+                job.copies.remove(copy_id)
+                gathered_corrupt = not job.loading and outcome is CopyOutcome.CORRUPT
+                job.results.append(CopyOutcome.FAILED if gathered_corrupt else outcome)
+                if job.loading and not job.copies:
+                    self.rank_finished(session_id, job_id)
+                if not job.copies and session_id not in self.world.sessions:
+                    del self.jobs[session_id, job_id]
+        self.absorb(self.world.copied(copy_id, outcome), buried=buried)
+
+    # --- leases and lookups ---------------------------------------------------------------------
+
+    @precondition(lambda self: self.has_scheduler)
+    @rule(pick=PICK, chunks=CHUNKS, job=st.none() | PICK)
+    def lease(self, pick: int, chunks: list[int], job: int | None) -> None:
+        session_id = choose(self.sessions(Role.SCHEDULER), pick)
+        # Sometimes for a load that is under way or over already.
+        known = [job_id for _, job_id in (*self.jobs, *self.leases)]
+        lease_id = choose(known, job) if known and job is not None else self.next_id()
+        keys = {key(number) for number in chunks}
+        refused = self.world.engine.counters.leases_refused
+        commands = self.world.lease(session_id, lease_id, chunks)
+        if self.world.engine.counters.leases_refused == refused:
+            for name in [name for name in self.answered if name[0] == session_id]:
+                if self.answered[name].last in keys:
+                    del self.answered[name]
+            names = {(MAIN, chunk_key) for chunk_key in keys} & self.held
+            ends = self.world.now + self.world.limits.lease_ttl_seconds_max
+            self.leases[session_id, lease_id] = Pin(names, b"", ends)
+            session = self.world.sessions[session_id]
+            ranks = self.finished.get((MAIN, session.engine_id, lease_id), set())
+            if len(ranks) == self.world_size:
+                del self.leases[session_id, lease_id]
+        self.absorb(commands)
+
+    @precondition(lambda self: self.has_scheduler)
+    @rule(pick=PICK, chunks=CHUNKS, deadline_ms=st.sampled_from([0, 1500, 60_000]))
+    def look_up(self, pick: int, chunks: list[int], deadline_ms: int) -> None:
+        session_id, lookup_id = choose(self.sessions(Role.SCHEDULER), pick), self.next_id()
+        own = [name for name in self.ever_asked if name[0] == session_id]
+        if len(own) >= self.world.limits.lookups_max_per_session:
+            # Any answered one may have given way; the model cannot tell which.
+            for name in own:
+                self.answered.pop(name, None)
+        self.ever_asked.add((session_id, lookup_id))
+        ttl = self.world.limits.lease_ttl_seconds_max
+        ends = self.world.now + min(deadline_ms / 1000, ttl) + ttl
+        self.waiting[session_id, lookup_id] = ([key(number) for number in chunks], ends)
+        self.absorb(self.world.look_up(session_id, lookup_id, chunks, deadline_ms=deadline_ms))
+        assert not self.draining or (session_id, lookup_id) not in self.waiting
+
+    @property
+    def ever_asked(self) -> set[tuple[int, int]]:
+        return self.__dict__.setdefault("asked", set[tuple[int, int]]())
+
+    @precondition(lambda self: self.has_scheduler)
+    @rule(pick=PICK, lease=PICK, lookup=PICK)
+    def release(self, pick: int, lease: int, lookup: int) -> None:
+        session_id = choose(self.sessions(Role.SCHEDULER), pick)
+        leases = [i for owner, i in self.leases if owner == session_id] or [4242]
+        lookups = [i for owner, i in (*self.waiting, *self.answered) if owner == session_id]
+        lease_id, lookup_id = choose(leases, lease), choose(lookups or [4242], lookup)
+        self.leases.pop((session_id, lease_id), None)
+        self.waiting.pop((session_id, lookup_id), None)
+        self.answered.pop((session_id, lookup_id), None)
+        self.absorb(self.world.send(Released(session_id, (lease_id,), (lookup_id,))))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 30.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.now += seconds
+        for pins in (self.leases, self.answered):
+            for name in [name for name, pin in pins.items() if pin.ends <= self.world.now]:
+                del pins[name]
+        commands = self.world.send(Tick())
+        self.absorb(commands)
+        assert seconds < 30.0 or not self.waiting, "a lookup outlived its deadline"
+
+    # --- the store ------------------------------------------------------------------------------
+
+    def set_stored(self, name: Name, ranks: set[int]) -> None:
+        if ranks:
+            self.stored[name] = ranks
+        else:
+            self.stored.pop(name, None)
+
+    @precondition(lambda self: self.world.writes)
+    @rule(pick=PICK, outcome=STORE_OUTCOMES)
+    def write_ends(self, pick: int, outcome: StoreOutcome) -> None:
+        write = choose(list(self.world.writes.values()), pick)
+        name = (write.realm_id, write.key)
+        if outcome is StoreOutcome.OK and not self.world.content[write.slot].dead:
+            self.stored.setdefault(name, set()).add(write.rank)
+            self.written.add(name)
+            left = self.quarantined.get(name, set()) - {write.rank}
+            if left:
+                self.quarantined[name] = left
+            else:
+                self.quarantined.pop(name, None)
+        buried = name if outcome is StoreOutcome.CORRUPT else None
+        self.absorb(self.world.written(write.write_id, outcome), buried=buried)
+
+    @precondition(lambda self: self.world.reads)
+    @rule(pick=PICK, outcome=STORE_OUTCOMES)
+    def read_ends(self, pick: int, outcome: StoreOutcome) -> None:
+        read = choose(list(self.world.reads.values()), pick)
+        name = (read.realm_id, read.key)
+        before = len(self.world.quarantined)
+        if outcome in (StoreOutcome.MISSING, StoreOutcome.CORRUPT):
+            self.set_stored(name, self.stored.get(name, set()) - {read.rank})
+        if outcome is StoreOutcome.CORRUPT:
+            self.quarantined[name] = self.quarantined.pop(name, set()) | {read.rank}
+            if len(self.quarantined) > self.world.limits.quarantine_keys_max:
+                del self.quarantined[next(iter(self.quarantined))]
+        self.absorb(self.world.read_done(read.read_id, outcome))
+        assert len(self.world.quarantined) - before == (outcome is StoreOutcome.CORRUPT)
+
+    @rule(
+        realm_id=st.sampled_from([MAIN, MAIN, OTHER]),
+        ranks_by_number=st.dictionaries(
+            st.integers(1, 6), st.frozensets(st.integers(0, 2), max_size=3), max_size=6
+        ),
+        everywhere=st.booleans(),
+        complete=st.booleans(),
+    )
+    def listed(
+        self,
+        realm_id: int,
+        ranks_by_number: dict[int, frozenset[int]],
+        everywhere: bool,
+        complete: bool,
+    ) -> None:
+        if everywhere:
+            ranks_by_number = dict.fromkeys(ranks_by_number, frozenset({0, 1, 2}))
+        if realm_id in self.world.world_sizes:
+            size = self.world.world_sizes[realm_id]
+            names = {(realm_id, key(number)): ranks for number, ranks in ranks_by_number.items()}
+            for name, ranks in names.items():
+                found = {rank for rank in ranks if rank < size} - self.quarantined.get(name, set())
+                if not complete or name in self.written:
+                    found |= self.stored.get(name, set())
+                self.set_stored(name, found)
+            if complete:
+                for name in list(self.stored):
+                    if name[0] == realm_id and name not in names and name not in self.written:
+                        del self.stored[name]
+                self.written = {name for name in self.written if name[0] != realm_id}
+        self.absorb(self.world.listed(ranks_by_number, complete=complete, realm_id=realm_id))
+
+    # --- the end --------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.draining)
+    @rule(sure=st.integers(0, 9))
+    def drain(self, sure: int) -> None:
+        if sure == 0:
+            self.start_draining()
+
+    def start_draining(self) -> None:
+        self.draining = True
+        self.absorb(self.world.send(Draining()))
+        assert not self.waiting, "a lookup waits for a sidecar that stops"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.start_draining()
+        while self.world.running():
+            if self.world.gathers or self.world.scatters:
+                self.copy_ends(0, CopyOutcome.OK)
+            elif self.world.writes:
+                self.write_ends(0, StoreOutcome.OK)
+            else:
+                self.read_ends(0, StoreOutcome.OK)
+        assert self.world.engine.pending_work().idle
+        assert not self.jobs, "a job was never answered"
+        for session_id in list(self.world.sessions):
+            self.close_session(session_id)
+        snapshot = self.world.engine.snapshot()
+        assert (snapshot.leases, snapshot.lookups, snapshot.slots_zombie) == (0, 0, 0)
+        self.world.note(self.world.engine.clear())
+        assert not self.world.slots.used, "a slot was left"
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=50, deadline=None
+)
+TestEngineMachine = EngineMachine.TestCase

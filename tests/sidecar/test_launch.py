@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.config import Config, loads
+from sidecar.launch import LaunchError, serve_command, transfer_config, with_connector
+
+SOCKET = "/run/kvlake/a/attach.sock"
+
+
+@pytest.fixture
+def config() -> Config:
+    return loads("runtime: {directory: /run/kvlake, name: a}")
+
+
+def given(command: list[str]) -> dict[str, Any]:
+    index = command.index("--kv-transfer-config")
+    value: dict[str, Any] = json.loads(command[index + 1])
+    return value
+
+
+# --- the engine's command line -------------------------------------------------------------------
+
+
+def test_the_connector_is_added_to_vllm_serve(config: Config) -> None:
+    command = with_connector(["vllm", "serve", "M", "--port", "1"], config)
+    assert command[:5] == ["vllm", "serve", "M", "--port", "1"]
+    assert given(command) == {
+        "kv_connector": "KVLakeConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": SOCKET},
+    }
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["/opt/venv/bin/vllm", "serve", "M"],
+        ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"],
+        ["numactl", "-N0", "vllm", "serve", "M"],
+    ],
+)
+def test_vllm_is_found_however_it_is_started(config: Config, command: list[str]) -> None:
+    assert given(with_connector(command, config))["kv_connector"] == "KVLakeConnector"
+
+
+def test_chunk_tokens_are_told_where_the_operator_set_them() -> None:
+    config = loads("chunk: {tokens: 128}")
+    extra = transfer_config(config)["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    assert extra["chunk_tokens"] == 128
+
+
+def test_another_program_is_refused_with_what_to_give_it(config: Config) -> None:
+    with pytest.raises(LaunchError, match=r"does not name vllm.*kvlake serve.*KVLakeConnector"):
+        with_connector(["python", "server.py"], config)
+
+
+@pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
+def test_own_options_of_the_user_are_kept(config: Config, option: str) -> None:
+    own = json.dumps(
+        {
+            "kv_connector": "KVLakeConnector",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"attach_timeout": 3},
+        }
+    )
+    merged = json.loads(with_connector(["vllm", "serve", option, own], config)[3])
+    assert merged["kv_role"] == "kv_both"
+    assert merged["kv_load_failure_policy"] == "fail"
+    assert merged["kv_connector_extra_config"] == {"socket": SOCKET, "attach_timeout": 3}
+
+    joined = with_connector(["vllm", "serve", f"{option}={own}", "M"], config)
+    assert json.loads(joined[2].partition("=")[2]) == merged
+    assert joined[3:] == ["M"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "MultiConnector"),
+        (["--kv-transfer-config", "{"], "is not JSON"),
+        (["--kv-transfer-config=[]"], "is not a JSON object"),
+        (["--kv-transfer-config"], "has no value"),
+        (["--kv-transfer-config.kv_connector", "X"], "give the whole of it as JSON"),
+        (
+            ["--kv-transfer-config", '{"kv_connector_extra_config": {"socket": "/x"}}'],
+            "leave the socket out",
+        ),
+        (["--kv-transfer-config", '{"kv_connector_extra_config": 3}'], "must be an object"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_with_a_remedy(
+    config: Config, words: list[str], said: str
+) -> None:
+    with pytest.raises(LaunchError, match=said):
+        with_connector(["vllm", "serve", "M", *words], config)
+
+
+def test_the_sidecar_is_not_imported_from_the_current_folder() -> None:
+    assert serve_command(Path("c.yaml"))[:2] == [sys.executable, "-P"]
+    assert serve_command(Path("c.yaml"))[-2:] == ["--config", "c.yaml"]
+
+
+# --- the two processes ---------------------------------------------------------------------------
+
+# Both children append what happens to them to one file, which the tests read.
+SIDECAR = """
+import os, signal, sys, time
+def note(text):
+    with open(LOG, "a") as log:
+        log.write(text + "\\n")
+def end(number, frame):
+    note("sidecar drained")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+note(f"sidecar {os.getpid()} session {os.getsid(0) == os.getpid()}")
+if "--ready-fd" in sys.argv and READY:
+    fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
+    os.write(fd, b"1")
+    os.close(fd)
+if CODE is not None:
+    sys.exit(CODE)
+while True:
+    time.sleep(0.05)
+"""
+ENGINE = """
+import os, signal, sys, time
+def note(text):
+    with open(LOG, "a") as log:
+        log.write(text + "\\n")
+def got(number, frame):
+    note(f"engine got {signal.Signals(number).name}")
+    if number == signal.SIGTERM:
+        sys.exit(7)
+signal.signal(signal.SIGTERM, got)
+signal.signal(signal.SIGINT, got)
+note("engine " + " ".join(sys.argv[1:]))
+if CODE is not None:
+    sys.exit(CODE)
+while True:
+    time.sleep(0.05)
+"""
+LAUNCH = """
+import sys
+from sidecar import launch
+from sidecar.config import loads
+launch.RESTART_SECONDS_FIRST = 0.05
+config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: false}\\n"
+               "limits: {drain_seconds_max: 5s}")
+try:
+    sys.exit(launch.run(config, [sys.executable, sys.argv[1]], sys.argv[2:]))
+except launch.LaunchError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+class Launched:
+    """One `kvlake run` of a stand-in engine beside a stand-in sidecar."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(
+        self, *, engine: int | None = None, sidecar: int | None = None, ready: bool = True
+    ) -> None:
+        self._script("sidecar.py", SIDECAR, CODE=sidecar, READY=ready)
+        self._script("engine.py", ENGINE, CODE=engine)
+        # An executable called vllm, as the real one is.
+        vllm = self.directory / "vllm"
+        vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {self.directory}/engine.py "$@"\n')
+        vllm.chmod(0o755)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(self.directory / "sidecar.py"), str(vllm), "serve"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _script(self, name: str, text: str, **values: object) -> None:
+        head = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+        path = self.directory / name
+        path.write_text(f"LOG = {str(self.log)!r}\n{head}{textwrap.dedent(text)}")
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def wait_for(self, happened: Callable[[list[str]], bool]) -> list[str]:
+        for _ in range(600):
+            if happened(self.lines()):
+                return self.lines()
+            time.sleep(0.05)
+        raise AssertionError(f"did not happen; the log is {self.lines()}")
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        assert self.process is not None
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def sidecar_pids(self) -> list[int]:
+        return [int(line.split()[1]) for line in self.lines() if " session " in line]
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    launched = Launched(tmp_path)
+    yield launched
+    process = launched.process
+    if process is not None and process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+def started(lines: list[str]) -> bool:
+    return any(line.startswith("engine serve") for line in lines)
+
+
+def test_the_sidecar_is_there_first_and_is_drained_last(launched: Launched) -> None:
+    launched.start(engine=3)
+    code, errors = launched.end()
+    assert code == 3, errors
+    first, second, last = launched.lines()
+    assert first.endswith("session True")
+    assert second.startswith("engine serve --kv-transfer-config")
+    assert last == "sidecar drained"
+
+
+def test_signals_go_to_the_engine_and_its_exit_code_comes_back(launched: Launched) -> None:
+    launched.start()
+    launched.wait_for(started)
+    launched.signal(signal.SIGINT)
+    launched.wait_for(lambda lines: "engine got SIGINT" in lines)
+    launched.signal(signal.SIGTERM)
+    code, errors = launched.end()
+    assert code == 7, errors
+    assert launched.lines()[-2:] == ["engine got SIGTERM", "sidecar drained"]
+
+
+def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: Launched) -> None:
+    launched.start()
+    launched.wait_for(started)
+    os.kill(launched.sidecar_pids()[0], signal.SIGKILL)
+    launched.wait_for(lambda lines: sum(" session " in line for line in lines) == 2)
+    launched.signal(signal.SIGTERM)
+    code, errors = launched.end()
+    assert code == 7
+    assert "the sidecar ended (SIGKILL); the engine goes on without a cache" in errors
+    assert launched.lines()[-1] == "sidecar drained"
+
+
+def test_an_engine_killed_by_a_signal_ends_as_in_a_shell(launched: Launched) -> None:
+    launched.start()
+    launched.wait_for(started)
+    launched.signal(signal.SIGUSR1)
+    assert launched.end()[0] == 128 + signal.SIGUSR1
+
+
+def test_no_engine_is_started_beside_a_sidecar_that_did_not_come_up(launched: Launched) -> None:
+    launched.start(sidecar=2, ready=False)
+    code, errors = launched.end()
+    assert code == 1
+    assert "refused: the sidecar ended with code 2" in errors
+    assert not started(launched.lines())
+
+
+def test_a_signal_before_the_engine_was_started_ends_it_all(launched: Launched) -> None:
+    launched.start(ready=False)
+    launched.wait_for(lambda lines: bool(lines))
+    launched.signal(signal.SIGINT)
+    code, errors = launched.end()
+    assert code == 128 + signal.SIGINT, errors
+    assert launched.lines()[1:] == ["sidecar drained"]

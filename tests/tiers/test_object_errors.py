@@ -1,0 +1,196 @@
+"""What clients raise, turned into what a caller can do; and no secret on the way."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+
+import pytest
+
+from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
+from tiers.object_errors import (
+    CHAIN_LENGTH_MAX,
+    DETAIL_CHARACTERS_MAX,
+    Secrets,
+    hide_user_info,
+    judge,
+    translate,
+)
+
+NO_SECRETS = Secrets({})
+
+
+class Answered(Exception):
+    """As botocore's ClientError: what the server answered is in `response`."""
+
+    def __init__(self, code: str, status: int = 0) -> None:
+        super().__init__(f"An error occurred ({code})")
+        self.response = {
+            "Error": {"Code": code, "Message": "…"},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
+
+
+class HttpError(Exception):
+    """As gcsfs has it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("…")
+        self.code = code
+
+
+class HttpResponseError(Exception):
+    """As azure-core and aiohttp's ClientResponseError have it."""
+
+    def __init__(self, field: str, status: int) -> None:
+        super().__init__("…")
+        setattr(self, field, status)
+
+
+class TransferEncodingError(Exception):
+    """As aiohttp's parser raises it: a code that no server answered."""
+
+    code = 400
+
+
+def named(name: str) -> Exception:
+    """An error of a type that is only known by its name."""
+    kind: type[Exception] = type(name, (Exception,), {})
+    return kind("…")
+
+
+def outcome(error: Exception) -> tuple[type[TierError], bool | None]:
+    translated = translate(error, "read s3://b/name", NO_SECRETS)
+    assert str(translated).startswith("read s3://b/name: ")
+    retryable = translated.retryable if isinstance(translated, TierUnavailable) else None
+    return type(translated), retryable
+
+
+LATER = (TierUnavailable, True)
+STOP = (TierUnavailable, False)
+MISSING = (ChunkMissing, None)
+EMPTY = (ImageTruncated, None)
+FULL = (TierFull, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Answered("NoSuchKey", 404), MISSING),
+        (Answered("404"), MISSING),
+        (Answered("NoSuchBucket", 404), STOP),
+        (Answered("AccessDenied", 403), STOP),
+        (Answered("403"), STOP),
+        (Answered("Unheard", 403), STOP),
+        (Answered("SignatureDoesNotMatch", 403), STOP),
+        (Answered("RequestTimeTooSkewed", 403), STOP),
+        (Answered("PermanentRedirect", 301), STOP),
+        (Answered("301"), STOP),
+        (Answered("Unheard", 400), STOP),
+        (Answered("InvalidRange", 416), EMPTY),
+        (Answered("SlowDown", 503), LATER),
+        (Answered("503"), LATER),
+        (Answered("Unheard", 502), LATER),
+        (Answered("RequestTimeout", 400), LATER),
+        (Answered("BadDigest", 400), LATER),
+        (Answered("429"), LATER),
+        (Answered("XMinioStorageFull", 507), FULL),
+        (Answered("Unheard", 507), FULL),
+        (Answered("no status"), LATER),
+        (HttpError(404), MISSING),
+        (HttpError(401), STOP),
+        (HttpError(503), LATER),
+        (HttpResponseError("status", 403), STOP),
+        (HttpResponseError("status_code", 500), LATER),
+        (TransferEncodingError(), LATER),
+        (ssl.SSLCertVerificationError("CERTIFICATE_VERIFY_FAILED"), STOP),
+        (ssl.SSLError("[SSL: WRONG_VERSION_NUMBER] wrong version number"), STOP),
+        (ssl.SSLError("unexpected eof"), LATER),
+        (socket.gaierror(-2, "Name or service not known"), LATER),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), LATER),
+        (OSError("Multiple exceptions: [Errno 111] …, [Errno 111] …"), LATER),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), LATER),
+        (TimeoutError(), LATER),
+        (FileNotFoundError("gone"), MISSING),
+        (FileNotFoundError(errno.ENOENT, "gone"), MISSING),
+        (PermissionError("no"), STOP),
+        (OSError(errno.EROFS, "read-only"), STOP),
+        (NotADirectoryError(errno.ENOTDIR, "file"), STOP),
+        (OSError(errno.ENOSPC, "full"), FULL),
+        (OSError(errno.EDQUOT, "quota"), FULL),
+        (OSError(errno.EIO, "disk"), LATER),
+        (ModuleNotFoundError("No module named 'gcsfs'"), STOP),
+        (TypeError("unexpected keyword argument"), STOP),
+        (named("NoCredentialsError"), STOP),
+        (named("ProfileNotFound"), STOP),
+        (named("ReadTimeoutError"), LATER),
+        (named("EndpointConnectionError"), LATER),
+        (named("NobodyKnowsThisOne"), LATER),
+    ],
+    ids=repr,
+)
+def test_each_condition_says_what_to_do(
+    error: Exception, expected: tuple[type[TierError], bool | None]
+) -> None:
+    assert outcome(error) == expected
+
+
+def test_the_server_s_word_counts_more_than_the_client_s() -> None:
+    # s3fs makes FileNotFoundError of both.
+    error = FileNotFoundError("The specified bucket does not exist")
+    error.__cause__ = Answered("NoSuchBucket", 404)
+    assert outcome(error) == STOP
+    error.__cause__ = Answered("NoSuchKey", 404)
+    assert outcome(error) == MISSING
+
+
+def test_the_reason_is_found_behind_a_general_error() -> None:
+    error = named("EndpointConnectionError")
+    error.__context__ = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    assert "refused" in judge(error).what
+    error.__context__ = socket.gaierror(-2, "Name or service not known")
+    assert "host name" in judge(error).what
+
+
+def test_a_chain_without_end_ends() -> None:
+    first, second = named("A"), named("B")
+    first.__cause__, second.__cause__ = second, first
+    assert outcome(first) == LATER
+    deep: Exception = PermissionError("no")
+    for _ in range(2 * CHAIN_LENGTH_MAX):
+        outer = named("Outer")
+        outer.__cause__ = deep
+        deep = outer
+    assert outcome(deep) == LATER
+
+
+def test_secrets_are_taken_out_wherever_they_stand() -> None:
+    hidden = Secrets(
+        {
+            "key": "AKIAsomebody",
+            "secret": "AKIAsomebody+tail",
+            "client_kwargs": {"aws_session_token": "session-value", "region_name": "us-east-1"},
+            "token": {"private_key": "-----BEGIN", "project": "inside-a-secret"},
+            "endpoint_url": "http://host:1",
+            "anon": False,
+            "password": "abc",
+        }
+    )
+    text = "AKIAsomebody+tail AKIAsomebody session-value -----BEGIN inside-a-secret us-east-1"
+    assert hidden.hide(text) == "*** *** *** *** *** us-east-1"
+    assert hidden.hide("abc http://host:1") == "abc http://host:1"
+
+
+def test_user_and_password_leave_a_url() -> None:
+    assert hide_user_info("sftp://me:hunter2@host/path") == "sftp://***@host/path"
+    assert hide_user_info("s3://bucket/a@b") == "s3://bucket/a@b"
+    message = translate(
+        OSError("cannot reach http://u:hunter2@host/x"), "write sftp://***@host", NO_SECRETS
+    )
+    assert "hunter2" not in str(message)
+
+
+def test_a_long_answer_is_cut() -> None:
+    error = translate(OSError("x" * 100_000), "read s3://b/name", NO_SECRETS)
+    assert len(str(error)) < DETAIL_CHARACTERS_MAX + 200

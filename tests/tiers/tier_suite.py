@@ -1,0 +1,245 @@
+"""The contract of an object tier, as tests that every backend and every wrapper passes.
+
+A test module subclasses `TierSuite` and gives it a fixture `tier`: an empty `ObjectTier` that the
+fixture closes. The suite asks for nothing but the six verbs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+
+from tiers.errors import ChunkMissing, ImageTruncated
+
+if TYPE_CHECKING:
+    from tiers.filesystems import Bytes
+    from tiers.objects import ObjectTier
+
+NAME = "v1/0123456789abcdef/ab/abcd/0-8.0-4.arrow"
+SLOT_BYTES = 3 * 65_536 + 4096
+
+
+def image_of(size_bytes: int, seed: int = 0) -> Bytes:
+    """Random bytes, the same for the same seed."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def slot() -> Bytes:
+    """A slot that holds a pattern, so that untouched bytes can be told."""
+    return np.full(SLOT_BYTES, 0xA5, dtype=np.uint8)
+
+
+class TierSuite:
+    """Subclass it, and give it the fixture `tier`."""
+
+    @pytest.fixture
+    def tier(self) -> Any:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("size_bytes", [1, 4096, 100_001, SLOT_BYTES - 1, SLOT_BYTES])
+    async def test_what_was_written_is_read(self, tier: ObjectTier, size_bytes: int) -> None:
+        image, into = image_of(size_bytes), slot()
+        await tier.write(NAME, image)
+        assert await tier.read(NAME, into) == size_bytes
+        assert np.array_equal(into[:size_bytes], image)
+        assert np.array_equal(into[size_bytes:], slot()[size_bytes:])
+
+    async def test_writing_leaves_the_image_alone(self, tier: ObjectTier) -> None:
+        image = image_of(5000)
+        image.flags.writeable = False
+        await tier.write(NAME, image)
+        assert np.array_equal(image, image_of(5000))
+
+    async def test_slots_in_the_middle_of_a_pool(self, tier: ObjectTier) -> None:
+        pool = np.zeros(3 * SLOT_BYTES, dtype=np.uint8)
+        pool[SLOT_BYTES : SLOT_BYTES + 5000] = image_of(5000)
+        await tier.write(NAME, pool[SLOT_BYTES : SLOT_BYTES + 5000])
+        assert await tier.read(NAME, pool[2 * SLOT_BYTES :]) == 5000
+        assert np.array_equal(pool[2 * SLOT_BYTES : 2 * SLOT_BYTES + 5000], image_of(5000))
+        assert not pool[:SLOT_BYTES].any()
+
+    async def test_a_second_write_replaces_the_first(self, tier: ObjectTier) -> None:
+        await tier.write(NAME, image_of(9000, seed=1))
+        await tier.write(NAME, image_of(5000, seed=2))
+        into = slot()
+        assert await tier.read(NAME, into) == 5000
+        assert np.array_equal(into[:5000], image_of(5000, seed=2))
+
+    async def test_a_missing_object_is_missing(self, tier: ObjectTier) -> None:
+        into = slot()
+        with pytest.raises(ChunkMissing, match=NAME):
+            await tier.read(NAME, into)
+        await tier.write(NAME, image_of(10))
+        with pytest.raises(ChunkMissing):
+            await tier.read("v1/0123456789abcdef/ab/abcd", into)
+        assert np.array_equal(into, slot())
+
+    async def test_an_object_longer_than_the_slot_is_refused(self, tier: ObjectTier) -> None:
+        await tier.write(NAME, image_of(SLOT_BYTES + 1))
+        with pytest.raises(ImageTruncated, match=NAME):
+            await tier.read(NAME, slot())
+        into = np.zeros(1, dtype=np.uint8)
+        with pytest.raises(ImageTruncated):
+            await tier.read(NAME, into)
+
+    async def test_list_gives_names_and_sizes_below_a_folder(self, tier: ObjectTier) -> None:
+        sizes = {"a/b/one": 1, "a/b/two": 2, "a/c/three": 3, "ab/four": 4, "five": 5}
+        for name, size_bytes in sizes.items():
+            await tier.write(name, image_of(size_bytes))
+        assert dict(await tier.list("")) == sizes
+        below_a = {name: size for name, size in sizes.items() if name.startswith("a/")}
+        assert dict(await tier.list("a")) == below_a
+        assert dict(await tier.list("a/")) == below_a
+        assert await tier.list("a/c") == [("a/c/three", 3)]
+        assert await tier.list("b") == []
+
+    async def test_an_empty_tier_lists_nothing(self, tier: ObjectTier) -> None:
+        assert await tier.list("") == []
+        assert await tier.list("v1/0123456789abcdef") == []
+
+    async def test_quarantine_moves_an_object(self, tier: ObjectTier) -> None:
+        await tier.write(NAME, image_of(5000))
+        await tier.quarantine(NAME)
+        with pytest.raises(ChunkMissing):
+            await tier.read(NAME, slot())
+        assert await tier.list("v1") == []
+        assert await tier.list("quarantine") == [(f"quarantine/{NAME}", 5000)]
+        into = slot()
+        assert await tier.read(f"quarantine/{NAME}", into) == 5000
+        assert np.array_equal(into[:5000], image_of(5000))
+
+    async def test_quarantine_of_what_is_gone_is_a_success(self, tier: ObjectTier) -> None:
+        await tier.quarantine(NAME)
+        for size_bytes in (100, 200):
+            await tier.write(NAME, image_of(size_bytes))
+            await tier.quarantine(NAME)
+        await tier.quarantine(NAME)
+        assert await tier.list("") == [(f"quarantine/{NAME}", 200)]
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "",
+            "/",
+            "/etc/passwd",
+            "../up",
+            "a/../../up",
+            "a//b",
+            "a/",
+            ".hidden",
+            "a/.b",
+            "a b",
+            "a\nb",
+            "a?versionId=1",
+            "a\0b",
+            "ä",
+            "x" * 513,
+        ],
+    )
+    async def test_a_name_outside_the_folder_is_refused(self, tier: ObjectTier, name: str) -> None:
+        for attempt in (
+            lambda: tier.write(name, image_of(10)),
+            lambda: tier.read(name, slot()),
+            lambda: tier.quarantine(name),
+        ):
+            with pytest.raises(ValueError, match="name="):
+                await attempt()
+        if name.strip("/"):
+            with pytest.raises(ValueError, match="name="):
+                await tier.list(f"{name}/x")
+
+    async def test_memory_of_the_wrong_kind_is_refused(self, tier: ObjectTier) -> None:
+        wrong: list[Any] = [
+            np.zeros(0, dtype=np.uint8),
+            np.zeros((4, 4), dtype=np.uint8),
+            np.zeros(16, dtype=np.uint8)[::2],
+            np.zeros(16, dtype=np.int32),
+        ]
+        for memory in wrong:
+            with pytest.raises(ValueError, match="image: must"):
+                await tier.write(NAME, memory)
+            with pytest.raises(ValueError, match="into: must"):
+                await tier.read(NAME, memory)
+        constant = slot()
+        constant.flags.writeable = False
+        with pytest.raises(ValueError, match="into: must be writeable"):
+            await tier.read(NAME, constant)
+
+    async def test_writers_of_one_name_do_not_mix(self, tier: ObjectTier) -> None:
+        images = [image_of(100_000 + seed, seed) for seed in range(4)]
+        async with anyio.create_task_group() as tasks:
+            for image in images:
+                tasks.start_soon(tier.write, NAME, image)
+        into = slot()
+        size_bytes = await tier.read(NAME, into)
+        assert np.array_equal(into[:size_bytes], images[size_bytes - 100_000])
+        assert await tier.list("") == [(NAME, size_bytes)]
+
+    async def test_many_calls_side_by_side(self, tier: ObjectTier) -> None:
+        async def round_trip(seed: int) -> None:
+            image, into = image_of(20_000, seed), slot()
+            await tier.write(f"many/{seed}", image)
+            assert await tier.read(f"many/{seed}", into) == 20_000
+            assert np.array_equal(into[:20_000], image)
+
+        async with anyio.create_task_group() as tasks:
+            for seed in range(16):
+                tasks.start_soon(round_trip, seed)
+        assert len(await tier.list("many")) == 16
+
+    @pytest.mark.parametrize("checkpoints", [0, 1, 3, 10, 40])
+    async def test_after_a_cancel_nobody_touches_the_memory(
+        self, tier: ObjectTier, checkpoints: int
+    ) -> None:
+        original = image_of(SLOT_BYTES)
+        image, into = original.copy(), slot()
+        await tier.write(f"{NAME}.old", original)
+
+        async def store() -> None:
+            await tier.write(NAME, image)
+
+        async def load() -> None:
+            await tier.read(f"{NAME}.old", into)
+
+        for work in (store, load):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(work)
+                for _ in range(checkpoints):
+                    await anyio.lowlevel.checkpoint()
+                tasks.cancel_scope.cancel()
+        # The slots are used for something else at once.
+        image[:] = 0
+        into[:] = 0x5A
+        await anyio.sleep(0.02)
+        assert np.all(into == 0x5A)
+        # The write took place or it did not; SeaweedFS also keeps an empty object of a request
+        # whose client went away, which reads as what it is.
+        size_bytes = dict(await tier.list("v1")).get(NAME)
+        assert size_bytes in {None, 0, SLOT_BYTES}
+        if size_bytes == SLOT_BYTES:
+            assert await tier.read(NAME, into) == SLOT_BYTES
+            assert np.array_equal(into, original)
+        elif size_bytes == 0:
+            with pytest.raises(ImageTruncated, match="empty"):
+                await tier.read(NAME, into)
+
+    async def test_a_probe_passes_and_leaves_nothing(self, tier: ObjectTier) -> None:
+        await tier.probe()
+        await tier.probe()
+        assert await tier.list("") == []
+
+    async def test_names_of_the_real_length_fit(self, tier: ObjectTier) -> None:
+        key = secrets.token_hex(32)
+        name = f"v1/{key[:16]}/{key[:2]}/{key}/1000-1024.65000-65536.arrow"
+        await tier.write(name, image_of(10))
+        await tier.quarantine(name)
+        assert await tier.list("") == [(f"quarantine/{name}", 10)]
+
+    async def test_the_url_names_the_place(self, tier: ObjectTier) -> None:
+        assert "://" in tier.url
+        assert tier.url.endswith("://") or not tier.url.endswith("/")

@@ -1,0 +1,340 @@
+"""Shared behaviour of object tiers: retrying, deadlines, limits, counters, injected faults.
+
+Each class is an `ObjectTier` around an `ObjectTier`, and does one thing. The sidecar stacks them
+as `Metered(Retrying(Deadline(Limited(tier))))` and tests put `Faulty` next to the tier: then
+every attempt has its own deadline, waiting for a turn counts towards it, and the counters see
+what the caller sees.
+
+Does not own what a verb does, nor the meaning of its errors.
+
+Invariants: a wrapper passes on every verb and every error that is not its own business; it never
+runs two attempts of one call at a time, so the caller's memory has one user; and it returns only
+after the inner call has ended.
+"""
+
+# ruff: noqa: ARG002 - every wrapper is told the verb and the name, and some need neither
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+import time
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import anyio
+
+from tiers.errors import ChunkMissing, TierUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from tiers.filesystems import Bytes, Listing
+    from tiers.objects import ObjectTier
+
+T = TypeVar("T")
+Verb = Literal["probe", "write", "read", "list", "quarantine", "close"]
+VERBS: Final[tuple[Verb, ...]] = ("probe", "write", "read", "list", "quarantine", "close")
+
+
+class Wrapper(abc.ABC):
+    """Routes every verb through one method, so that a wrapper is that method."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        self._inner = inner
+
+    @property
+    def url(self) -> str:
+        """The inner tier's URL."""
+        return self._inner.url
+
+    @abc.abstractmethod
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Run `call`, which is one attempt of `verb` on `name` ("" where there is none)."""
+
+    async def probe(self) -> None:
+        """See `ObjectTier.probe`."""
+        await self._around("probe", "", self._inner.probe)
+
+    async def write(self, name: str, image: Bytes) -> None:
+        """See `ObjectTier.write`."""
+        await self._around("write", name, lambda: self._inner.write(name, image))
+
+    async def read(self, name: str, into: Bytes) -> int:
+        """See `ObjectTier.read`."""
+        return await self._around("read", name, lambda: self._inner.read(name, into))
+
+    async def list(self, prefix: str) -> Listing:
+        """See `ObjectTier.list`."""
+        return await self._around("list", prefix, lambda: self._inner.list(prefix))
+
+    async def quarantine(self, name: str) -> None:
+        """See `ObjectTier.quarantine`."""
+        await self._around("quarantine", name, lambda: self._inner.quarantine(name))
+
+    async def close(self) -> None:
+        """See `ObjectTier.close`."""
+        await self._around("close", "", self._inner.close)
+
+
+class Retrying(Wrapper):
+    """Tries again what failed with a retryable `TierUnavailable`, after a growing random pause.
+
+    The pause before attempt n + 1 is uniform in [0, min(pause_seconds_max, pause_seconds * 2**n)]
+    ("full jitter": https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), so
+    that clients which failed together do not come back together. `probe` is not retried: it
+    reports what is true now. `close` is not either.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        attempts_max: int = 4,
+        pause_seconds: float = 0.1,
+        pause_seconds_max: float = 2.0,
+        rng: random.Random | None = None,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        if attempts_max < 1:
+            raise ValueError(f"attempts_max={attempts_max}: must be at least 1")
+        if pause_seconds < 0 or pause_seconds_max < 0:
+            raise ValueError(
+                f"pause_seconds={pause_seconds}, pause_seconds_max={pause_seconds_max}: must not "
+                "be negative"
+            )
+        self._attempts_max = attempts_max
+        self._pause_seconds = pause_seconds
+        self._pause_seconds_max = pause_seconds_max
+        self._rng = rng or random.Random()  # noqa: S311 - spreads pauses, guards nothing
+        self._sleep = sleep
+        self.retries = 0
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
+        for attempt in range(attempts_max - 1):
+            try:
+                return await call()
+            except TierUnavailable as error:
+                if not error.retryable:
+                    raise
+            self.retries += 1
+            # Growth stops long before 2**attempt could overflow a float.
+            pause = min(self._pause_seconds_max, self._pause_seconds * 2.0 ** min(attempt, 62))
+            await self._sleep(self._rng.uniform(0.0, pause))
+        return await call()
+
+
+class Deadline(Wrapper):
+    """Ends a verb that takes too long with a retryable `TierUnavailable`.
+
+    The error comes after the deadline where a worker thread still touches the caller's memory:
+    it waits for the thread, never the other way round.
+    """
+
+    def __init__(self, inner: ObjectTier, *, seconds_max: float) -> None:
+        super().__init__(inner)
+        if seconds_max <= 0:
+            raise ValueError(f"seconds_max={seconds_max}: must be more than 0")
+        self._seconds_max = seconds_max
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        with anyio.move_on_after(self._seconds_max):
+            return await call()
+        # Reached only where this scope, and no outer one, was cancelled: a TimeoutError of the
+        # inner tier's own is not mistaken for it.
+        target = f"{self.url}/{name}" if name else self.url
+        raise TierUnavailable(
+            f"{verb} {target}: not done after {self._seconds_max:g} s; check the network to the "
+            "store, or raise store.deadline_seconds_max",
+            retryable=True,
+        )
+
+
+class Limited(Wrapper):
+    """Bounds how many calls run side by side; others wait their turn, in order.
+
+    Reads and listings, for which a prompt may be waiting, have their own turns, so that a backlog
+    of writes never holds them up. `probe` and `close` take none.
+    """
+
+    def __init__(self, inner: ObjectTier, *, writes_max: int, reads_max: int) -> None:
+        super().__init__(inner)
+        for field, value in (("writes_max", writes_max), ("reads_max", reads_max)):
+            if value < 1:
+                raise ValueError(f"{field}={value}: must be at least 1")
+        self._writes = anyio.Semaphore(writes_max)
+        self._reads = anyio.Semaphore(reads_max)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb in {"probe", "close"}:
+            return await call()
+        async with self._reads if verb in {"read", "list"} else self._writes:
+            return await call()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerbCounts:
+    """What one verb did since the start. `num_bytes` counts payloads of calls that succeeded."""
+
+    calls: int
+    succeeded: int
+    num_bytes: int
+    seconds: float
+    inflight: int
+    failures: Mapping[str, int]
+    """Calls that raised, by the error's name; `Cancelled` for those that were cancelled."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Tally:
+    calls: int = 0
+    succeeded: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    failures: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+class Metered(Wrapper):
+    """Counts calls, bytes, seconds and failures of each verb; changes nothing."""
+
+    def __init__(
+        self, inner: ObjectTier, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._tallies: dict[Verb, _Tally] = {verb: _Tally() for verb in VERBS}
+
+    def snapshot(self) -> dict[Verb, VerbCounts]:
+        """The counts of every verb at this moment."""
+        return {
+            verb: VerbCounts(
+                calls=tally.calls,
+                succeeded=tally.succeeded,
+                num_bytes=tally.num_bytes,
+                seconds=tally.seconds,
+                inflight=tally.calls - tally.succeeded - sum(tally.failures.values()),
+                failures=dict(tally.failures),
+            )
+            for verb, tally in self._tallies.items()
+        }
+
+    async def write(self, name: str, image: Bytes) -> None:
+        """See `ObjectTier.write`."""
+        await super().write(name, image)
+        self._tallies["write"].num_bytes += image.nbytes
+
+    async def read(self, name: str, into: Bytes) -> int:
+        """See `ObjectTier.read`."""
+        num_bytes = await super().read(name, into)
+        self._tallies["read"].num_bytes += num_bytes
+        return num_bytes
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        tally = self._tallies[verb]
+        tally.calls += 1
+        start = self._clock()
+        try:
+            result = await call()
+        except BaseException as error:
+            kind = type(error).__name__ if isinstance(error, Exception) else "Cancelled"
+            tally.failures[kind] = tally.failures.get(kind, 0) + 1
+            raise
+        else:
+            tally.succeeded += 1
+            return result
+        finally:
+            tally.seconds += self._clock() - start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FaultRates:
+    """How often each fault happens, as probabilities between 0 and 1."""
+
+    unavailable: float = 0.0
+    """The call fails and nothing was done."""
+    answer_lost: float = 0.0
+    """The call fails although it was carried out."""
+    missing: float = 0.0
+    """A read finds nothing."""
+    corrupt: float = 0.0
+    """A read succeeds with one bit changed."""
+    truncated: float = 0.0
+    """A read succeeds with some of its last bytes missing."""
+    stall: float = 0.0
+    """The call waits `stall_seconds` first."""
+    stall_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("unavailable", "answer_lost", "missing", "corrupt", "truncated", "stall"):
+            rate: float = getattr(self, field)
+            if not 0.0 <= rate <= 1.0:
+                raise ValueError(f"{field}={rate}: must be between 0 and 1")
+
+
+class Faulty(Wrapper):
+    """Injects faults drawn from a seed, for tests.
+
+    A draw depends on the seed, the verb, the name and how often that pair was called, and not on
+    the order of other calls: a seed replays its failure however tasks interleave. `close` is
+    spared.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        seed: int,
+        rates: FaultRates,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._seed = seed
+        self._rates = rates
+        self._sleep = sleep
+        self._draws: dict[tuple[str, str], int] = {}
+        self.injected: dict[str, int] = {}
+
+    async def read(self, name: str, into: Bytes) -> int:
+        """See `ObjectTier.read`; the bytes may be damaged."""
+        size_bytes = await super().read(name, into)
+        dice = self._dice("damage", name)
+        if self._hit("corrupt", dice):
+            into[dice.randrange(size_bytes)] ^= 1 << dice.randrange(8)
+        if self._hit("truncated", dice):
+            return dice.randrange(size_bytes)
+        return size_bytes
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "close":
+            return await call()
+        dice = self._dice(verb, name)
+        if self._hit("stall", dice):
+            await self._sleep(self._rates.stall_seconds)
+        if self._hit("unavailable", dice):
+            raise self._fault(verb, name, "did nothing")
+        if self._hit("missing", dice) and verb == "read":
+            raise ChunkMissing(f"read {self.url}/{name}: injected by seed {self._seed}")
+        result = await call()
+        if self._hit("answer_lost", dice):
+            raise self._fault(verb, name, "was carried out, its answer lost")
+        return result
+
+    def _fault(self, verb: Verb, name: str, what: str) -> TierUnavailable:
+        return TierUnavailable(
+            f"{verb} {self.url}/{name}: {what}; injected by seed {self._seed}", retryable=True
+        )
+
+    def _dice(self, verb: str, name: str) -> random.Random:
+        draw = self._draws.get((verb, name), 0)
+        self._draws[verb, name] = draw + 1
+        # A string seed is hashed with sha512, so it is the same in every process.
+        return random.Random(f"{self._seed}/{verb}/{name}/{draw}")  # noqa: S311 - replayable on purpose
+
+    def _hit(self, fault: str, dice: random.Random) -> bool:
+        rate: float = getattr(self._rates, fault)
+        hit = dice.random() < rate
+        if hit:
+            self.injected[fault] = self.injected.get(fault, 0) + 1
+        return hit
