@@ -19,6 +19,7 @@ import anyio
 
 from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, Peer, close_fds
 from sidecar.logs import fields
+from sidecar.memory import take_memory
 from sidecar.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -30,14 +31,14 @@ from sidecar.protocol import (
     decode_attach,
     encode,
 )
-from sidecar.session import Session, check_shape, take_memory
+from sidecar.session import Session, check_shape
 from tiers.errors import PoolError
 
 if TYPE_CHECKING:
     import socket
 
     from sidecar.hub import Hub
-    from sidecar.session import WorkerMemory
+    from sidecar.memory import WorkerMemory
 
 ATTACH_SECONDS_MAX: Final = 5.0
 """A client that has connected but not attached after this long is cut off."""

@@ -18,13 +18,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sidecar.config import Config
-    from sidecar.server import ServerInfo
     from sidecar.server import ServerInfo
 
 EXIT_OK: Final = 0
@@ -47,8 +46,9 @@ _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THRE
 _PR_SET_PDEATHSIG: Final = 1
 
 
-# argparse has no public name for what `add_subparsers` returns.
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+# argparse has no public names for what `add_subparsers` returns, nor for what takes options.
+_Commands: TypeAlias = Any
+_Options: TypeAlias = Any
 
 
 class UsageError(Exception):
@@ -287,7 +287,7 @@ def _add_config(commands: _Commands) -> None:
 
 
 def _add_config_option(
-    to: argparse._ActionsContainer,
+    to: _Options,
     help_text: str = "the sidecar's YAML file (default: built-in defaults)",
 ) -> None:
     to.add_argument("--config", type=Path, metavar="FILE", help=help_text)

@@ -343,7 +343,9 @@ def _or_variable(value: dict[str, Any]) -> dict[str, Any]:
     """Let a value that is not free text also be an environment variable."""
     if value.get("type") == "object" or (value.get("type") == "string" and "enum" not in value):
         return value
-    about = {key: value[key] for key in ("title", "description", "default") if key in value}
+    about: dict[str, Any] = {
+        key: value[key] for key in ("title", "description", "default") if key in value
+    }
     rules = {key: rule for key, rule in value.items() if key not in about}
     alternatives = rules["anyOf"] if set(rules) == {"anyOf"} else [rules]
     return {**about, "anyOf": [*alternatives, {"type": "string", "pattern": r"\$\{"}]}

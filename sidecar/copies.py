@@ -35,8 +35,9 @@ from tiers.filesystems import run_to_end
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from sidecar.memory import WorkerMemory
     from sidecar.realms import Rank
-    from sidecar.session import Session, WorkerMemory
+    from sidecar.session import Session
 
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]

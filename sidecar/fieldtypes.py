@@ -1,4 +1,4 @@
-"""Kinds of values that settings take: what a person writes, what the program gets, what editors see.
+"""Kinds of values that settings take: what a person writes, what the program gets.
 
 Owns the conversions that strict validation leaves out on purpose: units, paths, numbers that came
 out of an environment variable, and words that YAML reads as booleans. Limits stand with each

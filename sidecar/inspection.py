@@ -106,7 +106,8 @@ def inspect_file(place: str, storage_options: dict[str, object]) -> Finding:
         image = _read_url(place, storage_options) if "://" in place else _read_path(Path(place))
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # noqa: BLE001 - file systems raise what they like
+    except Exception as error:
+        # File systems raise what they like.
         return Finding(shown, f"cannot be read: {_one_line(error)}")
     if not image:
         return Finding(shown, "the file is empty")

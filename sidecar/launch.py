@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from types import FrameType
 
     from sidecar.config import Config
@@ -281,7 +281,7 @@ def _forwarded(wakeup: socket.socket) -> int | None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
+def _signals() -> Generator[socket.socket]:
     """Signals as bytes on a socket, so that one `select` waits for them and for the children."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)

@@ -14,16 +14,20 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sidecar.attach import AttachRefused, close_fds
-from sidecar.protocol import Attach
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
-from tiers.layout import KVLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from sidecar.protocol import Attach
+    from tiers.layout import KVLayout
 
 
 class WorkerMemory:

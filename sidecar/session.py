@@ -1,34 +1,24 @@
 """Sessions: one attached client each, from admission to end of file.
 
-Owns the admission checks that need the sidecar's state, the session's token, a worker's mapped
-memory, and turning a client's frame into an engine event. Does not own sockets (`attach.py`,
-`server.py`), nor what an event does (`engine.py`).
+Owns the admission checks that need the sessions of now, the session's token, and turning a
+client's frame into an engine event. Does not own sockets (`attach.py`, `router.py`), the worker's
+mapped memory (`memory.py`), nor what an event does (`engine.py`).
 
 Invariants:
 
 * Every message is checked here once, against what its session attached with; behind this point a
   block id is in range and a chunk has as many tokens as blocks.
-* A worker's memory stays mapped while a copy uses it, and is unmapped as soon as the session has
-  ended and its last copy has.
 * A session that ended is forgotten here at once; its id is never used again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
-import os
 import secrets
-import stat
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from sidecar.attach import AttachRefused, Connection, close_fds
+from sidecar.attach import AttachRefused, Connection
 from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpened, Submitted
 from sidecar.protocol import (
     TOKEN_BYTES,
@@ -43,14 +33,10 @@ from sidecar.protocol import (
     Submit,
     decode_client,
 )
-from tiers.copy import CopyPlan
-from tiers.fence import PAGE_BYTES, SidecarFence
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
+    from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
-    from tiers.layout import KVLayout
 
 _MEMORY_KINDS: Final = ("memfd",)
 _TOKEN_ID_BYTES: Final = 4
@@ -140,8 +126,8 @@ class Session:
                 if len(chunk.token_ids) != num_bytes:
                     raise ProtocolError(
                         "field",
-                        f"token_ids has {len(chunk.token_ids)} bytes: {len(chunk.block_ids)} blocks "
-                        f"of {self.attach.block_tokens} tokens have {num_bytes}",
+                        f"token_ids has {len(chunk.token_ids)} bytes: {len(chunk.block_ids)} "
+                        f"blocks of {self.attach.block_tokens} tokens have {num_bytes}",
                     )
 
     def _check_blocks(self, block_ids: list[int], count_max: int) -> None:
@@ -278,5 +264,3 @@ def check_shape(attach: Attach) -> None:
             "layout",
             f"memory.size_bytes={memory.size_bytes}: the layout has size_bytes={layout.size_bytes}",
         )
-
-

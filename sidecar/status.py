@@ -87,10 +87,9 @@ def render(document: Document) -> str:
 
 def _head(document: Document) -> str:
     state = document.get("state", "?")
-    lines = [
-        f"kvlake {document.get('version', '?')} '{document.get('name', '?')}': {state}, "
-        f"up {_duration(document.get('uptime_seconds', 0))}, pid {document.get('pid', '?')}"
-    ]
+    uptime = _duration(document.get("uptime_seconds", 0))
+    who = f"kvlake {document.get('version', '?')} '{document.get('name', '?')}'"
+    lines = [f"{who}: {state}, up {uptime}, pid {document.get('pid', '?')}"]
     store = _section(_section(document, "tiers"), "store")
     if store.get("state") not in (None, "ok"):
         lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")

@@ -1,9 +1,9 @@
 """Shared behaviour of object tiers: retrying, deadlines, limits, counters, injected faults.
 
-Each class is an `ObjectTier` around an `ObjectTier`, and does one thing. The sidecar stacks them
-as `Metered(Retrying(Deadline(Limited(tier))))` and tests put `Faulty` next to the tier: then
-every attempt has its own deadline, waiting for a turn counts towards it, and the counters see
-what the caller sees.
+Each class is an `ObjectTier` around an `ObjectTier` and does one thing; whoever stacks them chooses
+the order, and the order has a meaning: a `Deadline` around `Retrying` bounds all attempts together
+and one inside it each attempt; `Limited` inside either makes waiting for a turn count; `Metered`
+sees what its own caller sees.
 
 Does not own what a verb does, nor the meaning of its errors.
 

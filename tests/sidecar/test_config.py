@@ -263,6 +263,11 @@ def test_editors_accept_the_examples(name: str) -> None:
 
 def test_editors_refuse_what_the_sidecar_refuses() -> None:
     validator = jsonschema.Draft202012Validator(json.loads(schema()))
-    for document in ({"hots": {}}, {"host": {"size": "lots"}}, {"limits": {"lookup_wait": "soon"}}):
+    documents: list[dict[str, Any]] = [
+        {"hots": {}},
+        {"host": {"size": "lots"}},
+        {"limits": {"lookup_wait": "soon"}},
+    ]
+    for document in documents:
         with pytest.raises(jsonschema.ValidationError):
             validator.validate(document)

@@ -35,7 +35,7 @@ def memory() -> FsspecObjects:
 
 def test_the_name_is_this_one() -> None:
     # The format is shared with every other cluster on the bucket: a change here is a new format.
-    assert WHOLE == f"v1/0001020304050607/64/{KEY.hex()}/0-8.4-8.arrow"
+    assert f"v1/0001020304050607/64/{KEY.hex()}/0-8.4-8.arrow" == WHOLE
     assert WHOLE.startswith(f"{namespace_prefix(NAMESPACE)}/")
 
 

@@ -17,8 +17,8 @@ import anyio
 import numpy as np
 import pytest
 
+from sidecar.demo.servers import S3Server, free_ports, moto_server, s3_server
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tests.servers import S3Server, free_ports, moto_server, s3_server
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
 from tiers import filesystems
 from tiers.errors import ChunkCorrupt, ChunkMissing, ImageTruncated, TierFull, TierUnavailable
@@ -398,7 +398,7 @@ class TestLocalFolder:
                 return write(fd, data[:piece])
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(filesystems.os, "write", full)
+        monkeypatch.setattr(os, "write", full)
         with pytest.raises(kind, match=words) as info:
             await tier.write(NAME, image_of(100_000))
         monkeypatch.undo()
@@ -436,8 +436,8 @@ class TestLocalFolder:
         self, tier: FsspecObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write, readv = os.write, os.readv
-        monkeypatch.setattr(filesystems.os, "write", lambda fd, data: write(fd, data[:1000]))
-        monkeypatch.setattr(filesystems.os, "readv", lambda fd, views: readv(fd, [views[0][:999]]))
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+        monkeypatch.setattr(os, "readv", lambda fd, views: readv(fd, [views[0][:999]]))
         into = slot()
         await tier.write(NAME, image_of(10_000))
         assert await tier.read(NAME, into) == 10_000
@@ -447,7 +447,7 @@ class TestLocalFolder:
         self, tier: FsspecObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await tier.write(NAME, image_of(10_000))
-        monkeypatch.setattr(filesystems.os, "readv", lambda fd, views: 0)
+        monkeypatch.setattr(os, "readv", lambda fd, views: 0)
         with pytest.raises(ImageTruncated, match="ended at 0 of 10000"):
             await tier.read(NAME, slot())
 
@@ -506,7 +506,7 @@ class TestRunToEnd:
             ended.set()
             return count
 
-        monkeypatch.setattr(filesystems.os, "write", slow)
+        monkeypatch.setattr(os, "write", slow)
         tier = FsspecObjects(f"file://{tmp_path}")
         await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
         assert ended.is_set()

@@ -16,9 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     invariant,
+    multiple,
     rule,
     run_state_machine_as_test,
 )
@@ -276,7 +278,8 @@ def test_mapping_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.Monke
 
 # --- a dict is the model -----------------------------------------------------------------------
 
-POOL_PAGES = 40
+POOL_PAGES = 160
+"""Slabs of up to ten slots, sixteen of them."""
 SLOT_PAGES = (1, 2, 3, 7)
 
 
@@ -295,17 +298,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.model: dict[int, tuple[int, int]] = {}
         self.mark = 0
 
-    @rule(target=slots, kind=st.sampled_from(range(len(SLOT_PAGES))))
-    def allocate(self, kind: int) -> int:
-        offset = self.pool.allocate(self.classes[kind])
-        if offset is None:
-            self.no_room_for(kind)
-            return -1
-        assert offset not in self.model
-        self.mark = self.mark % 255 + 1
-        self.model[offset] = (kind, self.mark)
-        self.pool.memory[offset : offset + SLOT_PAGES[kind] * PAGE] = self.mark
-        return offset
+    @rule(target=slots, kind=st.sampled_from(range(len(SLOT_PAGES))), count=st.integers(1, 24))
+    def allocate(self, kind: int, count: int) -> MultipleResults[int]:
+        offsets: list[int] = []
+        for _ in range(count):
+            offset = self.pool.allocate(self.classes[kind])
+            if offset is None:
+                self.no_room_for(kind)
+                break
+            assert offset not in self.model
+            self.mark = self.mark % 255 + 1
+            self.model[offset] = (kind, self.mark)
+            self.pool.memory[offset : offset + SLOT_PAGES[kind] * PAGE] = self.mark
+            offsets.append(offset)
+        return multiple(*offsets)
 
     def no_room_for(self, kind: int) -> None:
         assert self.pool.stats().classes[kind].slots_free == 0
@@ -313,12 +319,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(offset=consumes(slots))
     def free(self, offset: int) -> None:
-        if offset < 0:
-            return
-        self.pool.free(offset)
-        del self.model[offset]
+        if offset in self.model:
+            self.pool.free(offset)
+            del self.model[offset]
         with pytest.raises(PoolError):
             self.pool.free(offset)
+
+    @rule(kind=st.sampled_from(range(len(SLOT_PAGES))), every=st.integers(1, 3))
+    def free_many(self, kind: int, every: int) -> None:
+        """Give back slots of a class in another order than the one they came in."""
+        held = [offset for offset, (held_kind, _) in self.model.items() if held_kind == kind]
+        for offset in reversed(held[::every]):
+            self.pool.free(offset)
+            del self.model[offset]
 
     @invariant()
     def nobody_wrote_into_anothers_slot(self) -> None:

@@ -70,6 +70,16 @@ def test_parent_that_comes_after_its_child_goes_after_it() -> None:
     assert list(policy.victims()) == ["other", "child", "parent", "grandparent"]
 
 
+def test_touch_does_not_reach_over_a_missing_ancestor() -> None:
+    policy = LruPolicy()
+    keys = chain(policy, "a", 3)
+    policy.remove(keys[1])
+    policy.touch(keys[2])
+    assert list(policy.victims()) == [keys[0], keys[2]]
+    policy.add(keys[1], keys[0])
+    assert list(policy.victims()) == [keys[2], keys[1], keys[0]]
+
+
 def test_evicting_in_order_leaves_prefixes() -> None:
     policy = LruPolicy()
     one, two = chain(policy, "a", 5), chain(policy, "b", 5)
@@ -90,8 +100,8 @@ Steps = list[tuple[int, bool]]
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.integers(0, 10), min_size=16, max_size=16),
-    st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=80),
+    st.lists(st.integers(0, 6), min_size=7, max_size=7),
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=80),
 )
 def test_order_is_that_of_the_last_use_of_any_descendant(parents: list[int], steps: Steps) -> None:
     """`parents[key] % (key + 1)` is a forest: a key is its own parent where it is a root."""
