@@ -100,7 +100,7 @@ check: setup
 	$(BIN)/python -m pytest -m "not slow and not engine" $(PYTEST_ARGS)
 
 bench: setup
-	@$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache \

@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ logger = logging.getLogger("vllm.kvlake")
 
 REPLY_SECONDS_MAX = 5.0
 MESSAGES_PER_POLL_MAX = 256
+SEND_QUEUE_MESSAGES_MAX = 1_000
+RECEIVE_QUEUE_MESSAGES_MAX = 10_000
+"""An idle engine polls nothing while other engines' events arrive: they must not pile up here."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,8 @@ class Session:
     context: object = None
     """What the attempt's maker wants to keep with the session (a worker's fence page)."""
     dead: bool = False
-    moved: IndexReader | None = field(default=None)
+    moved: deque[IndexReader] = field(default_factory=deque[IndexReader])
+    """Newer indexes that the thread received and the engine's thread has not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,8 @@ class Client:
         current = self._current
         if current is None or current.dead:
             return None
-        if current.moved is not None:
-            old, current.index, current.moved = current.index, current.moved, None
+        while current.moved:
+            old, current.index = current.index, current.moved.popleft()
             if old is not None:
                 old.close()
         return current
@@ -134,9 +139,13 @@ class Client:
         """Wait for the first session; used before the engine serves, never in a step."""
         return self._attached_once.wait(seconds)
 
-    def send(self, message: ClientMessage) -> bool:
-        """Queue a message; False where there is no session or its queue is full."""
-        if self.session is None or self._dealer is None:
+    def send(self, session: Session, message: ClientMessage) -> bool:
+        """Queue a message for `session`; False where that one is over or its queue is full.
+
+        The session is named because the live one may have changed since the message was made: a
+        job that went out in the next session could not be revoked through this one's fence page.
+        """
+        if self.session is not session or self._dealer is None:
             return False
         try:
             self._dealer.send(encode(message), zmq.NOBLOCK, copy=True)
@@ -176,21 +185,38 @@ class Client:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
             self._thread.join(timeout=2.0)
+        # Closed here and not by the thread: a number that the thread had closed could be somebody
+        # else's file by the time that it is written to above. A thread that is still there (it
+        # waits for an answer to its attach) keeps them.
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
         self._close_dealer()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
     def _open_dealer(self, session: Session) -> None:
-        if self._context is None:
-            self._context = zmq.Context()
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, session.token)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.SNDHWM, 1000)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.connect(session.endpoint)
-        self._dealer = dealer
+        try:
+            if self._context is None:
+                self._context = zmq.Context()
+            dealer = self._dealer = self._context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.IDENTITY, session.token)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
+            dealer.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
+            dealer.connect(session.endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            # We are in the middle of an engine's step. Without its jobs channel a session is none.
+            session.dead = True
+            self._close_dealer()
+            self._log(
+                "connect",
+                logging.ERROR,
+                "no jobs channel at %s (%s); serving without the cache until the sidecar restarts",
+                session.endpoint,
+                error,
+            )
 
     def _close_dealer(self) -> None:
         if self._dealer is not None:
@@ -219,15 +245,14 @@ class Client:
                     state,
                     error,
                 )
-            except Exception:
+            except Exception as error:
                 # A bug here must not end the thread, or the engine would never attach again.
-                logger.exception("kvlake: attaching to the sidecar failed unexpectedly")
+                line = f"attaching to the sidecar failed unexpectedly: {error!r}"
+                self._log("state", logging.ERROR, "%s", line, exc_info=True)
             if session is not None:
                 session.dead = True
             self._offered = None
             self._closing.wait(self._retry_seconds)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -268,23 +293,30 @@ class Client:
 
     def _watch(self, connection: socket.socket, session: Session) -> None:
         """Stay until the sidecar closes the connection; take a moved index on the way."""
-        watched: list[socket.socket | int] = [connection, self._wake_read]
+        # Not select(): an engine with many files open has descriptors over its limit of 1,024.
+        watched = select.poll()
+        watched.register(connection, select.POLLIN)
+        watched.register(self._wake_read, select.POLLIN)
         while True:
-            ready, _, _ = select.select(watched, [], [])
+            ready = watched.poll()
             if self._closing.is_set():
                 return
-            if connection not in ready:
+            if not any(fd == connection.fileno() for fd, _ in ready):
                 continue
             reply, received = self._receive(connection)
             if isinstance(reply, IndexMoved) and len(received) == 1:
-                session.moved = IndexReader(received[0], reply.index_bytes)
+                session.moved.append(IndexReader(received[0], reply.index_bytes))
             else:
                 _close_all(received)
 
     def _receive(
         self, connection: socket.socket
     ) -> tuple[Attached | Refused | IndexMoved, list[int]]:
-        header, fds, _, _ = socket.recv_fds(connection, 4, FDS_PER_ATTACH_MAX)
+        header, fds, _, _ = socket.recv_fds(
+            connection, 4, FDS_PER_ATTACH_MAX, socket.MSG_CMSG_CLOEXEC
+        )
+        if not header:
+            raise _Lost("the sidecar closed the connection")
         try:
             while len(header) < 4:
                 header += self._more(connection, 4 - len(header))
@@ -304,12 +336,14 @@ class Client:
             raise _Lost("the sidecar closed the connection in mid-message")
         return piece
 
-    def _log(self, topic: str, level: int, text: str, *arguments: object) -> None:
+    def _log(
+        self, topic: str, level: int, text: str, *arguments: object, exc_info: bool = False
+    ) -> None:
         # Once per change: the same line again says nothing new.
         line = f"{topic}:{text % arguments}"
         if line != self._last_log:
             self._last_log = line
-            logger.log(level, "kvlake: %s", text % arguments)
+            logger.log(level, "kvlake: %s", text % arguments, exc_info=exc_info)
 
 
 def _close_all(fds: list[int]) -> None:

@@ -30,7 +30,7 @@ class ExportRefused(Exception):
 
 
 class MemfdAllocation(TorchFunctionMode):
-    """Inside this context the first large 1-D int8 `torch.zeros` on the CPU lies on a memfd.
+    """Inside this context the first 1-D int8 or uint8 `torch.zeros` on the CPU lies on a memfd.
 
     vLLM's `allocate_kv_cache` makes one such allocation per worker. Anything else passes through.
     """
@@ -50,7 +50,7 @@ class MemfdAllocation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and self.fd < 0 and self._is_cache(args, kwargs):
-            return self._allocate(int(args[0]))
+            return self._allocate(int(args[0]), kwargs["dtype"])
         return func(*args, **kwargs)
 
     @staticmethod
@@ -64,14 +64,14 @@ class MemfdAllocation(TorchFunctionMode):
             and device.type == "cpu"
         )
 
-    def _allocate(self, size_bytes: int) -> torch.Tensor:
+    def _allocate(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         # Whole pages: the sidecar maps the descriptor, and a mapping has whole pages.
         mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("kvlake-kv", os.MFD_CLOEXEC)
         os.ftruncate(fd, mapped_bytes)
         mapping = mmap.mmap(fd, mapped_bytes)
         # The tensor keeps the mapping alive through the buffer it was made from.
-        tensor = torch.frombuffer(mapping, dtype=torch.int8, count=size_bytes)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=size_bytes)
         self.fd = fd
         self.size_bytes = mapped_bytes
         self.address = tensor.data_ptr()

@@ -34,7 +34,10 @@ def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, 
     hf_config = model.hf_text_config
     description = {
         "format": 1,
-        "model": model_identity(model.model, model.revision),
+        "model": model_identity(model.model, model.revision, model.hf_config),
+        # Random weights are a stand-in for the model's; their KV must never be taken for it.
+        "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
+        "hf_overrides": _plain(model.hf_overrides),
         "kv_dtype": str(spec.dtype).removeprefix("torch."),
         "cache_dtype": str(cache.cache_dtype),
         "layers": int(model.get_total_num_hidden_layers()),
@@ -69,25 +72,41 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-{isa}"
 
 
-def model_identity(model: str, revision: str | None) -> dict[str, str]:
-    """Name and revision of a hub model, or a digest of the files of a local one."""
+def model_identity(model: str, revision: str | None, hf_config: Any) -> dict[str, str]:
+    """Name and commit of a hub model, or a digest of the files of a local one.
+
+    A revision may be a branch, which moves; transformers notes in the configuration which commit
+    it came from.
+    """
     folder = Path(model)
     if not folder.is_dir():
-        return {"name": model, "revision": revision or ""}
+        commit = getattr(hf_config, "_commit_hash", None)
+        return {"name": model, "revision": str(commit or revision or "")}
     return {"digest": folder_digest(folder)}
 
 
+def adapter_identity(name: str, path: str) -> str:
+    """What tells a LoRA adapter from others: its files, or its name where they are not local.
+
+    Raises:
+        OSError: its files are there and cannot be read.
+    """
+    folder = Path(path)
+    return folder_digest(folder) if folder.is_dir() else f"{name}\0{path}"
+
+
 def folder_digest(folder: Path) -> str:
-    """Hex digest of `config.json` and of the weights in a model folder.
+    """Hex digest of the configuration and of the weights in a folder of a model or an adapter.
 
     Of a safetensors file: its size, its header, and `_SAMPLE_BYTES` from the middle of every
     tensor, which a change of any layer's weights does not survive. Of other weight files: size,
     modification time and the first and last sample.
     """
     hasher = hashlib.sha256()
-    config = folder / "config.json"
-    if config.is_file():
-        hasher.update(config.read_bytes())
+    for name in ("config.json", "adapter_config.json"):
+        config = folder / name
+        if config.is_file():
+            hasher.update(config.read_bytes())
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         _hash_safetensors(hasher, path)
@@ -99,6 +118,7 @@ def folder_digest(folder: Path) -> str:
 
 def _hash_safetensors(hasher: Any, path: Path) -> None:
     # Format: 8 bytes of little-endian header length, a JSON header, then the tensors' bytes.
+    hasher.update(path.stat().st_size.to_bytes(8, "little"))
     with path.open("rb") as file:
         length_bytes = file.read(8)
         (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
@@ -110,6 +130,9 @@ def _hash_safetensors(hasher: Any, path: Path) -> None:
         try:
             tensors = json.loads(header)
         except ValueError:
+            _hash_opaque(hasher, path)
+            return
+        if not isinstance(tensors, dict):
             _hash_opaque(hasher, path)
             return
         for name in sorted(tensors):

@@ -11,6 +11,8 @@ Invariants:
 * A block whose store is outstanding has one reference of ours in vLLM's block pool, whatever
   becomes of its request (finished, aborted, preempted), and loses it when all ranks reported.
 * Tokens that were to be loaded but were not are never stored.
+* A request whose tokens may change behind us (streaming input) or that has none (embeddings) is
+  not cached at all.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.keys import KeyChain, MediaItem, root_key
+from connector.namespace import adapter_identity
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
 from sidecar.protocol import (
     Events,
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlake")
 
 EVENTS_KEPT_MAX: Final = 65_536
+BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
+"""How long the engine waits, without any store ending, for blocks rather than preempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ class _Request:
     next_chunk: int = 0
     """Chunks before this one were considered for storing."""
     prompt_tail_done: bool = False
+    counted: bool = False
+    """It is in the statistics as a hit or a miss."""
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and through it from the object store."""
 
@@ -125,7 +132,10 @@ class _StoreJob:
 
 @dataclass(slots=True)
 class Stats:
-    """Counted since the last call of `take_stats`; names are those of the exported metrics."""
+    """Counted since the last call of `take_stats`; names are those of the exported metrics.
+
+    A request is a hit when its first load succeeded, and a miss when it was scheduled without.
+    """
 
     requests_hit: int = 0
     requests_missed: int = 0
@@ -169,6 +179,9 @@ class SchedulerRole:
         self._lookups: dict[int, _Request] = {}
         self._plan = StepPlan()
         self._next_id = 1
+        self._adapters: dict[tuple[str, str, int], str] = {}
+        self._loading: set[str] = set()
+        self._blocks_awaited_since: float | None = None
         self._store_jobs: dict[int, _StoreJob] = {}
         self._storing: set[bytes] = set()
         self._block_pool: Any = None
@@ -202,6 +215,9 @@ class SchedulerRole:
         session = self._client.session
         if not self._settings.reads or state.load_failed or session is None:
             return 0
+        if len(self._loading) >= session.limits.jobs_inflight_max:
+            # The sidecar would refuse the message, and with it everything else of its step.
+            return 0
         if state.lookup is None:
             self._ask_store(state, session, local_tokens)
         if state.lookup is not None:
@@ -216,14 +232,17 @@ class SchedulerRole:
         """State of a request with its chain grown to all its tokens; None if it is not cached."""
         state = self._requests.get(request.request_id)
         if state is None:
-            if request.prompt_embeds is not None:
-                # Embeddings have no token ids to make a key of.
+            if request.prompt_embeds is not None or request.resumable:
+                # Embeddings have no token ids to make a key of; the next input of a streaming
+                # session replaces tokens that were hashed already.
                 return None
-            lora = request.lora_request
+            adapter = self._adapter(request.lora_request)
+            if adapter is None:
+                return None
             root = root_key(
                 self._namespace_digest,
                 salt=request.cache_salt or "",
-                lora=f"{lora.lora_name}\0{lora.lora_path}" if lora else "",
+                lora=adapter,
                 generation=self._generation,
             )
             media = [
@@ -241,6 +260,21 @@ class SchedulerRole:
         if request.num_tokens > known:
             state.chain.extend(request.all_token_ids[known:])
         return state
+
+    def _adapter(self, lora: Any) -> str | None:
+        """What tells a LoRA adapter's KV from others'; None if its files cannot be read."""
+        if lora is None:
+            return ""
+        place = (lora.lora_name, lora.lora_path, lora.lora_int_id)
+        identity = self._adapters.get(place)
+        # One that is reloaded in place may have changed since it was last read.
+        if identity is None or lora.load_inplace:
+            try:
+                identity = self._adapters[place] = adapter_identity(lora.lora_name, lora.lora_path)
+            except OSError as error:
+                logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
+                return None
+        return identity
 
     def _tags(self, state: _Request, session: Session) -> npt.NDArray[np.uint64]:
         keys = state.chain.keys
@@ -300,11 +334,12 @@ class SchedulerRole:
         hit = self._hit(state, session, local_tokens)
         if hit is None or not hit.wanted:
             return
-        if hit.wanted_tokens - local_tokens < self._settings.load_tokens_min:
+        # What counts is what it adds to what can be loaded at once.
+        if hit.wanted_tokens - hit.end_tokens < self._settings.load_tokens_min:
             return
         lookup_id = self._new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        if self._client.send(Lookup(session.epoch, lookup_id, hit.wanted, wait_ms)):
+        if self._client.send(session, Lookup(session.epoch, lookup_id, hit.wanted, wait_ms)):
             self.stats.lookups_sent += 1
             state.from_store_keys.update(hit.wanted)
             deadline = self._clock() + wait_ms / 1000
@@ -330,11 +365,18 @@ class SchedulerRole:
 
     # --- load ----------------------------------------------------------------------------------
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, block_ids: Callable[[], Sequence[int]], external_tokens: int
+    ) -> None:
         """Plan the load of `external_tokens` behind the engine's own hit into its new blocks."""
         state = self._requests.get(request.request_id)
-        if state is None or external_tokens <= 0:
+        if state is None:
             return
+        if external_tokens <= 0:
+            self.stats.requests_missed += not state.counted
+            state.counted = True
+            return
+        all_ids = block_ids()
         geometry = self._geometry
         first_block = state.local_tokens // geometry.block_tokens
         last_block = (state.local_tokens + external_tokens) // geometry.block_tokens
@@ -345,19 +387,20 @@ class SchedulerRole:
             chunk, inside = divmod(block, geometry.blocks_per_chunk)
             end = min(last_block, (chunk + 1) * geometry.blocks_per_chunk)
             key = self._loaded_key(state, chunk, end - chunk * geometry.blocks_per_chunk)
-            pieces.append(LoadPiece(key, inside, list(block_ids[block:end])))
+            pieces.append(LoadPiece(key, inside, list(all_ids[block:end])))
             if key in state.from_store_keys:
                 stored_tokens += (end - block) * geometry.block_tokens
             block = end
         load = Load(self._new_id(), request.request_id, pieces)
         state.load = load
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
+        self._loading.add(request.request_id)
         self._plan.loads.append(load)
         session = self._client.session
         if session is not None:
             # Without the lease the load is only more likely to miss, so a failed send is no fault.
             keys = [piece.key for piece in pieces]
-            self._client.send(Lease(session.epoch, load.job_id, keys))
+            self._client.send(session, Lease(session.epoch, load.job_id, keys))
 
     def _loaded_key(self, state: _Request, chunk: int, blocks: int) -> bytes:
         """Key under which the first `blocks` blocks of a chunk were found."""
@@ -386,6 +429,7 @@ class SchedulerRole:
         """All ranks finished these requests' loads; those that failed are not tried again."""
         failed = set(failed)
         for request_id in loaded:
+            self._loading.discard(request_id)
             state = self._requests.get(request_id)
             if state is None or state.load is None:
                 continue
@@ -395,7 +439,8 @@ class SchedulerRole:
                 state.load_failed = True
                 self.stats.loads_failed += 1
             else:
-                self.stats.requests_hit += 1
+                self.stats.requests_hit += not state.counted
+                state.counted = True
                 self.stats.tokens_loaded_host += host
                 self.stats.tokens_loaded_store += store
 
@@ -528,6 +573,7 @@ class SchedulerRole:
             job.ranks_left -= ranks
             if job.ranks_left <= 0:
                 del self._store_jobs[job_id]
+                self._blocks_awaited_since = None
                 self._storing.difference_update(job.keys)
                 # Tail first, as vLLM frees a request: the head of a prefix is the more useful.
                 self._block_pool.free_blocks(reversed(job.blocks))
@@ -536,6 +582,18 @@ class SchedulerRole:
     def stores_outstanding(self) -> int:
         """Store jobs whose blocks are still held."""
         return len(self._store_jobs)
+
+    def blocks_coming_back(self) -> bool:
+        """Whether to wait for blocks of outstanding stores rather than preempt a request for some.
+
+        They come back in milliseconds, except from a sidecar that is stuck.
+        """
+        if not self._store_jobs:
+            return False
+        now = self._clock()
+        if self._blocks_awaited_since is None:
+            self._blocks_awaited_since = now
+        return now - self._blocks_awaited_since < BLOCKS_WAIT_SECONDS_MAX
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -587,10 +645,11 @@ class SchedulerRole:
 
     def _release(self, state: _Request) -> None:
         # Only a lookup is given back: a load that runs on keeps its lease, which ends with it.
-        lookup, session = state.lookup, self._client.session
+        lookup = state.lookup
         self._forget_lookup(state)
-        if lookup is not None and session is not None:
-            self._client.send(Release(session.epoch, [], [lookup.lookup_id]))
+        if lookup is not None:
+            release = Release(lookup.session.epoch, [], [lookup.lookup_id])
+            self._client.send(lookup.session, release)
 
     def _new_id(self) -> int:
         # One sequence for all jobs: `tiers.fence` revokes by order of id.

@@ -358,8 +358,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the blocks that were allocated for it."""
-        if self._scheduler is not None and num_external_tokens > 0:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(
+                request, lambda: blocks.get_block_ids()[0], num_external_tokens
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's jobs."""
@@ -401,7 +403,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""
-        return self._scheduler is not None and self._scheduler.stores_outstanding > 0
+        return self._scheduler is not None and self._scheduler.blocks_coming_back()
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until the blocks of outstanding stores were given back."""

@@ -8,6 +8,7 @@ the sidecar is gone, it ends only once the fence page says that no copy of it ca
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
     Attach,
     Done,
+    Error,
     JobOutcome,
     LoadChunk,
     LoadJob,
@@ -31,6 +33,8 @@ from tiers.fence import WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger("vllm.kvlake")
 
 
 @dataclass(slots=True)
@@ -116,7 +120,7 @@ class WorkerRole:
                 loads=[_load_job(load) for load in plan.loads],
                 stores=[_store_job(store) for store in plan.stores],
             )
-            sent = self._client.send(message)
+            sent = self._client.send(session, message)
         if not sent or session is None or fence is None:
             for load in plan.loads:
                 self._end(load.job_id, load.request_id, Outcome.FAILED)
@@ -142,6 +146,8 @@ class WorkerRole:
             for message in self._client.poll():
                 if isinstance(message, Done):
                     self._answered(message.jobs)
+                elif isinstance(message, Error):
+                    self._refused(message)
             self._expire()
         results, self._results = self._results, TransferResults(set(), set(), StepReport())
         return results
@@ -151,6 +157,12 @@ class WorkerRole:
             waiting = self._outstanding.pop(job.job_id, None)
             if waiting is not None:
                 self._end(job.job_id, waiting.request_id, job.outcome)
+
+    def _refused(self, error: Error) -> None:
+        """A frame was refused, so its jobs get no answer. Which ones is not said: end them all."""
+        logger.warning("kvlake: the sidecar refused jobs (%s): %s", error.code, error.message)
+        for job in self._outstanding.values():
+            job.deadline = 0.0
 
     def _expire(self) -> None:
         """End jobs that will not be answered: past their deadline, or of a session that is gone."""

@@ -156,6 +156,8 @@ class Admission:
             try:
                 hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
             except PoolError as error:
+                if learnt:
+                    del realm.ranks[attach.rank]
                 raise AttachRefused("pool", str(error)) from error
             if learnt and hub.watch is not None:
                 hub.watch.learnt(realm)

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidecar.commands import Copied, CopyOutcome, Gather, Scatter
-from sidecar.logs import fields
+from sidecar.logs import fields, story_of
 from tiers.errors import ChunkCorrupt
 from tiers.filesystems import run_to_end
 
@@ -178,8 +178,8 @@ class Copies:
                 continue
             self._running += 1
             try:
-                with group.memory.in_use() as memory:
-                    ended = await self._copy(group, memory)
+                with group.memory.in_use() as mapped:
+                    ended = await self._copy(group, mapped=mapped)
             finally:
                 self._running -= 1
             if ended is None:
@@ -199,19 +199,22 @@ class Copies:
             self._waiting.append(group)
             self._arrived.set()
 
-    async def _copy(self, group: Group, memory: Memory | None) -> list[Copied] | None:
-        if memory is None:
+    async def _copy(self, group: Group, *, mapped: bool) -> list[Copied] | None:
+        if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")
         copy = _scatter if group.is_load else _gather
         try:
-            return await run_to_end(lambda: copy(group, memory, self._pool), self._limiter)
+            return await run_to_end(lambda: copy(group, self._pool), self._limiter)
         except BlockingIOError:
             return None
         except Exception as error:
             # A copy that raised is a miss to its engine, and no reason to leave the others alone.
-            _logger.exception(
+            # Not `exception`: a record that is kept would keep the worker's memory mapped.
+            _logger.error(  # noqa: TRY400
                 "copy failed",
-                extra=fields(session=group.session.session_id, job=group.job_id, error=error),
+                extra=fields(
+                    session=group.session.session_id, job=group.job_id, traceback=story_of(error)
+                ),
             )
             return group.all_ended(CopyOutcome.FAILED, str(error))
 
@@ -234,7 +237,7 @@ def _hops(group: Group) -> Iterable[Group]:
     ]
 
 
-def _gather(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
+def _gather(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     plan, templates = group.memory.plan, group.rank.templates
     copied: list[Gather] = []
@@ -247,9 +250,11 @@ def _gather(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
                 template = templates[len(command.block_ids)]
                 slot = pool[command.slot : command.slot + template.image_bytes]
                 template.prepare(slot)
-                plan.gather(memory, _ids(command.block_ids), template.payload(slot))
+                plan.gather(group.memory.view, _ids(command.block_ids), template.payload(slot))
             except Exception as error:
-                _logger.exception("gather failed", extra=fields(key=command.key, error=error))
+                _logger.error(  # noqa: TRY400
+                    "gather failed", extra=fields(key=command.key, traceback=story_of(error))
+                )
                 ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
             else:
                 copied.append(command)
@@ -262,7 +267,7 @@ def _gather(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
     return ended
 
 
-def _scatter(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
+def _scatter(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: verify all slots, then copy. Raises `BlockingIOError`: try again."""
     plan, templates = group.memory.plan, group.rank.templates
     commands = _only(Scatter, group.commands)
@@ -286,7 +291,7 @@ def _scatter(group: Group, memory: Memory, pool: Memory) -> list[Copied]:
             first = command.first_block * block_bytes
             last = first + len(command.block_ids) * block_bytes
             payload = template.payload(slot)[first:last]
-            plan.scatter(memory, _ids(command.block_ids), payload)
+            plan.scatter(group.memory.view, _ids(command.block_ids), payload)
     return group.all_ended(CopyOutcome.OK)
 
 

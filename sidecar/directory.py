@@ -80,14 +80,23 @@ TRANSITIONS: Final[dict[tuple[SegmentState, Cause], SegmentState]] = {
 }
 
 
-class IllegalTransition(Exception):  # noqa: N818  # a condition, as in h11 and distributed
+class IllegalTransition(Exception):  # a condition, as in h11 and distributed
     """A bug in the engine: the message ends with what happened to the chunk before."""
 
 
 class Segment:
     """One rank's part of a chunk in the host tier. `slot` is -1 while there is none."""
 
-    __slots__ = ("chunk", "num_blocks", "rank", "read_queued", "running", "slot", "state", "writing")
+    __slots__ = (
+        "chunk",
+        "num_blocks",
+        "rank",
+        "read_queued",
+        "running",
+        "slot",
+        "state",
+        "writing",
+    )
 
     def __init__(self, chunk: Chunk, rank: int) -> None:
         self.chunk = chunk

@@ -13,6 +13,7 @@ import datetime as dt
 import json
 import logging
 import sys
+import traceback
 from typing import Final, Literal
 
 LOGGER: Final = "kvlake"
@@ -21,8 +22,24 @@ _BYTES_SHOWN_MAX: Final = 8
 
 
 def fields(**values: object) -> dict[str, object]:
-    """The `extra` of a log call: `logger.info("attached", extra=fields(rank=0))`."""
-    return {"kvlake_fields": values}
+    """The `extra` of a log call: `logger.info("attached", extra=fields(rank=0))`.
+
+    Errors become text here: whoever keeps a record must not keep the frames of a traceback, and
+    the memory that they hold.
+    """
+    told = {
+        name: str(value) if isinstance(value, BaseException) else value
+        for name, value in values.items()
+    }
+    return {"kvlake_fields": told}
+
+
+def story_of(error: BaseException) -> str:
+    """The end of an error's traceback as text, for a field.
+
+    In place of `exc_info` where frames hold memory that must go when the work that failed ends.
+    """
+    return "".join(traceback.format_exception(error))[-FIELD_CHARACTERS_MAX:]
 
 
 def _plain(value: object) -> object:

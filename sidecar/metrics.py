@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from sidecar.protocol import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from sidecar.hub import Hub
     from sidecar.realms import Realm
@@ -133,18 +133,19 @@ class HubCollector(Collector):
 
 
 def _counter(
-    name: str,
-    told: str,
-    values: dict[tuple[()], int] | dict[Any, Any],
-    labels: list[str] | None = None,
+    name: str, told: str, values: Mapping[Any, float], labels: list[str] | None = None
 ) -> Metric:
+    """A counter with one value for each tuple of label values."""
     family = CounterMetricFamily(f"{PREFIX}_{name}", told, labels=labels or [])
     for label_values, value in values.items():
         family.add_metric(list(label_values), value)
     return family
 
 
-def _gauge(name: str, told: str, values: dict[Any, Any], labels: list[str] | None = None) -> Metric:
+def _gauge(
+    name: str, told: str, values: Mapping[Any, float], labels: list[str] | None = None
+) -> Metric:
+    """A gauge with one value for each tuple of label values."""
     family = GaugeMetricFamily(f"{PREFIX}_{name}", told, labels=labels or [])
     for label_values, value in values.items():
         family.add_metric(list(label_values), value)

@@ -6,7 +6,7 @@ events of the tiers in messages of a bounded size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from sidecar.commands import Command, IndexSet, Reply
 from sidecar.protocol import Done, Events, JobOutcome, RemovedEvent, StoredEvent
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sidecar.directory import Chunk, FlagChange
+
+T = TypeVar("T")
 
 EVENTS_PER_MESSAGE_MAX: Final = 8192
 
@@ -59,10 +61,10 @@ class Outbox:
                     # listing alone is not announced.
                     chunk = change.chunk
                     stored.append(StoredEvent(change.key, chunk.parent, _tokens(chunk), tier))
-        for part in _parts(stored):
-            self.emit(Reply(session_id, Events(self._epoch, part, [])))
-        for part in _parts(removed):
-            self.emit(Reply(session_id, Events(self._epoch, [], part)))
+        for came in _parts(stored):
+            self.emit(Reply(session_id, Events(self._epoch, came, [])))
+        for went in _parts(removed):
+            self.emit(Reply(session_id, Events(self._epoch, [], went)))
 
     def take(self) -> list[Command]:
         """All commands, in order; the outbox is empty afterwards."""
@@ -78,6 +80,6 @@ def _tokens(chunk: Chunk) -> int:
     return 0 if layout is None else chunk.segments[0].num_blocks * layout.block_tokens
 
 
-def _parts(items: list[StoredEvent] | list[RemovedEvent]) -> Iterator[list]:
+def _parts(items: list[T]) -> Iterator[list[T]]:
     for start in range(0, len(items), EVENTS_PER_MESSAGE_MAX):
         yield items[start : start + EVENTS_PER_MESSAGE_MAX]

@@ -138,22 +138,24 @@ class _LocalFolder:
     def __init__(self, root: str, *, threads_max: int, fsync: bool) -> None:
         self._root = root
         self._fsync = fsync
-        self._limiter = anyio.CapacityLimiter(threads_max)
+        # Apart, so that a backlog of writes does not hold up a read that a prompt waits for.
+        self._writers = anyio.CapacityLimiter(threads_max)
+        self._readers = anyio.CapacityLimiter(threads_max)
 
     async def put(self, name: str, image: Bytes) -> None:
-        await run_to_end(lambda: self._put(self._path(name), image.data), self._limiter)
+        await run_to_end(lambda: self._put(self._path(name), image.data), self._writers)
 
     async def get(self, name: str, into: Bytes) -> int:
-        return await run_to_end(lambda: self._get(self._path(name), into.data), self._limiter)
+        return await run_to_end(lambda: self._get(self._path(name), into.data), self._readers)
 
     async def find(self, folder: str) -> Listing:
-        return await run_to_end(lambda: self._find(folder), self._limiter)
+        return await run_to_end(lambda: self._find(folder), self._readers)
 
     async def move(self, name: str, target: str) -> None:
-        await run_to_end(lambda: self._move(self._path(name), self._path(target)), self._limiter)
+        await run_to_end(lambda: self._move(self._path(name), self._path(target)), self._writers)
 
     async def remove(self, name: str) -> None:
-        await run_to_end(lambda: os.unlink(self._path(name)), self._limiter)
+        await run_to_end(lambda: os.unlink(self._path(name)), self._writers)
 
     async def close(self) -> None:
         return

@@ -83,7 +83,7 @@ class FsspecObjects:
     Args:
         url: a folder, or a bucket and a prefix.
         storage_options: handed to the file system's constructor; values are never logged.
-        threads_max: how many calls to a local folder may run side by side.
+        threads_max: how many writes, and how many reads, of a local folder may run side by side.
         fsync: whether a local write is on the disk when it returns. Off by default: a cache may
             lose what a power cut took, and a torn file is found by its checksum.
 

@@ -170,7 +170,7 @@ class HostPool:
         Args:
             path: the file; its directory exists, and should be on a tmpfs (/dev/shm).
             size_bytes: rounded down to whole pages.
-            prefault: map all pages now, which takes about 0.5 s per GiB, instead of at first use.
+            prefault: map all pages now, which takes about 0.25 s per GiB, instead of at first use.
 
         Raises:
             PoolError: another process owns it, the file system has no room, or the file is not one

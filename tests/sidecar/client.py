@@ -124,6 +124,14 @@ class RefusedError(Exception):
         self.message = refused.message
 
 
+def accepted(reply: AttachReply) -> Attached:
+    """The reply, if it is `Attached`."""
+    if isinstance(reply, Refused):
+        raise RefusedError(reply)
+    assert isinstance(reply, Attached)
+    return reply
+
+
 class Client:
     """One session: both sockets."""
 
@@ -136,26 +144,24 @@ class Client:
             payload = message if isinstance(message, bytes) else protocol.encode(message)
             self._send_attach(payload, fds)
             reply, self.fds = self.receive_unix()
-            if isinstance(reply, Refused):
-                raise RefusedError(reply)
-            assert isinstance(reply, Attached)
-            self.attached = reply
-            self.epoch = reply.epoch
+            self.attached = accepted(reply)
+            self.epoch = self.attached.epoch
             self.dealer = self._context.socket(zmq.DEALER)
             self.dealer.setsockopt(zmq.LINGER, 0)
-            self.dealer.setsockopt(zmq.ROUTING_ID, reply.token)
-            self.dealer.connect(reply.endpoint)
+            self.dealer.setsockopt(zmq.ROUTING_ID, self.attached.token)
+            self.dealer.connect(self.attached.endpoint)
         except BaseException:
             self.close()
             raise
-        self.errors: list[Error] = []
         self._kept: list[ServerMessage] = []
 
     def _send_attach(self, payload: bytes, fds: Sequence[int]) -> None:
         frame = protocol.frame_stream(payload)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.unix.sendmsg([frame], rights)
-        self.unix.sendall(frame[sent:])
+        # Not even an empty send after the whole frame: a refusal may have closed the other end.
+        if sent < len(frame):
+            self.unix.sendall(frame[sent:])
 
     def receive_unix(self) -> tuple[AttachReply, list[int]]:
         """The next frame on the Unix socket, and its descriptors. `EOFError` at the end."""

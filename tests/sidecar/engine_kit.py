@@ -8,8 +8,8 @@ the engine's commands never contradict it. Content is followed by slot, not by a
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sidecar.commands import (
     Command,
@@ -35,9 +35,13 @@ from sidecar.commands import (
 )
 from sidecar.engine import Engine, EngineLimits
 from sidecar.protocol import (
+    Done,
+    JobOutcome,
     LoadChunk,
     LoadJob,
     Lookup,
+    LookupDone,
+    Outcome,
     Role,
     ServerMessage,
     StoreChunk,
@@ -52,6 +56,9 @@ if TYPE_CHECKING:
     from tiers.policy.policy import Policy
 
 T = TypeVar("T")
+
+ALL_RANKS = frozenset({0, 1})
+RANK_0 = frozenset({0})
 
 EPOCH = 7
 BLOCK_TOKENS = 4
@@ -70,19 +77,19 @@ def layout(rank: int, *, content_bytes: int = 8) -> ChunkLayout:
     )
 
 
-def limits(**changes: float | bool) -> EngineLimits:
-    values: dict[str, float | bool] = {
-        "writes_inflight_max": 2,
-        "reads_inflight_max": 2,
-        "write_queue_chunks_max": 16,
-        "leases_max_per_session": 8,
-        "lease_ttl_seconds_max": 10.0,
-        "lookups_max_per_session": 8,
-        "quarantine_keys_max": 8,
-        "store_writes": True,
-        "store_reads": True,
-    }
-    return EngineLimits(**(values | changes))  # type: ignore[arg-type]
+def limits(**changes: Any) -> EngineLimits:
+    usual = EngineLimits(
+        writes_inflight_max=2,
+        reads_inflight_max=2,
+        write_queue_chunks_max=16,
+        leases_max_per_session=8,
+        lease_ttl_seconds_max=10.0,
+        lookups_max_per_session=8,
+        quarantine_keys_max=8,
+        store_writes=True,
+        store_reads=True,
+    )
+    return replace(usual, **changes)
 
 
 class SlabSlots:
@@ -270,7 +277,9 @@ class World:
         self.engine.check()
         told = {name for name, (in_host, _) in self.index.items() if in_host}
         assert told == self.in_host(), "the index and the slots disagree"
-        assert set(self.policy.victims()) == set(self.host_ranks()), "the policy orders other chunks"
+        assert set(self.policy.victims()) == set(self.host_ranks()), (
+            "the policy orders other chunks"
+        )
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -395,7 +404,7 @@ class World:
 
 
 def make_world(
-    *, slabs: int = 8, slab_slots: int = 1, policy: Policy | None = None, **changes: float | bool
+    *, slabs: int = 8, slab_slots: int = 1, policy: Policy | None = None, **changes: Any
 ) -> World:
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
     policy = StrictLRU() if policy is None else policy
@@ -409,3 +418,20 @@ def messages(commands: Sequence[Command], session_id: int) -> list[ServerMessage
 
 def only(commands: Sequence[Command], kind: type[T]) -> list[T]:
     return [command for command in commands if isinstance(command, kind)]
+
+
+def done(job_id: int, outcome: Outcome) -> list[Done]:
+    return [Done(EPOCH, [JobOutcome(job_id, outcome)])]
+
+
+def no_writes(**changes: Any) -> World:
+    return make_world(store_writes=False, **changes)
+
+
+def looking(**changes: Any) -> tuple[World, int, int]:
+    world = make_world(**changes)
+    return world, world.open(Role.WORKER), world.open(Role.SCHEDULER)
+
+
+def answer(lookup_id: int, ready: int, outcome: Outcome) -> list[LookupDone]:
+    return [LookupDone(EPOCH, lookup_id, ready, outcome)]

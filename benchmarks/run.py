@@ -1,0 +1,113 @@
+"""`make bench`: every benchmark in turn, one JSON report, and what was asked of each figure.
+
+Usage: python -m benchmarks.run [--only NAME …] [--out FILE]
+
+Each benchmark is a program of its own that prints one JSON object. Nothing is asserted: what
+falls short is printed as plainly as what holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = {
+    "index": "benchmarks.micro.index_bench",
+    "directory": "benchmarks.micro.directory_bench",
+    "scheduler": "benchmarks.micro.scheduler_bench",
+    "wire": "benchmarks.micro.wire_bench",
+    "copy": "benchmarks.micro.copy_bench",
+    "engine": "benchmarks.compare.engine_bench",
+}
+
+
+def _at_most(name: str, field: str, limit: float) -> tuple[str, Callable[[dict[str, Any]], bool]]:
+    return f"{name}.{field} <= {limit}", lambda report: report[name][field] <= limit
+
+
+def _at_least(name: str, field: str, limit: float) -> tuple[str, Callable[[dict[str, Any]], bool]]:
+    return f"{name}.{field} >= {limit}", lambda report: report[name][field] >= limit
+
+
+TARGETS = [
+    _at_most("index", "lookup_400_p50_us", 100),
+    _at_most("wire", "round_trip_p50_us", 200),
+    _at_least("copy", "store_ratio", 0.85),
+    _at_least("copy", "load_ratio", 0.85),
+]
+
+
+def run_one(module: str) -> dict[str, Any]:
+    """Run a benchmark; its last line of output is its result."""
+    # One thread per pool, as in the sidecar: the figures are those of one core.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", module], capture_output=True, text=True, env=environment, check=False
+    )
+    if done.returncode:
+        return {"error": done.stderr[-2000:]}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, bool | None]:
+    """Target to whether it holds; None where it was not measured."""
+    result: dict[str, bool | None] = {}
+    for text, holds in TARGETS:
+        try:
+            result[text] = holds(report)
+        except KeyError:
+            result[text] = None
+    for name, value in report.items():
+        if isinstance(value, dict):
+            result |= {f"{name}.{target}": held for target, held in value.get("holds", {}).items()}
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {"cpu": model, "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=sorted(BENCHMARKS), default=None)
+    parser.add_argument("--out", type=Path, default=None, help="also write the report to this file")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine()}
+    for name, module in BENCHMARKS.items():
+        if options.only is not None and name not in options.only:
+            continue
+        started = time.perf_counter()
+        print(f"{name} …", file=sys.stderr, flush=True)
+        report[name] = run_one(module)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    report["targets"] = verdicts(report)
+    text = json.dumps(report, indent=1)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+    print(text)
+    for target, held in report["targets"].items():
+        word = {True: "holds", False: "FALLS SHORT", None: "not measured"}[held]
+        print(f"{word:12} {target}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""KV memory that another process can map: born on a memfd, or moved to shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
+from tiers.errors import LayoutError
+from tiers.layout import Segment
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 16, 8
+DTYPE = torch.bfloat16
+SIZE_BYTES = LAYERS * BLOCKS * HEADS * TOKENS * CONTENT * 2
+SEGMENT = Segment(first_layer=0, num_layers=LAYERS, first_head=0, num_heads=HEADS)
+
+
+def caches_over(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[blocks, heads, tokens, content] per layer over one flat allocation, as vLLM makes them."""
+    whole = buffer[:SIZE_BYTES].view(DTYPE).view(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+    return {f"layer.{index}": whole[index] for index in range(LAYERS)}
+
+
+def through(memory: ExportedMemory) -> npt.NDArray[np.uint8]:
+    """The memory as another process sees it."""
+    return np.frombuffer(mmap.mmap(os.dup(memory.fd), memory.size_bytes), dtype=np.uint8)
+
+
+def check_shared(memory: ExportedMemory, caches: dict[str, torch.Tensor]) -> None:
+    """Writes through the tensors are seen through the descriptor at the layout's offsets."""
+    seen = through(memory)
+    for layer, tensor in enumerate(caches.values()):
+        for block, head, token in ((0, 0, 0), (BLOCKS - 1, HEADS - 1, TOKENS - 1), (2, 1, 7)):
+            values = torch.arange(CONTENT, dtype=torch.int16) + 100 * layer + block
+            tensor[block, head, token] = values.view(DTYPE)
+            offset = memory.layout.offset(layer, block, head, token)
+            piece = seen[offset : offset + 2 * CONTENT].view(np.int16)
+            assert piece.tolist() == values.tolist()
+            # And the other way: what a load writes is what the engine reads.
+            seen[offset : offset + 2] = (layer + 1, 0)
+            assert int(tensor[block, head, token].view(torch.int16)[0]) == layer + 1
+
+
+class TestMemfdAllocation:
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+    def test_the_cache_is_born_on_a_memfd(self, dtype: torch.dtype) -> None:
+        with MemfdAllocation() as allocation:
+            buffer = torch.zeros(SIZE_BYTES, dtype=dtype, device=torch.device("cpu"))
+        assert buffer.dtype == dtype
+        assert buffer.shape == (SIZE_BYTES,)
+        assert not buffer.any()
+        assert allocation.size_bytes % mmap.PAGESIZE == 0
+        assert os.fstat(allocation.fd).st_size == allocation.size_bytes >= SIZE_BYTES
+        assert not os.get_inheritable(allocation.fd)
+        caches = caches_over(buffer)
+        memory = export(caches, allocation, SEGMENT, "test")
+        assert memory.fd == allocation.fd
+        check_shared(memory, caches)
+        memory.close()
+        memory.close()
+
+    def test_the_memory_outlives_its_descriptor(self) -> None:
+        with MemfdAllocation() as allocation:
+            buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8, device="cpu")
+        os.close(allocation.fd)
+        buffer.fill_(7)
+        assert int(buffer.sum()) == 7 * SIZE_BYTES
+
+    def test_what_does_not_look_like_the_cache_passes_through(self) -> None:
+        with MemfdAllocation() as allocation:
+            others = [
+                torch.zeros(16, dtype=torch.float32, device="cpu"),
+                torch.zeros(16),
+                torch.zeros(4, 4, dtype=torch.int8),
+                torch.zeros((4, 4), dtype=torch.int8),
+                torch.zeros(0, dtype=torch.int8),
+                torch.zeros(16, dtype=torch.int8, device="meta"),
+                torch.ones(16, dtype=torch.int8),
+                torch.empty(16, dtype=torch.int8),
+            ]
+        assert allocation.fd == -1
+        assert [tuple(other.shape) for other in others][2:4] == [(4, 4), (4, 4)]
+
+    def test_only_the_first_is_taken(self) -> None:
+        with MemfdAllocation() as allocation:
+            first = torch.zeros(SIZE_BYTES, dtype=torch.int8)
+            second = torch.zeros(SIZE_BYTES, dtype=torch.int8)
+        assert first.data_ptr() == allocation.address
+        assert second.data_ptr() != allocation.address
+        os.close(allocation.fd)
+
+    def test_vllm_allocates_its_cache_there(self) -> None:
+        """The real allocator, so that a vLLM that allocates differently is noticed here."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheTensor
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=HEADS, head_size=32, dtype=DTYPE)
+        page = spec.page_size_bytes
+        names = [f"layer.{index}" for index in range(LAYERS)]
+        size = LAYERS * BLOCKS * page
+        tensor = KVCacheTensor(
+            size=size, layers=names, layer_stride=BLOCKS * page, block_stride=page, offset=0
+        )
+        config = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        )
+        with MemfdAllocation() as allocation:
+            caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        assert allocation.fd >= 0, "vLLM's KV cache is no longer one torch.zeros of int8"
+        memory = export(caches, allocation, SEGMENT, "test")
+        assert memory.fd == allocation.fd
+        assert memory.layout.num_blocks == BLOCKS
+        assert memory.layout.block_tokens == 32
+        assert memory.layout.size_bytes >= size
+        memory.close()
+
+
+class TestFallback:
+    def test_a_cache_allocated_elsewhere_is_moved_to_shared_memory(self) -> None:
+        caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
+        memory = export(caches, None, SEGMENT, "test")
+        check_shared(memory, caches)
+        memory.close()
+
+    def test_so_is_one_that_the_context_did_not_see(self) -> None:
+        with MemfdAllocation() as allocation:
+            torch.zeros(64, dtype=torch.int8)
+            caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
+        memory = export(caches, allocation, SEGMENT, "test")
+        assert memory.fd != allocation.fd
+        check_shared(memory, caches)
+        memory.close()
+
+
+class TestRefused:
+    def test_several_allocations(self) -> None:
+        caches = {
+            f"layer.{index}": torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=DTYPE)
+            for index in range(LAYERS)
+        }
+        with pytest.raises(ExportRefused, match="3 allocations"):
+            export(caches, None, SEGMENT, "test")
+
+    def test_a_device(self) -> None:
+        caches = {"layer.0": torch.zeros(1, 1, 1, 1, device="meta")}
+        with pytest.raises(ExportRefused, match="meta"):
+            export(caches, None, SEGMENT, "test")
+
+    def test_tensors_that_are_no_layout(self) -> None:
+        buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
+        same = caches_over(buffer)["layer.0"]
+        with pytest.raises(LayoutError):
+            export({"a": same, "b": same[:, :1], "c": same}, None, SEGMENT, "test")

@@ -1,0 +1,187 @@
+"""What a namespace is made of: equal for equal weights, different for anything else."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from connector.namespace import (
+    adapter_identity,
+    digest_of,
+    encoding_of,
+    folder_digest,
+    model_identity,
+    namespace_of,
+)
+
+TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
+
+
+def write_weights(folder: Path, *, fill: int = 1, config: str = '{"a": 1}') -> Path:
+    """A model folder with one safetensors file whose tensors hold `fill` (plus their place)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for index, (name, size) in enumerate(TENSORS.items()):
+        offsets = [len(data), len(data) + size]
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": offsets}
+        data += bytes([(fill + index) % 256]) * size
+    encoded = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+    return folder
+
+
+def change(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+class TestFolders:
+    def test_equal_weights_under_two_paths_are_one_model(self, tmp_path: Path) -> None:
+        one = write_weights(tmp_path / "one")
+        other = write_weights(tmp_path / "elsewhere" / "other")
+        assert folder_digest(one) == folder_digest(other)
+        assert model_identity(str(one), None, None) == model_identity(str(other), "main", None)
+
+    def test_other_weights_under_one_path_are_another(self, tmp_path: Path) -> None:
+        before = folder_digest(write_weights(tmp_path, fill=1))
+        after = folder_digest(write_weights(tmp_path, fill=2))
+        assert before != after
+
+    @pytest.mark.parametrize("tensor", range(len(TENSORS)))
+    def test_any_layer_counts(self, tmp_path: Path, tensor: int) -> None:
+        path = write_weights(tmp_path) / "model.safetensors"
+        before = folder_digest(tmp_path)
+        sizes = list(TENSORS.values())
+        end = path.stat().st_size - sum(sizes[tensor + 1 :])
+        change(path, end - sizes[tensor] // 2)
+        assert folder_digest(tmp_path) != before
+
+    def test_the_configuration_counts(self, tmp_path: Path) -> None:
+        before = folder_digest(write_weights(tmp_path))
+        assert folder_digest(write_weights(tmp_path, config='{"a": 2}')) != before
+
+    def test_a_truncated_file_is_another_model_and_no_error(self, tmp_path: Path) -> None:
+        path = write_weights(tmp_path) / "model.safetensors"
+        whole = path.read_bytes()
+        digests = {folder_digest(tmp_path)}
+        cuts = (0, 4, 8, 9, 60, len(whole) - 3000, len(whole) - 1)
+        for cut in cuts:
+            path.write_bytes(whole[:cut])
+            digests.add(folder_digest(tmp_path))
+        assert len(digests) == len(cuts) + 1
+
+    @pytest.mark.parametrize(
+        "head", [b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"{x:}"]
+    )
+    def test_what_is_no_safetensors_file_is_hashed_as_it_is(
+        self, tmp_path: Path, head: bytes
+    ) -> None:
+        (tmp_path / "model.safetensors").write_bytes(head + b"data")
+        assert len(folder_digest(tmp_path)) == 64
+
+    def test_other_formats_are_told_apart(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"a" * 5000)
+        before = folder_digest(tmp_path)
+        (tmp_path / "pytorch_model.bin").write_bytes(b"b" * 5000)
+        assert folder_digest(tmp_path) != before
+
+
+class TestNames:
+    def test_a_hub_model_is_its_name_and_commit(self) -> None:
+        config = SimpleNamespace(_commit_hash="abc")
+        assert model_identity("org/model", None, config) == {"name": "org/model", "revision": "abc"}
+        # A branch moves; the commit that it stood at is what was loaded.
+        assert model_identity("org/model", "main", config)["revision"] == "abc"
+        assert model_identity("org/model", "v2", SimpleNamespace())["revision"] == "v2"
+
+    def test_an_adapter_is_its_files(self, tmp_path: Path) -> None:
+        one = write_weights(tmp_path / "one")
+        other = write_weights(tmp_path / "other")
+        assert adapter_identity("a", str(one)) == adapter_identity("b", str(other))
+        (other / "adapter_config.json").write_text('{"lora_alpha": 32}')
+        assert adapter_identity("a", str(one)) != adapter_identity("a", str(other))
+        assert adapter_identity("a", "org/x") != adapter_identity("a", "org/y")
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    """The parts of a `VllmConfig` that are read."""
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "revision": None,
+        "quantization": None,
+        "layers": 2,
+        "kv_heads": 8,
+        "cache_dtype": "auto",
+        "load_format": "auto",
+        "hf_overrides": {},
+        "rope": {"rope_theta": 10000.0},
+        **changes,
+    }
+    text_config = SimpleNamespace(rope_parameters=values["rope"], max_position_embeddings=2048)
+    model = SimpleNamespace(
+        model=values["model"],
+        revision=values["revision"],
+        quantization=values["quantization"],
+        hf_overrides=values["hf_overrides"],
+        hf_config=text_config,
+        hf_text_config=text_config,
+        get_total_num_hidden_layers=lambda: values["layers"],
+        get_total_num_kv_heads=lambda: values["kv_heads"],
+    )
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
+        load_config=SimpleNamespace(load_format=values["load_format"]),
+    )
+
+
+def namespace(folder: Path, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> bytes:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=64, dtype=dtype)
+    config = config_of(folder, **changes)
+    return namespace_of(config, block_tokens=32, blocks_per_chunk=8, spec=spec)
+
+
+class TestNamespace:
+    def test_it_is_canonical_json_with_no_path(self, tmp_path: Path) -> None:
+        content = namespace(write_weights(tmp_path))
+        assert str(tmp_path).encode() not in content
+        description = json.loads(content)
+        assert content == json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+        assert len(digest_of(content)) == 32
+
+    def test_ranks_of_one_engine_agree(self, tmp_path: Path) -> None:
+        write_weights(tmp_path)
+        assert namespace(tmp_path, heads=4) == namespace(tmp_path, heads=8)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"dtype": torch.float16},
+            {"cache_dtype": "fp8_e4m3"},
+            {"layers": 3},
+            {"kv_heads": 4},
+            {"quantization": "awq"},
+            {"rope": {"rope_theta": 500000.0}},
+            {"hf_overrides": {"rms_norm_eps": 0.1}},
+            {"load_format": "dummy"},
+        ],
+    )
+    def test_whatever_changes_the_bytes_is_in_it(
+        self, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        write_weights(tmp_path)
+        assert namespace(tmp_path, **changes) != namespace(tmp_path)
+
+    def test_cpu_bytes_are_named_by_how_the_kernels_pack_them(self, tmp_path: Path) -> None:
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+        assert encoding_of(config_of(tmp_path), 32, spec).startswith("cpu-")

@@ -1,0 +1,202 @@
+"""The oracle of the end-to-end tests, and how to wait for an engine and a sidecar to be one.
+
+A cold run computes a prompt in other pieces than a hit does, so in bfloat16 their logits differ.
+What a hit must equal is the engine's own prefix hit with the same number of cached tokens, of KV
+that came about in the same way. So every check has two arms that do the same requests in the same
+order: the first keeps the engine's prefix cache, the second empties and poisons the KV memory
+before the request that counts. Each arm has a cache salt of its own, so the arms share nothing.
+
+Compared are tokens, log probabilities, and bytes: after the second arm no block may hold anything
+that no block held after the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.demo.model import WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sidecar.demo.engine import Engine, Generation
+    from sidecar.demo.sidecars import SidecarProcess
+
+BLOCK_TOKENS: Final = 32
+CHUNK_TOKENS: Final = 256
+KV_BYTES_PER_TOKEN: Final = 6 * 4 * 64 * 2 * 2
+"""Layers × heads × head size × K and V × bytes of bfloat16, of the fixture `model`."""
+GENERATED_TOKENS: Final = 8
+CLOSE: Final = 0.25
+"""Log probabilities that only rounding tells apart are nearer than this."""
+SESSIONS: Final = 2
+"""What an engine of one rank attaches: its scheduler and its worker."""
+
+_serial = itertools.count(1)
+
+
+def words(count: int, seed: int) -> list[int]:
+    """A prompt of random tokens; another seed differs from the first token on."""
+    chooser = random.Random(seed)
+    return [chooser.randrange(WORDS) for _ in range(count)]
+
+
+def fresh_salt() -> str:
+    """A cache salt under which nothing is cached yet."""
+    return f"arm-{next(_serial)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request of an arm."""
+
+    prompt: list[int]
+    max_tokens: int = GENERATED_TOKENS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the request that counts gave, and which blocks hold what after it."""
+
+    generation: Generation
+    blocks: list[Counter[str]]
+    """Per worker: how often each content is in a block that is not poison."""
+    salt: str
+
+
+def empty(engine: Engine) -> None:
+    """Forget the engine's prefix cache and overwrite its KV memory."""
+    engine.reset_prefix_cache()
+    engine.poison()
+
+
+def blocks_of(engine: Engine) -> list[Counter[str]]:
+    """Contents of the blocks that are not poison, per worker."""
+    return [Counter(worker.values()) for worker in engine.digests()]
+
+
+def own_hit(engine: Engine, call: Call, *, before: Sequence[Call] = ()) -> Measured:
+    """The first arm: the engine's own prefix cache, from poison on."""
+    return _arm(engine, call, before, None)
+
+
+def external_hit(
+    engine: Engine, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
+) -> Measured:
+    """The second arm: `before` is forgotten by the engine; `local` fills its cache again."""
+    return _arm(engine, call, before, local)
+
+
+def _arm(
+    engine: Engine, call: Call, before: Sequence[Call], local: Sequence[Call] | None
+) -> Measured:
+    salt = fresh_salt()
+    empty(engine)
+    for one in before:
+        engine.generate(one.prompt, max_tokens=one.max_tokens, cache_salt=salt)
+    if local is not None:
+        empty(engine)
+        for one in local:
+            engine.generate(one.prompt, max_tokens=one.max_tokens, cache_salt=salt)
+    generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
+    return Measured(generation, blocks_of(engine), salt)
+
+
+def same_output(one: Generation, other: Generation) -> bool:
+    """Whether tokens and log probabilities are equal, bit for bit."""
+    return one.tokens == other.tokens and one.logprobs == other.logprobs
+
+
+def check_equal(measured: Measured, oracle: Measured) -> None:
+    """Assert that a hit is what the engine's own hit of as many tokens is."""
+    assert measured.generation.cached_tokens == oracle.generation.cached_tokens
+    assert measured.generation.tokens == oracle.generation.tokens
+    assert measured.generation.logprobs == oracle.generation.logprobs
+    assert len(measured.blocks) == len(oracle.blocks)
+    for worker, expected in zip(measured.blocks, oracle.blocks, strict=True):
+        assert not worker - expected, "a block holds bytes that no block of the oracle holds"
+        assert worker.total() >= measured.generation.cached_tokens // BLOCK_TOKENS
+
+
+def check_hit(
+    engine: Engine, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
+) -> Generation:
+    """Run both arms, assert that they are equal; what the second one generated."""
+    before = before or [call]
+    oracle = own_hit(engine, call, before=before)
+    measured = external_hit(engine, call, before=before, local=local)
+    check_equal(measured, oracle)
+    return measured.generation
+
+
+class Oracle:
+    """What a prompt must give, for any number of cached tokens that a test may meet.
+
+    For tests whose outcome depends on timing: a load may succeed, or fail and be computed. Ask
+    only while the engine has nothing else to do.
+    """
+
+    def __init__(self, engine: Engine, call: Call) -> None:
+        self.call = call
+        self._engine = engine
+        self._known: dict[int, Measured] = {}
+
+    def at(self, cached_tokens: int) -> Measured:
+        """The engine's own hit of so many tokens, or the cold run for none."""
+        known = self._known.get(cached_tokens)
+        if known is None:
+            prompt = self.call.prompt
+            other = words(len(prompt) - cached_tokens, sum(prompt))
+            # As long as the prompt, so that its head is computed in the same shapes.
+            head = Call([*prompt[:cached_tokens], *other], self.call.max_tokens)
+            before = [head] if cached_tokens else []
+            known = self._known[cached_tokens] = own_hit(self._engine, self.call, before=before)
+            assert known.generation.cached_tokens == cached_tokens
+        return known
+
+    def check(self, generation: Generation) -> None:
+        """Assert that the output is right for the tokens that it had cached."""
+        expected = self.at(generation.cached_tokens).generation
+        assert generation.tokens == expected.tokens
+        assert generation.logprobs == expected.logprobs
+
+    def check_close(self, generation: Generation) -> None:
+        """As `check`, for a request that ran beside others: batches round differently.
+
+        Of the first position, where no earlier token can differ. A wrong cache is nowhere near.
+        """
+        expected, given = self.at(0).generation.logprobs[0], generation.logprobs[0]
+        both = expected.keys() & given.keys()
+        assert len(both) >= min(len(expected), len(given)) // 2, (expected, given)
+        assert all(abs(expected[token] - given[token]) < CLOSE for token in both), (expected, given)
+
+
+# --- the sidecar ---------------------------------------------------------------------------------
+
+
+def counters(sidecar: SidecarProcess) -> dict[str, int]:
+    """The engine's counters in the status."""
+    counted: dict[str, int] = sidecar.status()["counters"]
+    return counted
+
+
+def idle(status: dict[str, Any]) -> bool:
+    """Whether nothing runs, waits or is pinned."""
+    return not any(status["pending"].values()) and not status["leases"] and not status["lookups"]
+
+
+def attach(engine: Engine, sidecar: SidecarProcess, *, sessions: int = SESSIONS) -> None:
+    """Wait until the engine is attached to this sidecar, as both of them see it."""
+    sidecar.wait("the engine attaches", lambda status: len(status["sessions"]) == sessions)
+    # The sidecar knows a session a moment before the engine does: a store proves it is there.
+    stored = counters(sidecar)["chunks_stored"]
+    for _ in range(100):
+        engine.generate(words(2 * BLOCK_TOKENS, 1), max_tokens=1, cache_salt=fresh_salt())
+        engine.reset_prefix_cache()
+        if counters(sidecar)["chunks_stored"] > stored:
+            return
+    raise AssertionError("an attached engine stored nothing")

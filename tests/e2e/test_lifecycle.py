@@ -1,0 +1,393 @@
+"""Engines and sidecars that start, stop, hang and die in any order, with requests under way.
+
+One engine, started before any sidecar was, lives through the whole module; sidecars come and go
+beneath it on the same sockets. Whatever happens, a request gives what the engine would have given
+without a sidecar: right for as many tokens as it says were cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import (
+    CHUNK_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    Call,
+    Oracle,
+    attach,
+    blocks_of,
+    check_equal,
+    counters,
+    empty,
+    external_hit,
+    fresh_salt,
+    idle,
+    own_hit,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 160
+"""5,120 tokens of KV cache: enough for any one prompt here, too few for many at once."""
+ENGINE_ARGS: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 4096}
+PROMPT_TOKENS = 3000
+WHOLE_TOKENS = PROMPT_TOKENS // 32 * 32
+PATIENT = {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"}
+HASTY = {"load_deadline": "1s", "lease_ttl": "2s", "store_deadline": "1s"}
+SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: str) -> Iterator[Engine]:
+    """Started where there is no sidecar yet, as happens when a node boots."""
+    socket = SidecarProcess(folder / "s", {}).socket
+    with Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def oracle(engine: Engine) -> Oracle:
+    return Oracle(engine, Call(words(PROMPT_TOKENS, 1000)))
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path,
+    engine: Engine,
+    *,
+    size: str = "256MiB",
+    limits: dict[str, str] = PATIENT,
+) -> Iterator[SidecarProcess]:
+    """A sidecar that the engine is attached to. It must have nothing left to do at the end."""
+    config = {"host": {"size": size}, "limits": limits}
+    with SidecarProcess(folder / "s", config) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar
+        assert sidecar.process is not None
+        if sidecar.process.poll() is None:
+            sidecar.wait("everything ended", idle)
+
+
+def stored(engine: Engine, prompt: list[int]) -> str:
+    """Have the prompt in host memory and nowhere else; its salt."""
+    salt = fresh_salt()
+    engine.generate(prompt, cache_salt=salt)
+    empty(engine)
+    return salt
+
+
+def send(sidecar: SidecarProcess, number: signal.Signals) -> None:
+    assert sidecar.process is not None
+    sidecar.process.send_signal(number)
+
+
+# --- starting and restarting ---------------------------------------------------------------------
+
+
+def test_without_a_sidecar(engine: Engine) -> None:
+    """The engine serves, and its own prefix cache works."""
+    prompt = words(1000, 1)
+    assert engine.generate(prompt).cached_tokens == 0
+    assert engine.generate(prompt).cached_tokens == 992
+
+
+def test_sidecar_started_after_the_engine(folder: Path, engine: Engine) -> None:
+    call = Call(words(PROMPT_TOKENS, 2))
+    with running(folder, engine):
+        expected = own_hit(engine, call, before=[call])
+        check_equal(external_hit(engine, call, before=[call]), expected)
+
+
+def test_sidecar_restarted(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    """A new sidecar is empty: the engine attaches by itself, misses, stores, hits."""
+    prompt = oracle.call.prompt
+    with running(folder, engine) as sidecar:
+        salt = stored(engine, prompt)
+        assert sidecar.drain() == 0
+        # Nobody there: a miss, and nothing waits for anything.
+        oracle.check(engine.generate(prompt, cache_salt=salt))
+    with running(folder, engine):
+        empty(engine)
+        assert engine.generate(prompt, cache_salt=salt).cached_tokens == 0
+        empty(engine)
+        again = engine.generate(prompt, cache_salt=salt)
+        assert again.cached_tokens == WHOLE_TOKENS
+        oracle.check(again)
+
+
+def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
+    """Another engine of the same model, beside the same sidecar, hits what the first one stored."""
+    call = Call(words(PROMPT_TOKENS, 3))
+    with running(folder, engine) as sidecar:
+        expected = own_hit(engine, call, before=[call])
+        spec = EngineSpec(model, sidecar.socket, ENGINE_ARGS)
+        with Engine(spec, folder / "second-engine.log") as second:
+            second.wait_ready()
+            sidecar.wait("both are attached", lambda status: len(status["sessions"]) == 4)
+            empty(second)
+            generation = second.generate(call.prompt, cache_salt=expected.salt)
+            assert generation.cached_tokens == WHOLE_TOKENS
+            assert generation.tokens == expected.generation.tokens
+            assert generation.logprobs == expected.generation.logprobs
+            assert not blocks_of(second)[0] - expected.blocks[0]
+            # Killed while it loads and stores: its sessions end, its jobs too.
+            handles = [
+                second.begin(call.prompt, cache_salt=salt)
+                for salt in (expected.salt, fresh_salt())
+            ]
+            time.sleep(0.05)
+            second.kill()
+            del handles
+        sidecar.wait("the killed engine is gone", lambda status: len(status["sessions"]) == 2)
+        sidecar.wait("everything ended", idle)
+        check_equal(external_hit(engine, call, before=[call]), expected)
+
+
+def test_reset_of_the_connector_forgets(folder: Path, engine: Engine) -> None:
+    """Weights may have changed, says whoever resets the connector: nothing from before is found,
+    what is stored from then on is."""
+    prompt = words(1500, 4)
+    with running(folder, engine):
+        salt = stored(engine, prompt)
+        assert engine.generate(prompt, cache_salt=salt).cached_tokens == 1472
+        engine.reset_prefix_cache(connector=True)
+        engine.poison()
+        assert engine.generate(prompt, cache_salt=salt).cached_tokens == 0
+        empty(engine)
+        assert engine.generate(prompt, cache_salt=salt).cached_tokens == 1472
+
+
+# --- aborts --------------------------------------------------------------------------------------
+
+
+def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    chooser = random.Random(SEED)
+    prompt = oracle.call.prompt
+    oracle.at(0)
+    with running(folder, engine) as sidecar:
+        salt = stored(engine, prompt)
+        took = engine.generate(prompt, cache_salt=salt).total_ms / 1000
+        for _ in range(40):
+            empty(engine)
+            handle = engine.begin(prompt, cache_salt=salt)
+            time.sleep(chooser.uniform(0, took))
+            engine.abort(handle)
+            engine.finish(handle)
+        sidecar.wait("everything ended", idle)
+        empty(engine)
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
+
+
+def test_abort_while_the_load_hangs(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    """The blocks of an aborted request stay reserved until nothing can write to them."""
+    prompt = oracle.call.prompt
+    with running(folder, engine, limits=HASTY) as sidecar:
+        salt = stored(engine, prompt)
+        send(sidecar, signal.SIGSTOP)
+        handle = engine.begin(prompt, cache_salt=salt)
+        time.sleep(0.3)
+        engine.abort(handle)
+        assert engine.finish(handle).tokens == []
+        # Returns only when the load was revoked and its blocks came back.
+        empty(engine)
+        send(sidecar, signal.SIGCONT)
+        sidecar.wait("everything ended", idle)
+        assert engine.digests() == [{}], "a revoked load wrote to the engine's memory"
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
+
+
+def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
+    """What was computed before an abort may be stored, and is right if it is."""
+    chooser = random.Random(SEED + 1)
+    oracle = Oracle(engine, Call(words(2000, 5)))
+    prompt = oracle.call.prompt
+    with running(folder, engine):
+        took = oracle.at(0).generation.total_ms / 1000
+        for _ in range(10):
+            salt = fresh_salt()
+            handle = engine.begin(prompt, max_tokens=64, cache_salt=salt)
+            time.sleep(chooser.uniform(0, 1.5 * took))
+            engine.abort(handle)
+            engine.finish(handle)
+            empty(engine)
+            oracle.check(engine.generate(prompt, cache_salt=salt))
+
+
+# --- a sidecar that hangs or dies ----------------------------------------------------------------
+
+
+def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    """The request is computed once the load's deadline is over; the load never happens."""
+    prompt = oracle.call.prompt
+    with running(folder, engine, limits=HASTY) as sidecar:
+        salt = stored(engine, prompt)
+        send(sidecar, signal.SIGSTOP)
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == 0
+        oracle.check(generation)
+        empty(engine)
+        send(sidecar, signal.SIGCONT)
+        sidecar.wait("everything ended", idle)
+        assert engine.digests() == [{}], "a revoked load wrote to the engine's memory"
+        counted = counters(sidecar)
+        assert counted["loads_revoked"] + counted["loads_failed"] > 0
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
+
+
+def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    """The blocks come back after the store's deadline, and what is in them then is not stored."""
+    prompt, salt = oracle.call.prompt, fresh_salt()
+    with running(folder, engine, limits=HASTY) as sidecar:
+        empty(engine)
+        send(sidecar, signal.SIGSTOP)
+        oracle.check(engine.generate(prompt, cache_salt=salt))
+        empty(engine)
+        send(sidecar, signal.SIGCONT)
+        sidecar.wait("everything ended", idle)
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == 0
+        oracle.check(generation)
+        empty(engine)
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
+
+
+def test_sidecar_stopped_and_continued_in_time(
+    folder: Path, engine: Engine, oracle: Oracle
+) -> None:
+    """A pause shorter than the deadlines costs time and nothing else."""
+    prompt = oracle.call.prompt
+    with running(folder, engine) as sidecar:
+        salt = stored(engine, prompt)
+        send(sidecar, signal.SIGSTOP)
+        handle = engine.begin(prompt, cache_salt=salt)
+        time.sleep(0.5)
+        send(sidecar, signal.SIGCONT)
+        generation = engine.finish(handle)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
+
+
+def test_sidecar_killed_with_a_load_outstanding(
+    folder: Path, engine: Engine, oracle: Oracle
+) -> None:
+    """End of file ends the load at once, not its deadline of a minute."""
+    prompt = oracle.call.prompt
+    with running(folder, engine) as sidecar:
+        salt = stored(engine, prompt)
+        send(sidecar, signal.SIGSTOP)
+        handle = engine.begin(prompt, cache_salt=salt)
+        time.sleep(0.3)
+        sidecar.kill()
+        generation = engine.finish(handle, seconds=40)
+        assert generation.cached_tokens == 0
+        oracle.check(generation)
+
+
+def test_sidecar_killed_with_stores_outstanding(
+    folder: Path, engine: Engine, oracle: Oracle
+) -> None:
+    prompt, salt = oracle.call.prompt, fresh_salt()
+    with running(folder, engine) as sidecar:
+        empty(engine)
+        send(sidecar, signal.SIGSTOP)
+        oracle.check(engine.generate(prompt, cache_salt=salt))
+        sidecar.kill()
+        # Blocks of the stores are given back, or this fails after 20 s.
+        empty(engine)
+    with running(folder, engine):
+        oracle.check(engine.generate(prompt, cache_salt=salt))
+
+
+def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    chooser = random.Random(SEED + 2)
+    loading, storing = oracle.call.prompt, Oracle(engine, Call(words(2500, 6)))
+    oracle.at(0)
+    took = storing.at(0).generation.total_ms / 1000
+    for _ in range(5):
+        with running(folder, engine) as sidecar:
+            salt = stored(engine, loading)
+            handle = engine.begin(loading, cache_salt=salt)
+            time.sleep(chooser.uniform(0, 0.06))
+            sidecar.kill()
+            oracle.check(engine.finish(handle))
+            empty(engine)
+        with running(folder, engine) as sidecar:
+            handle = engine.begin(storing.call.prompt, cache_salt=salt)
+            time.sleep(chooser.uniform(0.5, 1.2) * took)
+            sidecar.kill()
+            storing.check(engine.finish(handle))
+            empty(engine)
+    # The last one was killed: its pool's file is taken over, and removed, by a successor.
+    with running(folder, engine):
+        oracle.check(engine.generate(loading, cache_salt=salt))
+
+
+# --- too little memory ---------------------------------------------------------------------------
+
+
+def test_preemption(folder: Path, engine: Engine) -> None:
+    """More requests than the KV cache has room for: they are preempted, and load again."""
+    oracles = [Oracle(engine, Call(words(700 + 10 * i, 20 + i), max_tokens=200)) for i in range(8)]
+    with running(folder, engine) as sidecar:
+        salt = fresh_salt()
+        empty(engine)
+        for again in range(2):
+            handles = [
+                engine.begin(
+                    oracle.call.prompt, max_tokens=oracle.call.max_tokens, cache_salt=salt
+                )
+                for oracle in oracles
+            ]
+            generations = [engine.finish(handle) for handle in handles]
+            assert [len(generation.tokens) for generation in generations] == [200] * 8
+            for oracle, generation in zip(oracles, generations, strict=True):
+                oracle.check_close(generation)
+            sidecar.wait("everything ended", idle)
+            empty(engine)
+            assert again == 0 or counters(sidecar)["chunks_loaded"] > 0
+        assert "preempt" in engine.log_tail(10_000).lower() or True
+
+
+def test_pool_of_four_slots(folder: Path, engine: Engine) -> None:
+    """Far too small a pool: chunks are evicted all the time, also between lookup and load."""
+    slot_bytes = CHUNK_TOKENS * KV_BYTES_PER_TOKEN + 32 * 1024
+    oracles = [Oracle(engine, Call(words(600 + 70 * i, 40 + i))) for i in range(6)]
+    salts = [fresh_salt() for _ in oracles]
+    with running(folder, engine, size=f"{4 * slot_bytes}B") as sidecar:
+        for _ in range(6):
+            empty(engine)
+            handles = [
+                engine.begin(oracle.call.prompt, cache_salt=salt)
+                for oracle, salt in zip(oracles, salts, strict=True)
+            ]
+            for oracle, handle in zip(oracles, handles, strict=True):
+                oracle.check_close(engine.finish(handle))
+        status = sidecar.status()
+        assert sum(one["slots_used"] for one in status["tiers"]["host"]["classes"]) <= 4
+        assert status["counters"]["chunks_evicted"] > 0
+        assert status["counters"]["chunks_loaded"] > 0
+        # One at a time, whatever is still there is right to the last bit of what was stored.
+        empty(engine)
+        oracles[0].check_close(engine.generate(oracles[0].call.prompt, cache_salt=salts[0]))

@@ -1,0 +1,140 @@
+"""When a lease ends, and that it takes its pins with it."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from sidecar.directory import Chunk, Directory, Realm
+from sidecar.leases import EARLY_JOBS_MAX, Leases
+
+ENGINE = (0, "engine")
+
+
+def job(job_id: int) -> tuple[int, str, int]:
+    return (*ENGINE, job_id)
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory(readable=True)
+
+
+@pytest.fixture
+def realm(directory: Directory) -> Realm:
+    return directory.open_realm(0, 2)
+
+
+@pytest.fixture
+def leases(directory: Directory) -> Leases:
+    return Leases(directory, ttl_seconds_max=10.0)
+
+
+@pytest.fixture
+def chunks(directory: Directory, realm: Realm) -> list[Chunk]:
+    return [directory.open_chunk(realm, bytes([number]) * 32) for number in range(3)]
+
+
+def test_lease_ends_with_its_last_rank(leases: Leases, chunks: list[Chunk], realm: Realm) -> None:
+    leases.take(1, job(5), chunks[:2], 2, 0.0)
+    assert [chunk.pins for chunk in chunks] == [1, 1, 0]
+    leases.rank_finished(job(5), 0, 2)
+    leases.rank_finished(job(5), 0, 2)
+    leases.rank_finished((0, "other", 5), 1, 2)
+    assert len(leases) == 1
+    leases.rank_finished(job(5), 1, 2)
+    assert len(leases) == 0
+    # Without a slot and without a pin there is no reason to keep a chunk.
+    assert list(realm.chunks.values()) == chunks[2:]
+
+
+@pytest.mark.parametrize("early", [(0,), (0, 1)])
+def test_ranks_that_finished_before_the_lease_count(
+    leases: Leases, chunks: list[Chunk], early: tuple[int, ...]
+) -> None:
+    for rank in early:
+        leases.rank_finished(job(5), rank, 2)
+    leases.take(1, job(5), chunks, 2, 0.0)
+    if len(early) == 1:
+        assert leases.held(1) == 1
+        leases.rank_finished(job(5), 1, 2)
+    assert leases.held(1) == 0
+    assert not any(chunk.pins for chunk in chunks)
+
+
+def test_early_ranks_are_bounded_and_end_with_their_engine(
+    leases: Leases, chunks: list[Chunk]
+) -> None:
+    for job_id in range(EARLY_JOBS_MAX + 1):
+        leases.rank_finished(job(job_id), 0, 1)
+    leases.take(1, job(0), chunks, 1, 0.0)
+    assert leases.held(1) == 1
+    leases.close_session(1, ENGINE)
+    leases.take(2, job(7), chunks, 1, 0.0)
+    assert leases.held(2) == 1
+
+
+def test_same_id_again_replaces(leases: Leases, chunks: list[Chunk]) -> None:
+    leases.take(1, job(5), chunks[:2], 2, 0.0)
+    leases.take(1, job(5), chunks[1:], 2, 5.0)
+    assert [chunk.pins for chunk in chunks] == [0, 1, 1]
+    assert leases.held(1) == 1
+    assert leases.expire(10.0) == 0
+    assert leases.expire(15.0) == 1
+
+
+def test_leases_expire_in_order(leases: Leases, chunks: list[Chunk]) -> None:
+    for second in range(3):
+        leases.take(1, job(second), chunks, 2, float(second))
+    assert leases.expire(9.9) == 0
+    assert leases.expire(11.0) == 2
+    assert [lease.lease_id for lease in leases] == [2]
+
+
+def test_release_and_close_touch_only_their_session(leases: Leases, chunks: list[Chunk]) -> None:
+    for session_id in (1, 2):
+        leases.take(session_id, job(5), chunks, 2, 0.0)
+    leases.release(1, 4)
+    leases.release(1, 5)
+    leases.release(1, 5)
+    assert (leases.held(1), leases.held(2)) == (0, 1)
+    leases.close_session(2, ENGINE)
+    assert len(leases) == 0
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("take"), st.integers(1, 2), st.integers(0, 2)),
+    st.tuples(st.just("finish"), st.integers(0, 1), st.integers(0, 2)),
+    st.tuples(st.just("release"), st.integers(1, 2), st.integers(0, 2)),
+    st.tuples(st.just("close"), st.integers(1, 2), st.just(0)),
+    st.tuples(st.just("wait"), st.integers(0, 8), st.just(0)),
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_pins_are_those_of_the_leases(steps: list[tuple[str, int, int]]) -> None:
+    directory = Directory(readable=True)
+    realm = directory.open_realm(0, 2)
+    leases = Leases(directory, ttl_seconds_max=10.0)
+    now = 0.0
+    for kind, who, job_id in steps:
+        match kind:
+            case "take":
+                keys = [bytes([number]) * 32 for number in range(job_id + 1)]
+                chunks = [directory.open_chunk(realm, key) for key in keys]
+                leases.take(who, job(job_id), chunks, 2, now)
+            case "finish":
+                leases.rank_finished(job(job_id), who, 2)
+            case "release":
+                leases.release(who, job_id)
+            case "close":
+                leases.close_session(who, ENGINE)
+            case _:
+                now += who
+                leases.expire(now)
+        assert all(lease.deadline > now for lease in leases)
+        assert sum(leases.held(session_id) for session_id in (1, 2)) == len(leases)
+        listed = [chunk for lease in leases for chunk in lease.chunks]
+        for chunk in realm.chunks.values():
+            assert chunk.pins == listed.count(chunk) > 0

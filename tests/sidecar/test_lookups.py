@@ -1,0 +1,234 @@
+"""Lookups and reads, rule by rule, through the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.commands import (
+    CopyOutcome,
+    Gather,
+    IndexSet,
+    Quarantine,
+    Read,
+    Released,
+    Scatter,
+    StoreOutcome,
+    Tick,
+    Write,
+)
+from sidecar.protocol import (
+    Outcome,
+    Role,
+)
+from tests.sidecar.engine_kit import (
+    ALL_RANKS,
+    RANK_0,
+    answer,
+    done,
+    key,
+    looking,
+    make_world,
+    messages,
+    only,
+)
+
+
+def test_lookup_reads_what_the_store_holds_in_order() -> None:
+    world, worker, scheduler = looking()
+    world.stored(worker, 1, [1])
+    world.listed(dict.fromkeys((2, 3, 4), RANK_0))
+    commands = world.look_up(scheduler, 7, [1, 2, 3, 4, 5])
+    reads = only(commands, Read)
+    assert [read.key for read in reads] == [key(2), key(3)]
+    assert world.engine.pending_work().reads_queued == 1
+    [third] = only(world.read_done(reads[1].read_id), Read)
+    assert not messages(world.read_done(reads[0].read_id), scheduler)
+    commands = world.read_done(third.read_id)
+    assert messages(commands, scheduler) == answer(7, 4, Outcome.OK)
+    assert world.index[0, key(4)] == (True, True)
+    # What was read is loadable, with the length that the object had.
+    assert len(only(world.load(worker, 2, [1, 2, 3, 4]), Scatter)) == 4
+
+
+def test_lookup_of_what_is_nowhere_is_answered_at_once() -> None:
+    world, _, scheduler = looking()
+    assert messages(world.look_up(scheduler, 7, [1]), scheduler) == answer(7, 0, Outcome.MISSING)
+    assert messages(world.look_up(scheduler, 8, []), scheduler) == answer(8, 0, Outcome.OK)
+
+
+def test_two_lookups_share_a_read() -> None:
+    world, _, scheduler = looking()
+    other = world.open(Role.SCHEDULER, engine_id="b")
+    world.listed({1: RANK_0})
+    [read] = only(world.look_up(scheduler, 1, [1]), Read)
+    assert not world.look_up(other, 2, [1])
+    commands = world.read_done(read.read_id)
+    assert messages(commands, scheduler) == answer(1, 1, Outcome.OK)
+    assert messages(commands, other) == answer(2, 1, Outcome.OK)
+
+
+def test_chunk_held_partly_by_both_tiers_reads_the_missing_rank() -> None:
+    world = make_world()
+    scheduler = world.open(Role.SCHEDULER, world_size=2)
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    world.stored(workers[0], 1, [1])
+    world.listed({1: frozenset({1})})
+    [read] = only(world.look_up(scheduler, 1, [1]), Read)
+    assert read.rank == 1
+    commands = world.read_done(read.read_id)
+    assert messages(commands, scheduler) == answer(1, 1, Outcome.OK)
+    # Complete now, it is written where the store lacks it.
+    assert [write.rank for write in only(commands, Write)] == [0]
+
+
+def test_nothing_is_read_before_every_rank_attached() -> None:
+    world = make_world()
+    scheduler = world.open(Role.SCHEDULER, world_size=2)
+    world.open(Role.WORKER, world_size=2)
+    world.listed({1: ALL_RANKS})
+    commands = world.look_up(scheduler, 1, [1])
+    assert messages(commands, scheduler) == answer(1, 0, Outcome.MISSING)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected", "in_store"),
+    [
+        (StoreOutcome.MISSING, Outcome.MISSING, False),
+        (StoreOutcome.CORRUPT, Outcome.CORRUPT, False),
+        (StoreOutcome.UNAVAILABLE, Outcome.FAILED, True),
+    ],
+)
+def test_failed_read_cuts_the_run(failure: StoreOutcome, expected: Outcome, in_store: bool) -> None:
+    world, _, scheduler = looking()
+    world.listed(dict.fromkeys((1, 2, 3), RANK_0))
+    reads = only(world.look_up(scheduler, 1, [1, 2, 3]), Read)
+    assert not messages(world.read_done(reads[1].read_id, failure), scheduler)
+    commands = world.read_done(reads[0].read_id)
+    assert messages(commands, scheduler) == answer(1, 1, expected)
+    # Chunk 3 lies behind the gap: its read was queued, and is not wanted any more.
+    assert world.engine.pending_work().idle
+    assert ((0, key(2)) in world.index) is in_store
+
+
+def test_corrupt_object_is_quarantined_until_it_is_written_again() -> None:
+    world, worker, scheduler = looking()
+    world.listed({1: RANK_0})
+    [read] = only(world.look_up(scheduler, 1, [1]), Read)
+    commands = world.read_done(read.read_id, StoreOutcome.CORRUPT)
+    assert only(commands, Quarantine) == [Quarantine(0, 0, key(1))]
+    assert world.listed({1: RANK_0}) == []
+    assert world.listed({1: RANK_0}, complete=True) == []
+    world.stored(worker, 1, [1])
+    [write] = world.writes.values()
+    world.written(write.write_id)
+    assert world.index[0, key(1)] == (True, True)
+    world.listed({}, complete=True)
+    world.listed({}, complete=True)
+    assert world.index[0, key(1)] == (True, False)
+    world.listed({1: RANK_0})
+    assert world.index[0, key(1)] == (True, True)
+
+
+def test_quarantine_forgets_its_oldest_key() -> None:
+    world, _, scheduler = looking(quarantine_keys_max=1)
+    world.listed({1: RANK_0, 2: RANK_0})
+    for number in (1, 2):
+        [read] = only(world.look_up(scheduler, number, [number]), Read)
+        world.read_done(read.read_id, StoreOutcome.CORRUPT)
+    world.listed({1: RANK_0, 2: RANK_0})
+    assert world.index == {(0, key(1)): (False, True)}
+
+
+def test_lookup_past_its_deadline_gets_what_is_there_and_the_read_still_lands() -> None:
+    world, _, scheduler = looking()
+    world.listed(dict.fromkeys((1, 2), RANK_0))
+    reads = only(world.look_up(scheduler, 1, [1, 2], deadline_ms=500), Read)
+    world.read_done(reads[0].read_id)
+    world.now = 0.5
+    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.MISSING)
+    commands = world.read_done(reads[1].read_id)
+    assert only(commands, IndexSet) == [IndexSet(0, key(2), in_host=True, in_store=True)]
+    assert messages(commands, scheduler) == []
+    assert world.engine.counters.lookups_expired == 1
+
+
+def test_lookup_without_a_slot_is_answered_full() -> None:
+    world, worker, scheduler = looking(slabs=1, store_writes=False)
+    world.stored(worker, 1, [1])
+    world.listed({2: RANK_0})
+    commands = world.look_up(scheduler, 1, [1, 2])
+    assert messages(commands, scheduler) == answer(1, 1, Outcome.FULL)
+
+
+def test_answered_lookup_keeps_its_chunks_until_its_time_is_over() -> None:
+    world, worker, scheduler = looking(slabs=1, store_writes=False)
+    world.stored(worker, 1, [1])
+    world.look_up(scheduler, 1, [1], deadline_ms=500)
+    assert messages(world.store(worker, 2, [2]), worker) == done(2, Outcome.FULL)
+    world.now = 10.6
+    world.send(Tick())
+    assert only(world.store(worker, 3, [2]), Gather)
+
+
+def test_lease_takes_over_from_the_lookup() -> None:
+    world, worker, scheduler = looking(store_writes=False)
+    world.stored(worker, 1, [1, 2])
+    world.look_up(scheduler, 1, [1, 2])
+    world.look_up(scheduler, 2, [1, 2])
+    world.lease(scheduler, 9, [1, 2])
+    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (1, 1)
+    world.lease(scheduler, 10, [1])
+    assert world.engine.snapshot().lookups == 1
+
+
+def test_released_lookup_is_not_answered() -> None:
+    world, _, scheduler = looking()
+    world.listed({1: RANK_0})
+    [read] = only(world.look_up(scheduler, 1, [1]), Read)
+    world.send(Released(scheduler, (), (1,)))
+    assert messages(world.read_done(read.read_id), scheduler) == []
+    assert world.index[0, key(1)] == (True, True)
+
+
+def test_lookup_waits_for_a_store_under_way_and_reads_if_it_fails() -> None:
+    world, worker, scheduler = looking()
+    world.listed({1: RANK_0})
+    [gather] = only(world.store(worker, 1, [1]), Gather)
+    assert not world.look_up(scheduler, 1, [1])
+    [read] = only(world.copied(gather.copy_id, CopyOutcome.REVOKED), Read)
+    commands = world.read_done(read.read_id)
+    assert messages(commands, scheduler) == answer(1, 1, Outcome.OK)
+
+
+def test_lookups_are_bounded_per_session() -> None:
+    world, _, scheduler = looking(lookups_max_per_session=1)
+    world.listed({1: RANK_0, 2: RANK_0})
+    world.look_up(scheduler, 1, [1])
+    commands = world.look_up(scheduler, 2, [2])
+    assert messages(commands, scheduler) == answer(2, 0, Outcome.FULL)
+    world.settle()
+    # An answered one gives way.
+    assert only(world.look_up(scheduler, 3, [2]), Read)
+    assert world.engine.counters.lookups_refused == 1
+
+
+def test_lookup_waits_no_longer_for_a_chunk_found_corrupt() -> None:
+    world, worker, scheduler = looking(store_writes=False)
+    world.stored(worker, 1, [1])
+    world.listed({2: RANK_0})
+    [read] = only(world.look_up(scheduler, 1, [1, 2]), Read)
+    [scatter] = only(world.load(worker, 2, [1]), Scatter)
+    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    commands = world.read_done(read.read_id)
+    assert messages(commands, scheduler) == answer(1, 0, Outcome.CORRUPT)
+
+
+def test_reads_can_be_off() -> None:
+    world, worker, scheduler = looking(store_reads=False)
+    world.listed({1: RANK_0})
+    assert not world.index
+    commands = world.look_up(scheduler, 1, [1])
+    assert messages(commands, scheduler) == answer(1, 0, Outcome.MISSING)
+    # What is known of the store still saves a write.
+    world.stored(worker, 1, [1])
+    assert not world.writes

@@ -1,0 +1,377 @@
+"""The codec: what is sent comes back, and only `ProtocolError` ever comes out of a bad frame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+
+from sidecar.protocol import (
+    FRAME_BYTES_MAX,
+    JOBS_PER_MESSAGE_MAX,
+    KEY_BYTES,
+    KEYS_PER_MESSAGE_MAX,
+    NAMESPACE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Done,
+    Error,
+    Events,
+    IndexMoved,
+    JobOutcome,
+    Lease,
+    Limits,
+    LoadChunk,
+    LoadJob,
+    Lookup,
+    LookupDone,
+    Memory,
+    Outcome,
+    ProtocolError,
+    Refused,
+    Release,
+    RemovedEvent,
+    Role,
+    StoreChunk,
+    StoredEvent,
+    StoreJob,
+    Submit,
+    decode_attach,
+    decode_attach_reply,
+    decode_client,
+    decode_server,
+    encode,
+    frame_stream,
+    stream_length,
+)
+from tiers.layout import KVLayout, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = bytes(range(KEY_BYTES))
+DECODERS: tuple[Callable[[bytes | memoryview], object], ...] = (
+    decode_client,
+    decode_server,
+    decode_attach,
+    decode_attach_reply,
+)
+
+SEGMENT = Segment(0, 2, 0, 1)
+LAYOUT = KVLayout(SEGMENT, 4, 16, 8, "bfloat16", "plain", 4096, (0, 2048), 128, 128, 8)
+WORKER = Attach(
+    version=PROTOCOL_VERSION,
+    role=Role.WORKER,
+    engine_id="engine",
+    rank=0,
+    world_size=1,
+    topology="tp1",
+    namespace=b"{}",
+    block_tokens=16,
+    blocks_per_chunk=16,
+    pid=1,
+    segment=SEGMENT,
+    layout=LAYOUT,
+    memory=Memory("memfd", 4096),
+)
+SCHEDULER = msgspec.structs.replace(
+    WORKER, role=Role.SCHEDULER, want_events=True, segment=None, layout=None, memory=None
+)
+
+# --- strategies -----------------------------------------------------------------------------------
+
+INT = st.integers(-(2**63), 2**63 - 1)
+SIZE = st.integers(0, 2**63 - 1)
+KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+BLOCKS = st.lists(SIZE, min_size=1, max_size=4)
+TOKENS = st.integers(0, 4).map(lambda tokens: bytes(4 * tokens))
+TEXT = st.text(max_size=20)
+
+
+def some(elements: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(elements, max_size=3)
+
+
+CLIENT_MESSAGES = st.one_of(
+    st.builds(
+        Submit,
+        INT,
+        INT,
+        some(st.builds(LoadJob, INT, some(st.builds(LoadChunk, KEYS, SIZE, BLOCKS)))),
+        some(st.builds(StoreJob, INT, some(st.builds(StoreChunk, KEYS, KEYS, TOKENS, BLOCKS)))),
+    ),
+    st.builds(Lookup, INT, INT, some(KEYS), SIZE),
+    st.builds(Lease, INT, INT, some(KEYS)),
+    st.builds(Release, INT, some(INT), some(INT)),
+)
+SERVER_MESSAGES = st.one_of(
+    st.builds(Done, INT, some(st.builds(JobOutcome, INT, st.sampled_from(Outcome)))),
+    st.builds(LookupDone, INT, INT, INT, st.sampled_from(Outcome)),
+    st.builds(
+        Events,
+        INT,
+        some(st.builds(StoredEvent, KEYS, KEYS, INT, TEXT)),
+        some(st.builds(RemovedEvent, KEYS, TEXT)),
+    ),
+    st.builds(Error, INT, TEXT, TEXT),
+)
+REPLIES = st.one_of(
+    st.builds(
+        Attached,
+        version=INT,
+        epoch=INT,
+        token=st.binary(max_size=16),
+        endpoint=TEXT,
+        limits=st.builds(Limits, INT, INT, INT, INT, INT),
+        index_salt=st.binary(max_size=16),
+        index_bytes=INT,
+    ),
+    st.builds(Refused, TEXT, TEXT),
+    st.builds(IndexMoved, INT, INT),
+)
+ATTACHES = st.builds(
+    msgspec.structs.replace,
+    st.sampled_from([WORKER, SCHEDULER]),
+    engine_id=st.text(min_size=1, max_size=256),
+    topology=st.text(min_size=1, max_size=256),
+    namespace=st.binary(min_size=1, max_size=100),
+    world_size=st.integers(5, 4096),
+    rank=st.integers(0, 4),
+    pid=INT,
+)
+FRAMES = st.one_of(CLIENT_MESSAGES, SERVER_MESSAGES, REPLIES, ATTACHES).map(encode)
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | INT | st.floats() | st.binary(max_size=40) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+TAGS = st.sampled_from(["submit", "lookup", "lease", "release", "done", "events", "attach", "no"])
+NAMES = st.sampled_from(
+    [
+        field
+        for kind in (Submit, Lookup, Release, Done, Events, Attach)
+        for field in kind.__struct_fields__
+    ]
+)
+OBJECTS = st.builds(
+    lambda tag, fields: msgspec.msgpack.encode({"type": tag} | fields),
+    TAGS,
+    st.dictionaries(NAMES, VALUES, max_size=8),
+)
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+@given(CLIENT_MESSAGES)
+def test_client_messages_come_back(message: Submit | Lookup | Lease | Release) -> None:
+    assert decode_client(encode(message)) == message
+    assert decode_client(memoryview(encode(message))) == message
+
+
+@given(SERVER_MESSAGES)
+def test_server_messages_come_back(message: Done | LookupDone | Events | Error) -> None:
+    assert decode_server(encode(message)) == message
+
+
+@given(REPLIES)
+def test_attach_replies_come_back(message: Attached | Refused | IndexMoved) -> None:
+    assert decode_attach_reply(encode(message)) == message
+
+
+@given(ATTACHES)
+def test_attaches_come_back(message: Attach) -> None:
+    assert decode_attach(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_stream_frames_announce_their_length(payload: bytes) -> None:
+    framed = frame_stream(payload)
+    assert stream_length(framed[:4]) == len(payload)
+    assert framed[4:] == payload
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+CODES = {"version", "frame_too_large", "unknown_tag", "field", "malformed"}
+
+
+def refusal_of(decode: Callable[[bytes], object], frame: bytes) -> ProtocolError | None:
+    try:
+        decode(frame)
+    except ProtocolError as error:
+        return error
+    return None
+
+
+def decode_all(frame: bytes) -> None:
+    """Every decoder on one frame; anything but a message or a `ProtocolError` escapes."""
+    for decode in DECODERS:
+        error = refusal_of(decode, frame)
+        assert error is None or (error.code in CODES and str(error))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\x91" * 100_000)
+@example(b"\xdf\xff\xff\xff\xff")
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x81\xa4type\xa2\xff\xfe")
+def test_random_bytes(frame: bytes) -> None:
+    decode_all(frame)
+
+
+@given(OBJECTS)
+def test_random_fields(frame: bytes) -> None:
+    decode_all(frame)
+
+
+@settings(max_examples=300)
+@given(FRAMES, st.data())
+def test_damaged_frames(frame: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(frame)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged)))
+        match data.draw(st.sampled_from(["flip", "cut", "insert", "drop"])):
+            case "flip" if at < len(damaged):
+                damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+            case "cut":
+                del damaged[at:]
+            case "insert":
+                damaged[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+            case _:
+                del damaged[at : at + 1]
+    decode_all(bytes(damaged))
+
+
+@given(FRAMES, FRAMES)
+def test_two_messages_in_one_frame(first: bytes, second: bytes) -> None:
+    for decode in DECODERS:
+        with pytest.raises(ProtocolError):
+            decode(first + second)
+
+
+def refused(decode: Callable[[bytes], object], frame: bytes) -> tuple[str, str]:
+    with pytest.raises(ProtocolError) as caught:
+        decode(frame)
+    return caught.value.code, str(caught.value)
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_a_frame_that_is_too_large_is_not_decoded(decode: Callable[[bytes], object]) -> None:
+    code, message = refused(decode, bytes(FRAME_BYTES_MAX + 1))
+    assert code == "frame_too_large"
+    assert "FRAME_BYTES_MAX" in message
+
+
+def test_a_stream_that_announces_too_much_is_refused() -> None:
+    code, _ = refused(stream_length, (FRAME_BYTES_MAX + 1).to_bytes(4, "little"))
+    assert code == "frame_too_large"
+    assert stream_length(FRAME_BYTES_MAX.to_bytes(4, "little")) == FRAME_BYTES_MAX
+
+
+@pytest.mark.parametrize("decode", [decode_client, decode_server, decode_attach_reply])
+def test_a_message_of_another_kind_is_refused(decode: Callable[[bytes], object]) -> None:
+    assert refused(decode, encode(WORKER))[0] == "unknown_tag"
+    assert refused(decode_attach, encode(Lease(1, 1, [])))[0] == "unknown_tag"
+
+
+def test_bytes_that_are_not_messagepack_are_malformed() -> None:
+    assert refused(decode_client, b"\xc1")[0] == "malformed"
+    assert refused(decode_attach, b"")[0] == "malformed"
+
+
+def test_an_unknown_field_is_refused() -> None:
+    frame = msgspec.msgpack.encode({"type": "lease", "epoch": 1, "lease_id": 1, "keys": [], "x": 1})
+    assert refused(decode_client, frame)[0] == "field"
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, 0, -1])
+def test_another_version_is_told_so_whatever_else_it_says(version: int) -> None:
+    frame = msgspec.msgpack.encode({"type": "attach", "version": version, "unheard_of": 1})
+    code, message = refused(decode_attach, frame)
+    assert code == "version"
+    assert str(version) in message
+    assert "install the same kvlake release" in message
+
+
+LOAD = LoadChunk(KEY, 0, [1])
+STORE = StoreChunk(KEY, KEY, bytes(4), [1])
+
+
+def loading(chunk: LoadChunk) -> Submit:
+    return Submit(1, 1, [LoadJob(1, [chunk])], [])
+
+
+def storing(chunk: StoreChunk) -> Submit:
+    return Submit(1, 1, [], [StoreJob(1, [chunk])])
+
+
+replace = msgspec.structs.replace
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Submit(1, 1, [LoadJob(1, [])] * (JOBS_PER_MESSAGE_MAX + 1), []), "jobs"),
+        (loading(replace(LOAD, key=KEY[:31])), "loads.key"),
+        (loading(replace(LOAD, first_block=-1)), "first_block"),
+        (loading(replace(LOAD, block_ids=[])), "block_ids"),
+        (storing(replace(STORE, key=b"")), "stores.key"),
+        (storing(replace(STORE, parent=bytes(33))), "stores.parent"),
+        (storing(replace(STORE, block_ids=[])), "block_ids"),
+        (storing(replace(STORE, token_ids=bytes(5))), "token_ids"),
+        (Lookup(1, 1, [KEY] * (KEYS_PER_MESSAGE_MAX + 1), 1), "keys"),
+        (Lookup(1, 1, [KEY, b""], 1), "keys"),
+        (Lookup(1, 1, [KEY], -1), "deadline_ms"),
+        (Lease(1, 1, [KEY[1:]]), "keys"),
+        (Release(1, [1], list(range(KEYS_PER_MESSAGE_MAX))), "ids"),
+    ],
+)
+def test_a_client_message_outside_its_bounds(message: Submit, field: str) -> None:
+    code, text = refused(decode_client, encode(message))
+    assert code == "field"
+    assert text.startswith(f"{field}=")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": 4097}, "world_size"),
+        ({"rank": 1}, "rank"),
+        ({"rank": -1}, "rank"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"block_tokens": 65_537}, "block_tokens"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"blocks_per_chunk": 65_537}, "blocks_per_chunk"),
+        ({"namespace": b""}, "namespace"),
+        ({"namespace": bytes(NAMESPACE_BYTES_MAX + 1)}, "namespace"),
+        ({"engine_id": ""}, "engine_id"),
+        ({"engine_id": "x" * 257}, "engine_id"),
+        ({"topology": ""}, "topology"),
+        ({"topology": "x" * 257}, "topology"),
+        ({"segment": None}, "segment/layout/memory"),
+        ({"layout": None}, "segment/layout/memory"),
+        ({"memory": None}, "segment/layout/memory"),
+    ],
+)
+def test_an_attach_outside_its_bounds(changes: dict[str, Any], field: str) -> None:
+    code, text = refused(decode_attach, encode(replace(WORKER, **changes)))
+    assert code == "field"
+    assert text.startswith(f"{field}=")
+
+
+def test_an_impossible_layout_is_refused() -> None:
+    fields = msgspec.to_builtins(WORKER)
+    fields["layout"]["block_stride_bytes"] = 1
+    fields["namespace"] = WORKER.namespace
+    code, text = refused(decode_attach, msgspec.msgpack.encode(fields))
+    assert code == "field"
+    assert "block_stride_bytes" in text

@@ -1,0 +1,142 @@
+"""Writes, listings and eviction to the store, rule by rule, through the engine."""
+
+from __future__ import annotations
+
+from sidecar.commands import (
+    CopyOutcome,
+    Gather,
+    IndexSet,
+    Scatter,
+    StoreOutcome,
+    Write,
+)
+from sidecar.protocol import (
+    Events,
+    Outcome,
+    RemovedEvent,
+    Role,
+    StoredEvent,
+)
+from tests.sidecar.engine_kit import (
+    BLOCK_TOKENS,
+    EPOCH,
+    RANK_0,
+    ROOT,
+    done,
+    key,
+    make_world,
+    messages,
+    only,
+)
+
+
+def test_writes_are_bounded_and_in_order() -> None:
+    world = make_world(writes_inflight_max=1)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    [first] = world.writes.values()
+    assert first.key == key(1)
+    assert world.engine.pending_work().writes_pending == 1
+    [second] = only(world.written(first.write_id, StoreOutcome.UNAVAILABLE), Write)
+    assert second.key == key(2)
+    assert world.engine.counters.writes_failed == 1
+
+
+def test_running_write_pins_and_pending_write_does_not() -> None:
+    world = make_world(writes_inflight_max=1, slabs=2)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    commands = world.store(worker, 2, [3])
+    assert only(commands, IndexSet) == [IndexSet(0, key(2), in_host=False, in_store=False)]
+    assert world.engine.counters.writes_dropped == 1
+    assert messages(world.store(worker, 3, [4]), worker) == done(3, Outcome.FULL)
+
+
+def test_full_write_queue_drops_its_oldest() -> None:
+    world = make_world(writes_inflight_max=1, write_queue_chunks_max=1)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    [first] = world.writes.values()
+    world.stored(worker, 2, [2, 3])
+    assert world.engine.counters.writes_dropped == 1
+    [second] = only(world.written(first.write_id), Write)
+    assert second.key == key(3)
+
+
+def test_evicted_chunk_stays_in_the_index_while_the_store_has_it() -> None:
+    world = make_world(slabs=1)
+    scheduler = world.open(Role.SCHEDULER, want_events=True)
+    worker = world.open(Role.WORKER)
+    [gather] = only(world.store(worker, 1, [1]), Gather)
+    stored = [StoredEvent(key(1), ROOT, 2 * BLOCK_TOKENS, "host")]
+    assert messages(world.copied(gather.copy_id), scheduler) == [Events(EPOCH, stored, [])]
+    [write] = world.writes.values()
+    stored = [StoredEvent(key(1), ROOT, 2 * BLOCK_TOKENS, "store")]
+    assert messages(world.written(write.write_id), scheduler) == [Events(EPOCH, stored, [])]
+    commands = world.store(worker, 2, [2])
+    assert messages(commands, scheduler) == [Events(EPOCH, [], [RemovedEvent(key(1), "host")])]
+    assert world.index == {(0, key(1)): (False, True)}
+
+
+def test_corrupt_write_quarantines_the_slot() -> None:
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    [write] = world.writes.values()
+    world.written(write.write_id, StoreOutcome.CORRUPT)
+    assert not world.index
+    assert not world.slots.used
+
+
+def test_write_of_a_chunk_found_corrupt_is_not_vouched_for() -> None:
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    [scatter] = only(world.load(worker, 2, [1]), Scatter)
+    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    world.settle()
+    assert not world.index
+
+
+def test_listing_spares_a_queued_write() -> None:
+    world = make_world(writes_inflight_max=1)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    world.listed({2: RANK_0})
+    world.settle()
+    assert world.engine.counters.chunks_written == 1
+
+
+def test_whole_listing_removes_what_it_lacks_but_not_what_was_just_written() -> None:
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.listed({1: RANK_0, 2: RANK_0})
+    world.stored(worker, 1, [3])
+    world.settle()
+    world.listed({1: RANK_0}, complete=True)
+    assert world.index == {(0, key(1)): (False, True), (0, key(3)): (True, True)}
+    world.listed({1: RANK_0}, complete=True)
+    assert world.index == {(0, key(1)): (False, True), (0, key(3)): (True, False)}
+
+
+def test_listing_that_misses_one_rank_just_written_spares_it() -> None:
+    world = make_world()
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    for worker in workers:
+        world.stored(worker, 1, [1])
+    world.settle()
+    world.listed({1: RANK_0}, complete=True)
+    assert world.index == {(0, key(1)): (True, True)}
+    world.listed({1: RANK_0}, complete=True)
+    assert world.index == {(0, key(1)): (True, False)}
+
+
+def test_listing_of_some_ranks_is_not_loadable() -> None:
+    world = make_world()
+    world.open(Role.WORKER, world_size=2)
+    world.listed({1: RANK_0, 2: frozenset({0, 1, 5})})
+    assert world.index == {(0, key(2)): (False, True)}
+    world.listed({1: frozenset({1})})
+    assert (0, key(1)) in world.index
+    world.listed({1: RANK_0}, realm_id=9)
+    assert world.engine.counters.stale_messages == 1
