@@ -120,7 +120,7 @@ class Client:
     @property
     def session(self) -> Session | None:
         """The live session, or None. A changed identity means: everything from before is void."""
-        offered = self._offered
+        offered = None if self._closing.is_set() else self._offered
         if offered is not self._current:
             self._close_dealer()
             self._current = offered
@@ -192,6 +192,7 @@ class Client:
             os.close(self._wake_read)
             os.close(self._wake_write)
         self._close_dealer()
+        self._current = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

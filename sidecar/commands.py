@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from sidecar.protocol import Lookup, Role, ServerMessage, Submit
-from tiers.layout import ChunkLayout
+if TYPE_CHECKING:
+    from sidecar.protocol import Lookup, Role, ServerMessage, Submit
+    from tiers.layout import ChunkLayout
 
 # --- events ------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ for all chunks of a job. Does not own slots, sessions or what an outcome means.
 
 Invariants:
 
-* Bytes reach an engine only after every chunk of the job was verified against the checksum taken
-  when it left the engine: one corrupt chunk, and no block of the job is touched.
+* A load is reported as good only if every chunk of it hashed, on its way, to the checksum taken
+  when it left an engine. One corrupt chunk, and the whole job is a miss: its blocks are computed,
+  and none of them is read before. (Why not hash first and copy then: docs/adr/0006.)
 * A copy holds the worker's fence lock while it touches the worker's memory, and starts only if
   its job is not revoked. A lock that the worker has is tried again later, never waited for in a
   thread, so one stopped worker cannot hold the copy threads.
@@ -29,6 +30,7 @@ import numpy.typing as npt
 
 from sidecar.commands import Copied, CopyOutcome, Gather, Scatter
 from sidecar.logs import fields, story_of
+from tiers.arrow import payload_hasher
 from tiers.errors import ChunkCorrupt
 from tiers.filesystems import run_to_end
 
@@ -221,7 +223,7 @@ class Copies:
 
 def _hops(group: Group) -> Iterable[Group]:
     if group.is_load:
-        # Whole: every chunk is verified before the first block is written.
+        # Whole: one corrupt chunk makes a miss of the job, so there is one answer for all of it.
         return [group]
     chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
     step = max(1, HOP_BYTES_MAX // chunk_bytes)
@@ -240,7 +242,7 @@ def _hops(group: Group) -> Iterable[Group]:
 def _gather(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     plan, templates = group.memory.plan, group.rank.templates
-    copied: list[Gather] = []
+    copied: list[tuple[Gather, bytes]] = []
     ended: list[Copied] = []
     with group.memory.fence.copying(group.job_id) as valid:
         if not valid:
@@ -250,59 +252,59 @@ def _gather(group: Group, pool: Memory) -> list[Copied]:
                 template = templates[len(command.block_ids)]
                 slot = pool[command.slot : command.slot + template.image_bytes]
                 template.prepare(slot)
-                plan.gather(group.memory.view, _ids(command.block_ids), template.payload(slot))
+                hasher = payload_hasher()
+                ids, payload = _ids(command.block_ids), template.payload(slot)
+                plan.gather(group.memory.view, ids, payload, visit=hasher.update)
             except Exception as error:
                 _logger.error(  # noqa: TRY400
                     "gather failed", extra=fields(key=command.key, traceback=story_of(error))
                 )
                 ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
             else:
-                copied.append(command)
-    # The worker's blocks are done with: hashing does not keep it from revoking.
-    for command in copied:
+                copied.append((command, hasher.digest()))
+    for command, checksum in copied:
         template = templates[len(command.block_ids)]
         slot = pool[command.slot : command.slot + template.image_bytes]
-        template.seal(slot, command.key, command.parent, command.token_ids)
+        template.seal(slot, command.key, command.parent, command.token_ids, checksum=checksum)
         ended.append(Copied(command.copy_id, CopyOutcome.OK))
     return ended
 
 
 def _scatter(group: Group, pool: Memory) -> list[Copied]:
-    """In a copy thread: verify all slots, then copy. Raises `BlockingIOError`: try again."""
-    plan, templates = group.memory.plan, group.rank.templates
+    """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
     commands = _only(Scatter, group.commands)
-    corrupt = {
-        command.copy_id: told for command in commands if (told := _corrupt(group, command, pool))
-    }
-    if corrupt:
-        return [
-            Copied(command.copy_id, CopyOutcome.CORRUPT, corrupt[command.copy_id])
-            if command.copy_id in corrupt
-            else Copied(command.copy_id, CopyOutcome.FAILED, "another chunk of the job is corrupt")
-            for command in commands
-        ]
-    block_bytes = group.rank.layout.block_payload_bytes
+    corrupt: dict[int, str] = {}
     with group.memory.fence.copying(group.job_id) as valid:
         if not valid:
             return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
         for command in commands:
-            template = templates[command.num_blocks]
-            slot = pool[command.slot : command.slot + template.image_bytes]
-            first = command.first_block * block_bytes
-            last = first + len(command.block_ids) * block_bytes
-            payload = template.payload(slot)[first:last]
-            plan.scatter(group.memory.view, _ids(command.block_ids), payload)
-    return group.all_ended(CopyOutcome.OK)
+            try:
+                _scatter_one(group, command, pool)
+            except ChunkCorrupt as error:
+                corrupt[command.copy_id] = str(error)
+    if not corrupt:
+        return group.all_ended(CopyOutcome.OK)
+    return [
+        Copied(command.copy_id, CopyOutcome.CORRUPT, corrupt[command.copy_id])
+        if command.copy_id in corrupt
+        else Copied(command.copy_id, CopyOutcome.FAILED, "another chunk of the job is corrupt")
+        for command in commands
+    ]
 
 
-def _corrupt(group: Group, command: Scatter, pool: Memory) -> str | None:
-    """What is wrong with a slot, or None."""
-    template = group.rank.templates[command.num_blocks]
-    try:
-        template.verify_payload(pool[command.slot : command.slot + template.image_bytes])
-    except ChunkCorrupt as error:
-        return str(error)
-    return None
+def _scatter_one(group: Group, command: Scatter, pool: Memory) -> None:
+    """Copy the wanted blocks of one slot; hash all of it, for the checksum covers all."""
+    layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
+    slot = pool[command.slot : command.slot + template.image_bytes]
+    payload = template.payload(slot)
+    first = command.first_block * layout.block_payload_bytes
+    last = first + len(command.block_ids) * layout.block_payload_bytes
+    hasher = payload_hasher()
+    hasher.update(payload[:first].data)
+    ids, wanted = _ids(command.block_ids), payload[first:last]
+    group.memory.plan.scatter(group.memory.view, ids, wanted, visit=hasher.update)
+    hasher.update(payload[last:].data)
+    template.check(slot, hasher.digest())
 
 
 def _ids(block_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from tiers.layout import ChunkLayout
@@ -197,8 +196,7 @@ class Realm:
         return StoreState.WRITING if writing else StoreState.ABSENT
 
 
-@dataclass(frozen=True, slots=True)
-class FlagChange:
+class FlagChange(NamedTuple):
     """A chunk whose public flags differ from those that were last told."""
 
     realm: Realm
@@ -217,7 +215,7 @@ class Directory:
         self._story: deque[tuple[int, bytes, int, SegmentState, Cause]] = deque(
             maxlen=STORY_LINES_MAX
         )
-        # (realm, key) -> (flags before this event, last known parent's holder)
+        # (realm_id, key) -> flags and chunk before this event.
         self._touched: dict[tuple[int, bytes], tuple[tuple[bool, bool], Chunk | None]] = {}
 
     def open_realm(self, realm_id: int, world_size: int) -> Realm:

@@ -131,6 +131,8 @@ class Hub:
         self.end()
         for session in self.sessions.all():
             self.end_session(session, "the sidecar stops")
+        # So that what the pool still has in use when it closes is a leak and not the cache.
+        self.engine.clear()
         self.realms.close()
 
     # --- events ----------------------------------------------------------------------------

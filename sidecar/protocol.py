@@ -16,8 +16,8 @@ The whole conversation::
       | <----------- Attached(token, ...) |                                     |
       |                                   | <---------------------- Attach()    |
       |                                   | Attached(token, fd of index) -----> |
-      |                                   | <------ Lookup(keys not in host)    |   only for chunks that
-      |                                   | LookupDone(ready) ----------------> |   the store alone holds
+      |                                   | <---- Lookup(keys in the store only)|
+      |                                   | LookupDone(ready) ----------------> |
       |                                   | <------ Lease(keys) with the load   |
       | Submit(fence, loads, stores) ---> |                                     |
       | <---------------- Done(outcomes)  |                                     |
@@ -341,7 +341,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T
     try:
         return decoder.decode(frame)
     except msgspec.ValidationError as error:
-        code = "unknown_tag" if "Invalid value" in str(error) and "$.type" in str(error) else "field"
+        code = (
+            "unknown_tag" if "Invalid value" in str(error) and "$.type" in str(error) else "field"
+        )
         raise ProtocolError(code, f"message refused: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError("malformed", f"frame is not MessagePack: {error}") from error
@@ -369,7 +371,9 @@ def _require(condition: bool, field: str, value: object, rule: str) -> None:
 
 
 def _check_keys(field: str, keys: list[bytes]) -> None:
-    _require(len(keys) <= KEYS_PER_MESSAGE_MAX, field, len(keys), f"at most {KEYS_PER_MESSAGE_MAX} keys")
+    _require(
+        len(keys) <= KEYS_PER_MESSAGE_MAX, field, len(keys), f"at most {KEYS_PER_MESSAGE_MAX} keys"
+    )
     for key in keys:
         _require(len(key) == KEY_BYTES, field, len(key), f"a key has {KEY_BYTES} bytes")
 
@@ -382,7 +386,9 @@ def _check_client(message: ClientMessage) -> None:
             for load in message.loads:
                 _check_keys("loads.key", [chunk.key for chunk in load.chunks])
                 for piece in load.chunks:
-                    _require(piece.first_block >= 0, "first_block", piece.first_block, "must be >= 0")
+                    _require(
+                        piece.first_block >= 0, "first_block", piece.first_block, "must be >= 0"
+                    )
                     _require(len(piece.block_ids) > 0, "block_ids", [], "must not be empty")
             for store in message.stores:
                 _check_keys("stores.key", [chunk.key for chunk in store.chunks])
@@ -423,7 +429,9 @@ def _check_attach(message: Attach) -> None:
         len(message.namespace),
         f"1 to {NAMESPACE_BYTES_MAX} bytes",
     )
-    _require(0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters")
+    _require(
+        0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
+    )
     _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
     if message.role is Role.WORKER:
         given = (message.segment, message.layout, message.memory)

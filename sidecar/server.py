@@ -88,7 +88,7 @@ async def serve(
         stack.callback(directory.close)
         store = None if config.store is None else open_store(config.store, wrap_store)
         pool = await anyio.to_thread.run_sync(_open_pool, config)
-        stack.callback(pool.close)
+        stack.callback(_close_pool, pool)
         return await Server(config, directory, pool, store).run(ready)
 
 
@@ -98,6 +98,12 @@ def _open_pool(config: Config) -> HostPool:
         return HostPool.open(path, config.host.size, prefault=config.host.prefault)
     except PoolError as error:
         raise StartError(f"host: {error}") from error
+
+
+def _close_pool(pool: HostPool) -> None:
+    leaked = pool.close()
+    if leaked:
+        _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
 
 
 class Server:

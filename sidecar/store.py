@@ -161,21 +161,38 @@ class StoreTier:
         if realm is None:
             self._counters.stale_messages += 1
             return
+        held = self._take_over(realm, event)
+        if not event.complete:
+            return
+        # A listing holds what was held before, as a rule; then there is nothing to look for.
+        if held < len(realm.stored):
+            listed, written = event.ranks_by_key, realm.written
+            for key in [key for key in realm.stored if key not in listed and key not in written]:
+                self._directory.set_stored(realm, key, 0)
+        # What was written before this listing came is in the next one.
+        realm.written.clear()
+
+    def _take_over(self, realm: Realm, event: Listed) -> int:
+        """Set what the listing names; returns how many of its keys the store then holds.
+
+        A million keys come by every few seconds and few of them are news, so this loop does for
+        each key only what may change something.
+        """
         masks: dict[frozenset[int], int] = {}
+        stored, written, quarantined = realm.stored, realm.written, self._quarantined
+        held = 0
         for key, ranks in event.ranks_by_key.items():
             mask = masks.get(ranks)
             if mask is None:
                 # A rank outside the world is another topology's object: not ours.
                 mask = sum(1 << rank for rank in ranks if 0 <= rank < realm.world_size)
                 masks[ranks] = mask
-            if self._quarantined:
-                mask &= ~self._quarantined.get((realm.realm_id, key), 0)
-            if not event.complete or key in realm.written:
-                mask |= realm.stored.get(key, 0)
-            self._directory.set_stored(realm, key, mask)
-        if event.complete:
-            listed, written = event.ranks_by_key, realm.written
-            for key in [key for key in realm.stored if key not in listed and key not in written]:
-                self._directory.set_stored(realm, key, 0)
-            # What was written before this listing came is in the next one.
-            realm.written.clear()
+            if quarantined:
+                mask &= ~quarantined.get((realm.realm_id, key), 0)
+            before = stored.get(key, 0)
+            if not event.complete or key in written:
+                mask |= before
+            if mask != before:
+                self._directory.set_stored(realm, key, mask)
+            held += mask != 0
+        return held

@@ -11,11 +11,13 @@ before that no name can be matched to a rank, and nobody could load what it name
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import anyio
+import anyio.lowlevel
 
 from sidecar.commands import Event, Listed
 from sidecar.logs import fields
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
     from sidecar.realms import Realm, Realms
     from tiers.objects import ObjectTier
+
+KEYS_PER_SLICE: Final = 2048
+"""About 10 ms of the event loop, the first time that a store is listed."""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -70,6 +75,7 @@ class StoreWatch:
         self._due: set[int] = set()
         self._wake = anyio.Event()
         self.health = StoreHealth()
+        self._listed: set[int] = set()
         self.listings = 0
         self.listings_failed = 0
 
@@ -129,8 +135,20 @@ class StoreWatch:
             self.listings_failed += 1
             return str(error)
         self.listings += 1
-        self._feed(Listed(realm.realm_id, _by_rank(found, realm), complete=True))
+        ranks_by_key = _by_rank(found, realm)
+        if realm.realm_id not in self._listed:
+            # All of it is new, and adding is the slow part: a few at a time, so that engines are
+            # answered in between.
+            self._listed.add(realm.realm_id)
+            await self._feed_slices(realm, ranks_by_key)
+        self._feed(Listed(realm.realm_id, ranks_by_key, complete=True))
         return None
+
+    async def _feed_slices(self, realm: Realm, ranks_by_key: dict[bytes, frozenset[int]]) -> None:
+        items = iter(ranks_by_key.items())
+        while part := dict(itertools.islice(items, KEYS_PER_SLICE)):
+            self._feed(Listed(realm.realm_id, part, complete=False))
+            await anyio.lowlevel.checkpoint()
 
     def _judge(self, reason: str | None) -> None:
         before = self.health.state

@@ -126,10 +126,20 @@ class SlotTemplate:
         slot[: self.payload_offset] = self._header_array
         slot[self._footer_offset : self.image_bytes] = self._footer_array
 
-    def seal(self, slot: Bytes, key: bytes, parent: bytes, token_ids: bytes) -> bytes:
-        """Hash the payload and patch the row; returns the payload's checksum.
+    def seal(
+        self,
+        slot: Bytes,
+        key: bytes,
+        parent: bytes,
+        token_ids: bytes,
+        *,
+        checksum: bytes | None = None,
+    ) -> bytes:
+        """Patch the row; returns the payload's checksum.
 
-        `token_ids` are little-endian int32 bytes, one for each token of the blocks.
+        `token_ids` are little-endian int32 bytes, one for each token of the blocks. `checksum` is
+        the digest of a `payload_hasher` that saw the payload while it was copied here; without it
+        the payload is hashed now.
         Raises `LayoutError` where a field does not have its exact size.
         """
         for name, value, size_bytes in (
@@ -142,7 +152,8 @@ class SlotTemplate:
                     f"{name} has {len(value)} bytes: an image of {self.num_blocks} blocks of "
                     f"{self.layout.block_tokens} tokens needs exactly {size_bytes}"
                 )
-        checksum = _digest(self.payload(slot))
+        if checksum is None:
+            checksum = _digest(self.payload(slot))
         for place, value in (
             (self._key, key),
             (self._parent, parent),
@@ -193,7 +204,10 @@ class SlotTemplate:
 
         Only that: enough for a slot that this process sealed or verified before.
         """
-        found = _digest(self.payload(slot))
+        return self.check(slot, _digest(self.payload(slot)))
+
+    def check(self, slot: Bytes, found: bytes) -> bool:
+        """`verify_payload` with a digest of the payload that the caller took with a hasher."""
         expected = slot[self._checksum].tobytes()
         if found != expected:
             raise ImageChecksumMismatch(
@@ -328,6 +342,11 @@ def _claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
 
 def _field(offset: int, size_bytes: int) -> slice:
     return slice(offset, offset + size_bytes)
+
+
+def payload_hasher() -> xxhash.xxh3_128:
+    """A running hash of a payload, for `seal` and `check`; its `update` takes pieces in order."""
+    return xxhash.xxh3_128()
 
 
 def _digest(view: Bytes) -> bytes:

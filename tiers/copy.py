@@ -12,6 +12,10 @@ Two ways to move bytes, chosen once per layout:
 * `_StridedPlan`: runs at offsets without a usable common measure (odd scale bytes per head and
   odd layer offsets together). One strided `copyto` per layer and run of neighbouring blocks.
 
+A caller that hashes what it copies passes `visit`: it then sees the payload piece by piece, in
+order, each right after its copy. A small piece is still in the core's cache at that moment; hashing
+a whole chunk before or after its copy reads it from memory once more.
+
 Invariants: block ids are checked before the first byte moves, so a refused copy changed nothing;
 the GIL is not held while bytes move; nothing is allocated in proportion to the payload except the
 page table, an eighth of it at most.
@@ -28,21 +32,30 @@ import numpy as np
 from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import numpy.typing as npt
 
     from tiers.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
     BlockIds = npt.NDArray[np.int64]
+    Visit = Callable[[memoryview], object]
 
+PIECE_BYTES_MAX: Final = 256 * 1024
+"""Source and target of a piece fit a second-level cache; less, and the calls cost more."""
 PAGE_BYTES_MIN: Final = 64
 """Below a cache line the page table (8 bytes a page) costs as much as the copy itself."""
 
 
 class _Plan(Protocol):
-    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None: ...
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None: ...
 
-    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None: ...
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None: ...
 
 
 class CopyPlan:
@@ -56,22 +69,27 @@ class CopyPlan:
             _PagePlan(kv, run) if run.page_bytes >= PAGE_BYTES_MIN else _StridedPlan(kv)
         )
 
-    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+    ) -> None:
         """Copy `block_ids` of `memory` (the whole exported allocation) into `payload`.
 
         `payload` takes `len(block_ids) * block_payload_bytes` bytes in C order `[blocks, layers,
-        heads, tokens, content]`. Raises `LayoutError`, having written nothing, where a size or a
-        block id is wrong.
+        heads, tokens, content]`. `visit` is called with consecutive pieces of it that together
+        are all of it. Raises `LayoutError`, having written nothing, where a size or a block id is
+        wrong.
         """
         self._check(memory, block_ids, payload)
         if len(block_ids):
-            self._plan.gather(memory, block_ids, payload)
+            self._plan.gather(memory, block_ids, payload, visit)
 
-    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+    ) -> None:
         """Copy `payload` to `block_ids` of `memory`: the reverse of `gather`, the same rules."""
         self._check(memory, block_ids, payload)
         if len(block_ids):
-            self._plan.scatter(memory, block_ids, payload)
+            self._plan.scatter(memory, block_ids, payload, visit)
 
     def _check(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
         for name, array, size_bytes in (
@@ -149,15 +167,39 @@ class _PagePlan:
         pattern = run.starts_bytes[:, np.newaxis] // page + within
         self._pattern: npt.NDArray[np.int64] = pattern.ravel()
 
-    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
         source, target = self._tables(memory, payload)
+        pages = self._page_numbers(block_ids)
         # Without a mode of its own, take() buffers `out` to leave it whole on a bad index; the
         # ids were checked, so clipping never happens and the copy goes straight to the slot.
-        np.take(source, self._page_numbers(block_ids), axis=0, out=target, mode="clip")
+        if visit is None:
+            np.take(source, pages, axis=0, out=target, mode="clip")
+            return
+        for rows, piece in self._pieces(len(pages), payload):
+            np.take(source, pages[rows], axis=0, out=target[rows], mode="clip")
+            visit(piece)
 
-    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
         target, source = self._tables(memory, payload)
-        target[self._page_numbers(block_ids)] = source
+        pages = self._page_numbers(block_ids)
+        if visit is None:
+            target[pages] = source
+            return
+        for rows, piece in self._pieces(len(pages), payload):
+            target[pages[rows]] = source[rows]
+            visit(piece)
+
+    def _pieces(self, num_pages: int, payload: Bytes) -> Iterator[tuple[slice, memoryview]]:
+        """Rows of the payload's table, and the same bytes of the payload."""
+        page = self._page_bytes
+        step = max(1, PIECE_BYTES_MAX // page)
+        for first in range(0, num_pages, step):
+            last = min(first + step, num_pages)
+            yield slice(first, last), payload.data[first * page : last * page]
 
     def _page_numbers(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         return (block_ids[:, np.newaxis] * self._block_pages + self._pattern).ravel()
@@ -178,11 +220,19 @@ class _StridedPlan:
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
 
-    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
         for source, target in self._pairs(memory, block_ids, payload):
             np.copyto(target, source)
+        if visit is not None:
+            visit(payload.data)
 
-    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
+        if visit is not None:
+            visit(payload.data)
         for target, source in self._pairs(memory, block_ids, payload):
             np.copyto(target, source)
 

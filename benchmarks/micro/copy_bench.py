@@ -1,4 +1,4 @@
-"""Store and load on the CPU path against one `np.copyto` of the same bytes.
+"""Store and load on the CPU path against `np.copyto` of the same bytes.
 
 All three move the same bytes between the same two mappings (an engine's memfd and the pool's
 file), in turn, in one process. Prints one JSON object; ratios are rate over `np.copyto`'s rate.
@@ -13,16 +13,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.arrow import SlotTemplates
+from tiers.arrow import SlotTemplates, payload_hasher
 from tiers.copy import CopyPlan
 from tiers.layout import KVLayout, Segment
 from tiers.pool import HostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LAYERS, HEADS, TOKENS, CONTENT, BLOCKS_PER_CHUNK = 8, 4, 32, 256, 8
 
@@ -56,67 +59,87 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+class Copies:
+    """The ways to move one set of chunks, over memory, slots and blocks that are set before."""
+
+    def __init__(self, chunks: int, pool: HostPool) -> None:
+        self.memory, self.layout = _memory(num_blocks=4 * chunks * BLOCKS_PER_CHUNK)
+        chunk = self.layout.chunk(BLOCKS_PER_CHUNK)
+        self.templates = SlotTemplates(chunk, bytes(32))
+        self.template = self.templates[BLOCKS_PER_CHUNK]
+        self.plan = CopyPlan(self.layout)
+        self.chunks = chunks
+        self.payload_bytes = chunk.payload_bytes(BLOCKS_PER_CHUNK)
+        self.tokens = np.arange(BLOCKS_PER_CHUNK * TOKENS, dtype=np.int32).tobytes()
+        class_id = pool.register_class(self.templates.slot_bytes)
+        self.offsets = [pool.allocate(class_id) or 0 for _ in range(chunks)]
+        self.slots = [pool.memory[o : o + self.templates.slot_bytes] for o in self.offsets]
+        for slot in self.slots:
+            self.template.prepare(slot)
+        self._chooser = np.random.default_rng(2)
+        self.shuffle()
+
+    def shuffle(self) -> None:
+        """Other blocks, and other places for the plain copies."""
+        count = self.chunks * BLOCKS_PER_CHUNK
+        blocks = self._chooser.permutation(self.layout.num_blocks)[:count]
+        self.pieces = blocks.reshape(self.chunks, BLOCKS_PER_CHUNK).astype(np.int64)
+        starts = self._chooser.permutation(4 * self.chunks)[: self.chunks] * self.payload_bytes
+        self.runs = [self.memory[start : start + self.payload_bytes] for start in starts]
+
+    def copyto_out(self) -> None:
+        for run, slot in zip(self.runs, self.slots, strict=True):
+            np.copyto(self.template.payload(slot), run)
+
+    def copyto_in(self) -> None:
+        for run, slot in zip(self.runs, self.slots, strict=True):
+            np.copyto(run, self.template.payload(slot))
+
+    def gather(self) -> None:
+        for blocks, slot in zip(self.pieces, self.slots, strict=True):
+            self.plan.gather(self.memory, blocks, self.template.payload(slot))
+
+    def store(self) -> None:
+        for blocks, slot in zip(self.pieces, self.slots, strict=True):
+            hasher = payload_hasher()
+            payload = self.template.payload(slot)
+            self.plan.gather(self.memory, blocks, payload, visit=hasher.update)
+            checksum = hasher.digest()
+            self.template.seal(slot, bytes(32), bytes(32), self.tokens, checksum=checksum)
+
+    def scatter(self) -> None:
+        for blocks, slot in zip(self.pieces, self.slots, strict=True):
+            self.plan.scatter(self.memory, blocks, self.template.payload(slot))
+
+    def load(self) -> None:
+        for blocks, slot in zip(self.pieces, self.slots, strict=True):
+            hasher = payload_hasher()
+            payload = self.template.payload(slot)
+            self.plan.scatter(self.memory, blocks, payload, visit=hasher.update)
+            self.template.check(slot, hasher.digest())
+
+
 def measure(chunks: int, rounds: int) -> dict[str, float]:
     """Median ratios over `rounds` rounds of `chunks` chunks each."""
-    memory, layout = _memory(num_blocks=4 * chunks * BLOCKS_PER_CHUNK)
-    chunk = layout.chunk(BLOCKS_PER_CHUNK)
-    templates = SlotTemplates(chunk, bytes(32))
-    template = templates[BLOCKS_PER_CHUNK]
-    plan = CopyPlan(layout)
-    payload_bytes = chunk.payload_bytes(BLOCKS_PER_CHUNK)
-    chooser = np.random.default_rng(2)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        size = 2 * chunks * templates.slot_bytes + (64 << 20)
-        pool = HostPool.open(Path(folder) / "pool", size)
-        class_id = pool.register_class(templates.slot_bytes)
-        offsets = [pool.allocate(class_id) for _ in range(chunks)]
-        slots = [pool.memory[o : o + templates.slot_bytes] for o in offsets if o is not None]
-        assert len(slots) == chunks
-        for slot in slots:
-            template.prepare(slot)
-        tokens = np.arange(BLOCKS_PER_CHUNK * TOKENS, dtype=np.int32).tobytes()
+        pool = HostPool.open(Path(folder) / "pool", chunks * (4 << 20) + (64 << 20))
+        copies = Copies(chunks, pool)
+        total = chunks * copies.payload_bytes
+        copies.store()
         timed: dict[str, list[float]] = {}
         for _ in range(rounds):
-            ids = chooser.permutation(layout.num_blocks)[: chunks * BLOCKS_PER_CHUNK]
-            pieces = ids.reshape(chunks, BLOCKS_PER_CHUNK).astype(np.int64)
-            starts = chooser.permutation(4 * chunks)[:chunks] * payload_bytes
-
-            def copyto_out() -> None:
-                for start, slot in zip(starts, slots, strict=True):
-                    np.copyto(template.payload(slot), memory[start : start + payload_bytes])
-
-            def copyto_in() -> None:
-                for start, slot in zip(starts, slots, strict=True):
-                    np.copyto(memory[start : start + payload_bytes], template.payload(slot))
-
-            def gather() -> None:
-                for blocks, slot in zip(pieces, slots, strict=True):
-                    plan.gather(memory, blocks, template.payload(slot))
-
-            def store() -> None:
-                for blocks, slot in zip(pieces, slots, strict=True):
-                    plan.gather(memory, blocks, template.payload(slot))
-                    template.seal(slot, bytes(32), bytes(32), tokens)
-
-            def scatter() -> None:
-                for blocks, slot in zip(pieces, slots, strict=True):
-                    plan.scatter(memory, blocks, template.payload(slot))
-
-            def load() -> None:
-                for blocks, slot in zip(pieces, slots, strict=True):
-                    template.verify_payload(slot)
-                    plan.scatter(memory, blocks, template.payload(slot))
-
-            store()
-            for function in (copyto_out, gather, store, copyto_in, scatter, load):
+            copies.shuffle()
+            for function in (
+                *(copies.copyto_out, copies.gather, copies.store),
+                *(copies.copyto_in, copies.scatter, copies.load),
+            ):
                 timed.setdefault(function.__name__, []).append(_seconds(function))
+        offsets = copies.offsets
+        del copies, function
         for offset in offsets:
-            assert offset is not None
             pool.free(offset)
-        del slots
         pool.close()
     median = {name: statistics.median(seconds) for name, seconds in timed.items()}
-    total = chunks * payload_bytes
     return {
         "bytes": total,
         "copyto_gb_per_s": round(total / median["copyto_out"] / 1e9, 2),

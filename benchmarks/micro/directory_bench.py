@@ -14,13 +14,16 @@ import json
 import random
 import time
 import tracemalloc
+from typing import TYPE_CHECKING
 
 from sidecar.commands import Listed, SessionOpened
 from sidecar.directory import Cause, Directory
 from sidecar.engine import Engine, EngineLimits
 from sidecar.protocol import Role
-from tiers.layout import ChunkLayout
 from tiers.policy import make
+
+if TYPE_CHECKING:
+    from tiers.layout import ChunkLayout
 
 LIMITS = EngineLimits(
     writes_inflight_max=8,

@@ -146,10 +146,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the process and everything that it started."""
+        self._close_input()
         if self.process.poll() is None:
-            with contextlib.suppress(OSError, ValueError):
-                assert self.process.stdin is not None
-                self.process.stdin.close()
             try:
                 self.process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:
@@ -163,6 +161,12 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS_MAX)
+        self._close_input()
+
+    def _close_input(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines that the engine printed."""

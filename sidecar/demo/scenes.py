@@ -25,7 +25,7 @@ from sidecar.demo.servers import S3Server, ServerFailed, s3_server
 from sidecar.demo.sidecars import SidecarFailed, SidecarProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 PROMPT_TOKENS: Final = 3000
 GENERATED_TOKENS: Final = 16
@@ -231,7 +231,7 @@ class Demo:
         return {"url": server.url, "storage_options": server.storage_options}
 
     @contextlib.contextmanager
-    def _engine(self, sidecar: SidecarProcess) -> Iterator[Engine]:
+    def _engine(self, sidecar: SidecarProcess) -> Generator[Engine]:
         with self._warm(self._start_engine(sidecar)) as engine:
             yield engine
 
@@ -242,7 +242,7 @@ class Demo:
         return Engine(spec, self._folder / f"engine-{self._engines}.log")
 
     @contextlib.contextmanager
-    def _warm(self, engine: Engine) -> Iterator[Engine]:
+    def _warm(self, engine: Engine) -> Generator[Engine]:
         with engine:
             engine.wait_ready()
             self.results.engine = engine.version

@@ -1,4 +1,4 @@
-"""Real object-store servers for tests, as processes of their own on the loopback address.
+"""Real object-store servers for demo and tests, as processes of their own on loopback.
 
 Owns starting, waiting for and stopping them: SeaweedFS, which checks signatures and buckets as S3
 does, and moto, a lighter second opinion which accepts any secret. A server lives as long as its
@@ -91,6 +91,8 @@ def s3_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
             f"-s3.port={port}",
             f"-bucket={bucket}",
             "-s3.autoCreateBucket=false",
+            # Its default is a file in /tmp that it leaves behind.
+            f"-s3.localSocket={folder / 's3.sock'}",
             "-master.telemetry=false",
             "-webdav=false",
             "-admin.ui=false",

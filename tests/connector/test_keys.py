@@ -19,7 +19,9 @@ BLOCK = 4
 CHUNK = 16
 
 
-def chain_of(tokens: list[int], root: bytes = ROOT, media: list[MediaItem] | None = None) -> KeyChain:
+def chain_of(
+    tokens: list[int], root: bytes = ROOT, media: list[MediaItem] | None = None
+) -> KeyChain:
     chain = KeyChain(root, CHUNK, BLOCK, media or [])
     chain.extend(tokens)
     return chain

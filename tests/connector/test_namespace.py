@@ -145,7 +145,9 @@ def config_of(folder: Path, **changes: Any) -> Any:
     )
 
 
-def namespace(folder: Path, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> bytes:
+def namespace(
+    folder: Path, heads: int = 4, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> bytes:
     spec = FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=64, dtype=dtype)
     config = config_of(folder, **changes)
     return namespace_of(config, block_tokens=32, blocks_per_chunk=8, spec=spec)

@@ -146,8 +146,7 @@ def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
             assert not blocks_of(second)[0] - expected.blocks[0]
             # Killed while it loads and stores: its sessions end, its jobs too.
             handles = [
-                second.begin(call.prompt, cache_salt=salt)
-                for salt in (expected.salt, fresh_salt())
+                second.begin(call.prompt, cache_salt=salt) for salt in (expected.salt, fresh_salt())
             ]
             time.sleep(0.05)
             second.kill()
@@ -181,7 +180,7 @@ def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Orac
     with running(folder, engine) as sidecar:
         salt = stored(engine, prompt)
         took = engine.generate(prompt, cache_salt=salt).total_ms / 1000
-        for _ in range(40):
+        for _ in range(25):
             empty(engine)
             handle = engine.begin(prompt, cache_salt=salt)
             time.sleep(chooser.uniform(0, took))
@@ -349,45 +348,42 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle
 
 def test_preemption(folder: Path, engine: Engine) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
-    oracles = [Oracle(engine, Call(words(700 + 10 * i, 20 + i), max_tokens=200)) for i in range(8)]
+    calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]
+    oracles = [Oracle(engine, call) for call in calls]
     with running(folder, engine) as sidecar:
         salt = fresh_salt()
         empty(engine)
-        for again in range(2):
+        for _ in range(2):
             handles = [
-                engine.begin(
-                    oracle.call.prompt, max_tokens=oracle.call.max_tokens, cache_salt=salt
-                )
-                for oracle in oracles
+                engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
+                for call in calls
             ]
             generations = [engine.finish(handle) for handle in handles]
-            assert [len(generation.tokens) for generation in generations] == [200] * 8
+            assert [len(generation.tokens) for generation in generations] == [200] * len(calls)
+            # In the first round nothing was stored before: only who was preempted can load.
+            sidecar.wait("everything ended", idle)
+            assert counters(sidecar)["chunks_loaded"] > 0
             for oracle, generation in zip(oracles, generations, strict=True):
                 oracle.check_close(generation)
-            sidecar.wait("everything ended", idle)
             empty(engine)
-            assert again == 0 or counters(sidecar)["chunks_loaded"] > 0
-        assert "preempt" in engine.log_tail(10_000).lower() or True
 
 
 def test_pool_of_four_slots(folder: Path, engine: Engine) -> None:
     """Far too small a pool: chunks are evicted all the time, also between lookup and load."""
+    chooser = random.Random(SEED + 3)
     slot_bytes = CHUNK_TOKENS * KV_BYTES_PER_TOKEN + 32 * 1024
-    oracles = [Oracle(engine, Call(words(600 + 70 * i, 40 + i))) for i in range(6)]
-    salts = [fresh_salt() for _ in oracles]
+    oracles = [Oracle(engine, Call(words(330 + 70 * i, 40 + i))) for i in range(4)]
+    salt = fresh_salt()
     with running(folder, engine, size=f"{4 * slot_bytes}B") as sidecar:
-        for _ in range(6):
+        for _ in range(12):
             empty(engine)
-            handles = [
-                engine.begin(oracle.call.prompt, cache_salt=salt)
-                for oracle, salt in zip(oracles, salts, strict=True)
-            ]
-            for oracle, handle in zip(oracles, handles, strict=True):
-                oracle.check_close(engine.finish(handle))
+            chosen = chooser.choices(oracles, k=3)
+            handles = [engine.begin(oracle.call.prompt, cache_salt=salt) for oracle in chosen]
+            generations = [engine.finish(handle) for handle in handles]
+            for oracle, generation in zip(chosen, generations, strict=True):
+                oracle.check_close(generation)
         status = sidecar.status()
-        assert sum(one["slots_used"] for one in status["tiers"]["host"]["classes"]) <= 4
+        used = [one["slots_used"] + one["slots_free"] for one in status["tiers"]["host"]["classes"]]
+        assert sum(used) == 4
         assert status["counters"]["chunks_evicted"] > 0
         assert status["counters"]["chunks_loaded"] > 0
-        # One at a time, whatever is still there is right to the last bit of what was stored.
-        empty(engine)
-        oracles[0].check_close(engine.generate(oracles[0].call.prompt, cache_salt=salts[0]))

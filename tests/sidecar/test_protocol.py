@@ -158,11 +158,13 @@ NAMES = st.sampled_from(
         for field in kind.__struct_fields__
     ]
 )
-OBJECTS = st.builds(
-    lambda tag, fields: msgspec.msgpack.encode({"type": tag} | fields),
-    TAGS,
-    st.dictionaries(NAMES, VALUES, max_size=8),
-)
+
+
+def tagged(tag: str, fields: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode({"type": tag} | fields)
+
+
+OBJECTS = st.builds(tagged, TAGS, st.dictionaries(NAMES, VALUES, max_size=8))
 
 
 # --- round trips ----------------------------------------------------------------------------------

@@ -1,0 +1,541 @@
+"""vLLM's own scheduler with our connector on it, and a model that checks the KV that it reads.
+
+Everything of vLLM that runs between two forward passes is real: `Scheduler`, its block pool, its
+prefix cache, `KVOutputAggregator`, the order of the worker hooks. Doubles are the forward pass,
+the client and the sidecar.
+
+The forward pass writes into the slot of every token a hash of all tokens up to it, and before
+that reads the slots of all tokens before it, as attention does. So a wrong destination, a block
+that was reused under a copy, a chunk under another's key, or a load that did not come is an
+assertion here and not a slightly different token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import connector.vllm
+from connector.client import Attempt, Client
+from connector.export import ExportedMemory
+from connector.scheduler import SchedulerRole
+from connector.vllm import KVLakeConnector
+from connector.worker import WorkerRole
+from sidecar.protocol import (
+    Attach,
+    Done,
+    JobOutcome,
+    Lookup,
+    LookupDone,
+    Memory,
+    Outcome,
+    Role,
+    Submit,
+    decode_client,
+    encode,
+)
+from tests.connector.double import SALT, Clock, DoubleClient, session_of
+from tiers.fence import SidecarFence, WorkerFence
+from tiers.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of
+from tiers.layout import KVLayout, Segment
+
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 64
+PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
+
+init_none_hash(sha256)
+_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+
+Slot = bytes
+Block = list[Slot]
+
+
+def write_model(folder: Path) -> Path:
+    """A model folder without weights: enough for a configuration."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def vllm_config(
+    model: Path,
+    *,
+    num_blocks: int = 256,
+    ranks: int = 1,
+    batch_tokens: int = 512,
+    max_seqs: int = 16,
+    kv_role: str = "kv_both",
+    **extra: Any,
+) -> VllmConfig:
+    """A real configuration of a CPU engine with our connector."""
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=batch_tokens,
+            max_num_seqs=max_seqs,
+            max_model_len=2048,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVLakeConnector",
+            kv_connector_module_path="connector.vllm",
+            kv_role=cast("Any", kv_role),
+            kv_connector_extra_config={
+                "socket": "/nonexistent",
+                "attach_seconds": 0,
+                "chunk_tokens": CHUNK_TOKENS,
+                "load_tokens_min": BLOCK_TOKENS,
+                **extra,
+            },
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config
+
+
+def kv_cache_config(num_blocks: int = 256, ranks: int = 1) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2 // ranks, head_size=32, dtype=torch.bfloat16
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+    )
+
+
+def request_of(
+    request_id: str,
+    tokens: list[int],
+    *,
+    max_tokens: int = 4,
+    salt: str | None = None,
+    **fields: Any,
+) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(
+        request_id, tokens, params, None, cache_salt=salt, block_hasher=_hasher, **fields
+    )
+
+
+def content_of(tokens: Iterable[int], salt: str, weights: int, rank: int) -> list[Slot]:
+    """What KV of each token is: a function of all tokens up to it, and of who asks."""
+    hasher = hashlib.blake2b(f"{salt}/{weights}/{rank}".encode(), digest_size=8)
+    slots: list[Slot] = []
+    for token in tokens:
+        hasher.update(token.to_bytes(4, "little"))
+        slots.append(hasher.digest())
+    return slots
+
+
+class Rank:
+    """One worker: its KV memory, its role, and the hooks in the order in which vLLM calls them."""
+
+    def __init__(self, config: VllmConfig, num_blocks: int, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self.memory: list[Block] = [[b""] * BLOCK_TOKENS for _ in range(num_blocks)]
+        self.client = DoubleClient()
+        self.connector = KVLakeConnector(
+            config, KVConnectorRole.WORKER, kv_cache_config(num_blocks)
+        )
+        self._attempt: Callable[[], Attempt] | None = None
+        segment = Segment(first_layer=0, num_layers=1, first_head=0, num_heads=1)
+        layout = KVLayout.from_views(
+            segment,
+            [(0, (num_blocks, 1, BLOCK_TOKENS, 8), (256, 256, 16, 2))],
+            itemsize=2,
+            dtype="bfloat16",
+            encoding="test",
+            size_bytes=num_blocks * 256,
+        )
+        exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout)
+        self.role = WorkerRole(exported, self._make_client, self._describe, clock=clock)
+        self.connector._worker = self.role
+
+    def _make_client(self, make_attempt: Callable[[], Attempt]) -> Client:
+        self._attempt = make_attempt
+        return self.client.as_client()
+
+    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
+        return self.connector._engine.attach(
+            Role.WORKER, 0, segment=memory.layout.segment, layout=memory.layout, memory=shared
+        )
+
+    def attach(self) -> SidecarFence:
+        """A new session; returns the sidecar's end of its fence page."""
+        assert self._attempt is not None
+        attempt = self._attempt()
+        assert isinstance(attempt.context, WorkerFence)
+        self.client.attach(session_of(context=attempt.context))
+        return SidecarFence(os.dup(attempt.fds[1]))
+
+    def step(self, metadata: Any, forward: Callable[[Rank], None]) -> KVConnectorOutput:
+        """One step, as `KVConnectorModelRunnerMixin` does it."""
+        connector = self.connector
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        forward(self)
+        connector.start_load_kv(cast("Any", None))
+        connector.wait_for_save()
+        results = connector.get_transfer_results(set())
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return output
+
+
+@dataclass
+class Copy:
+    """A job that the sidecar was given by one rank and has not ended."""
+
+    rank: int
+    job_id: int
+    fence: SidecarFence
+    epoch: int
+    load: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
+    store: list[tuple[bytes, list[int]]] = field(default_factory=list)
+
+
+class DoubleSidecar:
+    """Host memory, a store, and copies that run when the test says so.
+
+    A chunk is loadable when all ranks have stored it; `store` holds what was taken out of host
+    memory by `demote` and is brought back when a lookup is answered.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.index = IndexWriter(4096)
+        self.parts: dict[bytes, dict[int, list[Block]]] = {}
+        self.store: dict[bytes, dict[int, list[Block]]] = {}
+        self.copies: list[Copy] = []
+        self.lookups: list[Lookup] = []
+        self.fences: list[SidecarFence] = []
+        self._read: Counter[int] = Counter()
+        self._lookups_read = 0
+
+    def attach(self) -> None:
+        """Every role of the engine attaches (again); what was submitted before is forgotten."""
+        self.copies.clear()
+        self.lookups.clear()
+        self.fences = [rank.attach() for rank in self.engine.ranks]
+        self.engine.client.attach(session_of(self.index))
+
+    def detach(self) -> None:
+        """The sidecar dies: nothing of what it was given will run."""
+        self.copies.clear()
+        self.lookups.clear()
+        for client in (self.engine.client, *(rank.client for rank in self.engine.ranks)):
+            client.attach(None)
+
+    def _flags(self, key: bytes) -> None:
+        host = FLAG_HOST if len(self.parts.get(key, {})) == len(self.engine.ranks) else 0
+        self.index.set(tag_of(key, SALT), host | (FLAG_STORE if key in self.store else 0))
+
+    def evict(self, key: bytes) -> None:
+        """Out of host memory; the store keeps what it has."""
+        self.parts.pop(key, None)
+        self._flags(key)
+
+    def demote(self, key: bytes) -> None:
+        """Only the store has it from now on."""
+        if key in self.parts and len(self.parts[key]) == len(self.engine.ranks):
+            self.store[key] = self.parts[key]
+            self.evict(key)
+
+    def hold(self, key: bytes) -> bool:
+        return len(self.parts.get(key, {})) == len(self.engine.ranks)
+
+    def receive(self) -> None:
+        """Take what the engine's roles sent since the last call."""
+        for rank in self.engine.ranks:
+            for message in rank.client.sent[self._read[rank.rank] :]:
+                assert decode_client(encode(message)) == message
+                if isinstance(message, Submit) and rank.client.live is not None:
+                    self._submitted(rank, message)
+            self._read[rank.rank] = len(rank.client.sent)
+        lookups = self.engine.client.sent_of(Lookup)
+        for lookup in lookups[self._lookups_read :]:
+            assert decode_client(encode(lookup)) == lookup
+            live = self.engine.client.live
+            if live is not None and live.epoch == lookup.epoch:
+                self.lookups.append(lookup)
+        self._lookups_read = len(lookups)
+
+    def _submitted(self, rank: Rank, message: Submit) -> None:
+        assert rank.client.live is not None
+        if message.epoch != rank.client.live.epoch:
+            return
+        fence = self.fences[rank.rank]
+        assert fence.reached(message.fence)
+        for load in message.loads:
+            pieces = [(chunk.key, chunk.first_block, chunk.block_ids) for chunk in load.chunks]
+            self.copies.append(Copy(rank.rank, load.job_id, fence, message.epoch, load=pieces))
+        for store in message.stores:
+            chunks = [(chunk.key, chunk.block_ids) for chunk in store.chunks]
+            self.copies.append(Copy(rank.rank, store.job_id, fence, message.epoch, store=chunks))
+
+    def run(self, copy: Copy, outcome: Outcome = Outcome.OK) -> None:
+        """Carry out one job, or fail it, and answer."""
+        self.copies.remove(copy)
+        with copy.fence.copying(copy.job_id) as allowed:
+            if not allowed:
+                outcome = Outcome.REVOKED
+            if outcome is Outcome.OK:
+                outcome = self._load(copy) if copy.load else self._store(copy)
+        client = self.engine.ranks[copy.rank].client
+        if client.live is not None and client.live.epoch == copy.epoch:
+            client.inbox.append(Done(copy.epoch, [JobOutcome(copy.job_id, outcome)]))
+
+    def run_all(self) -> None:
+        self.receive()
+        for copy in list(self.copies):
+            self.run(copy)
+
+    def _load(self, copy: Copy) -> Outcome:
+        memory = self.engine.ranks[copy.rank].memory
+        if not all(self.hold(key) for key, _, _ in copy.load):
+            return Outcome.MISSING
+        for key, first, block_ids in copy.load:
+            blocks = self.parts[key][copy.rank]
+            for index, block_id in enumerate(block_ids, first):
+                memory[block_id] = list(blocks[index])
+        return Outcome.OK
+
+    def _store(self, copy: Copy) -> Outcome:
+        memory = self.engine.ranks[copy.rank].memory
+        for key, block_ids in copy.store:
+            blocks = [list(memory[block_id]) for block_id in block_ids]
+            held = self.parts.setdefault(key, {}).setdefault(copy.rank, blocks)
+            # The KV under a key is decided by the key.
+            assert held == blocks, "two different contents were stored under one key"
+            self._flags(key)
+        return Outcome.OK
+
+    def answer(self, lookup: Lookup, ready: int | None = None) -> None:
+        """Bring the first `ready` keys (all) of a lookup to host memory."""
+        self.lookups.remove(lookup)
+        ready = len(lookup.keys) if ready is None else ready
+        for key in lookup.keys[:ready]:
+            if key in self.store:
+                self.parts[key] = self.store[key]
+                self._flags(key)
+        outcome = Outcome.OK if ready == len(lookup.keys) else Outcome.MISSING
+        self.engine.client.inbox.append(LookupDone(lookup.epoch, lookup.lookup_id, ready, outcome))
+
+    def close(self) -> None:
+        self.index.close()
+
+
+class Engine:
+    """vLLM's scheduler, its ranks, and what it believes about every request's KV."""
+
+    def __init__(
+        self, model: Path, *, num_blocks: int = 256, ranks: int = 1, **options: Any
+    ) -> None:
+        self.clock = Clock()
+        self.client = DoubleClient()
+        config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, **options)
+        original = connector.vllm.Client
+        connector.vllm.Client = lambda *_: self.client  # type: ignore[assignment,misc]
+        try:
+            self.scheduler = Scheduler(
+                config,
+                kv_cache_config(num_blocks, ranks),
+                StructuredOutputManager(config),
+                block_size=BLOCK_TOKENS,
+                log_stats=True,
+            )
+        finally:
+            connector.vllm.Client = original  # type: ignore[misc]
+        self.connector = cast("KVLakeConnector", self.scheduler.connector)
+        assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
+        self.role = self.connector._scheduler
+        self.role._clock = self.clock
+        self.ranks = [Rank(config, num_blocks, rank, self.clock) for rank in range(ranks)]
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        self.sidecar = DoubleSidecar(self)
+        self.weights = 0
+        self.sidecar.attach()
+        self.computed: Counter[str] = Counter()
+        """Tokens that the model computed, by request."""
+        self.steps = 0
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self, between: Callable[[], None] = lambda: None) -> Any:
+        """One step of the engine. `between` happens while the model computes."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        work = [
+            (self.scheduler.requests[request_id], count)
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        tables = {
+            request.request_id: self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            for request, _ in work
+        }
+
+        def forward(rank: Rank) -> None:
+            for request, count in work:
+                self._compute(rank, request, count, tables[request.request_id])
+
+        outputs: list[ModelRunnerOutput | None] = []
+        sampled = [self._sample(request) for request, _ in work]
+        for rank in self.ranks:
+            runner = ModelRunnerOutput(
+                req_ids=[request.request_id for request, _ in work],
+                req_id_to_index={request.request_id: i for i, (request, _) in enumerate(work)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            )
+            runner.kv_connector_output = rank.step(output.kv_connector_metadata, forward)
+            outputs.append(runner)
+        for request, count in work:
+            self.computed[request.request_id] += count
+        between()
+        final = self.aggregator.aggregate(outputs)
+        assert final is not None
+        self.scheduler.update_from_output(output, final)
+        self.sidecar.receive()
+        return output
+
+    def _compute(self, rank: Rank, request: Request, count: int, table: list[int]) -> None:
+        end = request.num_computed_tokens
+        start = end - count
+        tokens = list(request.all_token_ids[:end])
+        expected = content_of(tokens, request.cache_salt or "", self.weights, rank.rank)
+        for position in range(end):
+            block = rank.memory[table[position // BLOCK_TOKENS]]
+            slot = position % BLOCK_TOKENS
+            if position >= start:
+                block[slot] = expected[position]
+                continue
+            assert block[slot] == expected[position], (
+                f"{request.request_id} reads wrong KV at {position} of {end} (rank {rank.rank})"
+            )
+
+    @staticmethod
+    def _sample(request: Request) -> list[int]:
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        return [(sum(request.all_token_ids) + request.num_tokens) % 50]
+
+    def finish(self, *requests: Request, steps_max: int = 400) -> None:
+        """Step, with a sidecar that does everything at once, until these are finished."""
+        for _ in range(steps_max):
+            if all(request.is_finished() for request in requests):
+                return
+            self.sidecar.run_all()
+            for lookup in list(self.sidecar.lookups):
+                self.sidecar.answer(lookup)
+            self.step()
+        raise AssertionError(f"not finished after {steps_max} steps")
+
+    def settle(self, steps_max: int = 400) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(steps_max):
+            self.sidecar.run_all()
+            for lookup in list(self.sidecar.lookups):
+                self.sidecar.answer(lookup)
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"not settled after {steps_max} steps")
+
+    def run(self, request: Request) -> Request:
+        """Add a request, finish it, and let its stores end."""
+        self.add(request)
+        self.finish(request)
+        self.settle()
+        return request
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache and poison its memory."""
+        assert self.scheduler.reset_prefix_cache()
+        for rank in self.ranks:
+            for block in rank.memory:
+                block[:] = [b"poison"] * BLOCK_TOKENS
+
+    def check_idle(self) -> None:
+        """No reference, request, lookup or job of ours is left."""
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        role = self.role
+        assert role.stores_outstanding == 0
+        assert not role._storing
+        assert not role._requests
+        assert not role._lookups
+        assert not role._loading
+        assert not self.scheduler.requests
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
+        self.sidecar.close()

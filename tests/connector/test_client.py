@@ -1,0 +1,510 @@
+"""The client against real sockets: a Unix listener and a ZMQ ROUTER, with the test as sidecar."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from connector import client as client_module
+from connector.client import Attempt, Client, Session
+from sidecar.protocol import (
+    Attach,
+    Attached,
+    Done,
+    Error,
+    IndexMoved,
+    Refused,
+    Release,
+    Role,
+    decode_attach,
+    decode_client,
+    encode,
+    frame_stream,
+)
+from tests.connector.double import LIMITS, SALT
+from tiers.index import FLAG_HOST, IndexWriter, tag_of, tags_of
+
+WAIT_SECONDS_MAX = 10.0
+KEY = b"k" * 32
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {WAIT_SECONDS_MAX} s"
+        time.sleep(0.005)
+
+
+def attach_of(role: Role = Role.SCHEDULER) -> Attach:
+    return Attach(
+        version=1,
+        role=role,
+        engine_id="engine",
+        rank=0,
+        world_size=1,
+        topology="tp1",
+        namespace=b"{}",
+        block_tokens=16,
+        blocks_per_chunk=4,
+        pid=os.getpid(),
+    )
+
+
+class Peer:
+    """The sidecar's end of one Unix connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(WAIT_SECONDS_MAX)
+        header, self.fds, _, _ = socket.recv_fds(connection, 4, 8)
+        (length,) = struct.unpack("<I", header)
+        body = b""
+        while len(body) < length:
+            body += connection.recv(length - len(body))
+        self.attach = decode_attach(body)
+
+    def reply(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
+        socket.send_fds(self.connection, [payload], list(fds))
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+        self.connection.close()
+
+
+class Sidecar:
+    """A listener, a ROUTER and an index. The test says what is answered, and when."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "attach.sock")
+        self.endpoint = f"ipc://{directory}/jobs.sock"
+        self.index = IndexWriter(64)
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.LINGER, 0)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.bind(self.endpoint)
+        self.listener: socket.socket | None = None
+        self.peers: list[Peer] = []
+        self.tokens = itertools.count(1)
+        self.listen()
+
+    def listen(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.path)
+        self.listener.listen(4)
+        self.listener.settimeout(WAIT_SECONDS_MAX)
+
+    def accept(self) -> Peer:
+        """The next client's connection, its `Attach` received."""
+        assert self.listener is not None
+        connection, _ = self.listener.accept()
+        peer = Peer(connection)
+        self.peers.append(peer)
+        return peer
+
+    def attached(self, epoch: int = 7, **changes: Any) -> Attached:
+        fields: dict[str, Any] = {
+            "version": 1,
+            "epoch": epoch,
+            "token": b"token-%08d" % next(self.tokens),
+            "endpoint": self.endpoint,
+            "limits": LIMITS,
+            "index_salt": SALT,
+            "index_bytes": self.index.size_bytes,
+            **changes,
+        }
+        return Attached(**fields)
+
+    def admit(self, epoch: int = 7, **changes: Any) -> tuple[Peer, Attached]:
+        """Accept a scheduler and give it the index."""
+        peer = self.accept()
+        answer = self.attached(epoch, **changes)
+        peer.reply(frame_stream(encode(answer)), (self.index.fd,))
+        return peer, answer
+
+    def stop(self) -> None:
+        """As if the process had died: every connection ends."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        for peer in self.peers:
+            peer.close()
+        self.peers.clear()
+
+    def close(self) -> None:
+        self.stop()
+        self.context.destroy(linger=0)
+        self.index.close()
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[Sidecar]:
+    sidecar = Sidecar(short_directory)
+    yield sidecar
+    sidecar.close()
+
+
+@pytest.fixture
+def make_client(sidecar: Sidecar) -> Iterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def make(attempt: Callable[[], Attempt] | None = None, path: str = sidecar.path) -> Client:
+        maker = attempt or (lambda: Attempt(attach_of()))
+        clients.append(Client(path, maker, retry_seconds=0.02))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def live(client: Client) -> Session:
+    until(lambda: client.session is not None, "a session")
+    session = client.session
+    assert session is not None
+    return session
+
+
+class TestAttach:
+    def test_a_scheduler_gets_the_index(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        sidecar.index.set(tag_of(KEY, SALT), FLAG_HOST)
+        client = make_client()
+        peer, answer = sidecar.admit()
+        assert peer.attach == attach_of()
+        assert peer.fds == []
+        assert client.wait_attached(WAIT_SECONDS_MAX)
+        session = live(client)
+        assert (session.epoch, session.token, session.limits) == (7, answer.token, LIMITS)
+        assert session.index is not None
+        assert session.index.lookup(tags_of([KEY], SALT)).tolist() == [FLAG_HOST]
+        assert client.session is session
+
+    def test_a_worker_hands_over_its_descriptors(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        memory, page = os.memfd_create("memory"), os.memfd_create("page")
+        context = object()
+        client = make_client(lambda: Attempt(attach_of(Role.SCHEDULER), [memory, page], context))
+        peer, _ = sidecar.admit()
+        assert [os.fstat(fd).st_ino for fd in peer.fds] == [
+            os.fstat(fd).st_ino for fd in (memory, page)
+        ]
+        assert live(client).context is context
+        client.close()
+        # They stay whoever's they were.
+        os.close(memory)
+        os.close(page)
+
+    def test_each_attempt_is_made_anew(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        contexts = iter(range(100))
+        client = make_client(lambda: Attempt(attach_of(), context=next(contexts)))
+        sidecar.accept().close()
+        sidecar.admit()
+        assert live(client).context == 1
+
+    def test_waiting_has_an_end(self, make_client: Callable[..., Client]) -> None:
+        assert not make_client(path="/nonexistent/attach.sock").wait_attached(0.05)
+
+    def test_a_sidecar_that_starts_later_is_found(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        sidecar.stop()
+        client = make_client()
+        assert client.session is None
+        sidecar.listen()
+        sidecar.admit()
+        live(client)
+
+    def test_refused_is_said_once_and_tried_again(
+        self,
+        sidecar: Sidecar,
+        make_client: Callable[..., Client],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        client = make_client()
+        for _ in range(3):
+            sidecar.accept().reply(frame_stream(encode(Refused("limits", "sessions_max=1"))))
+        sidecar.admit()
+        live(client)
+        assert caplog.text.count("sessions_max=1") == 1
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            b"",
+            b"\x10",
+            b"\x10\0\0\0half",
+            b"\xff\xff\xff\xff",
+            frame_stream(b"\xc1garbage"),
+            frame_stream(b"\x80"),
+            frame_stream(encode(IndexMoved(7, 4096))),
+        ],
+    )
+    def test_a_garbled_answer_is_no_session_and_no_end(
+        self, sidecar: Sidecar, make_client: Callable[..., Client], payload: bytes
+    ) -> None:
+        client = make_client()
+        peer = sidecar.accept()
+        if payload:
+            peer.reply(payload, (sidecar.index.fd,))
+        peer.close()
+        assert client.session is None
+        sidecar.admit()
+        live(client)
+
+    @pytest.mark.parametrize("what", ["missing", "too many", "wrong size", "not an index"])
+    def test_an_answer_without_a_proper_index_is_none(
+        self, sidecar: Sidecar, make_client: Callable[..., Client], what: str
+    ) -> None:
+        client = make_client()
+        peer = sidecar.accept()
+        other = os.memfd_create("other")
+        os.ftruncate(other, sidecar.index.size_bytes)
+        fds = {"missing": (), "too many": (sidecar.index.fd, other), "not an index": (other,)}
+        size = sidecar.index.size_bytes + (4096 if what == "wrong size" else 0)
+        answer = sidecar.attached(index_bytes=size)
+        peer.reply(frame_stream(encode(answer)), fds.get(what, (sidecar.index.fd,)))
+        os.close(other)
+        sidecar.admit()
+        live(client)
+
+    def test_a_bug_in_making_the_attempt_does_not_end_the_thread(
+        self,
+        sidecar: Sidecar,
+        make_client: Callable[..., Client],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        calls = itertools.count()
+
+        def attempt() -> Attempt:
+            if next(calls) < 5:
+                raise RuntimeError("a bug")
+            return Attempt(attach_of())
+
+        client = make_client(attempt)
+        for _ in range(5):
+            assert sidecar.listener is not None
+            sidecar.listener.accept()[0].close()
+        sidecar.admit()
+        live(client)
+        assert caplog.text.count("failed unexpectedly") == 1
+
+
+class TestLoss:
+    def test_the_end_of_the_connection_ends_the_session(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        sidecar.admit()
+        first = live(client)
+        sidecar.stop()
+        until(lambda: client.session is None, "the end of the session")
+        assert first.dead
+        assert not client.send(first, Release(7, [1], []))
+        assert client.poll() == []
+
+    def test_the_next_life_is_another_session(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        sidecar.admit(epoch=7)
+        first = live(client)
+        sidecar.stop()
+        until(lambda: client.session is None, "the end of the session")
+        sidecar.listen()
+        sidecar.admit(epoch=8)
+        second = live(client)
+        assert second is not first
+        assert second.epoch == 8
+        # What was made for the first life does not go out in the second.
+        assert not client.send(first, Release(7, [1], []))
+        assert client.send(second, Release(8, [1], []))
+
+    def test_descriptors_do_not_pile_up(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        counts: list[int] = []
+        for epoch in range(1, 8):
+            peer, _ = sidecar.admit(epoch=epoch)
+            until(
+                lambda epoch=epoch: client.session is not None and client.session.epoch == epoch,
+                "the session of this life",
+            )
+            counts.append(len(os.listdir("/proc/self/fd")))
+            peer.close()
+            sidecar.peers.remove(peer)
+        assert counts[-1] <= counts[1] + 2
+
+    def test_high_descriptors_are_no_limit(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        # select() refuses descriptors from 1,024 on; an engine may well have that many.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard < 2048:
+            pytest.skip(f"at most {hard} files may be open here")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        taken: list[int] = []
+        try:
+            while not taken or taken[-1] < 1100:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+            client = make_client()
+            peer, _ = sidecar.admit()
+            session = live(client)
+            peer.reply(
+                frame_stream(encode(IndexMoved(7, sidecar.index.size_bytes))), (sidecar.index.fd,)
+            )
+            before = session.index
+            until(lambda: live(client).index is not before, "the moved index")
+            assert client.session is session
+            client.close()
+        finally:
+            for fd in taken:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class TestIndexMoved:
+    def test_lookups_go_to_the_newest(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        peer, _ = sidecar.admit()
+        session = live(client)
+        # Two at once: the thread may take both before the engine looks.
+        small, large = sidecar.index.grown(), IndexWriter(1024)
+        large.set(tag_of(KEY, SALT), FLAG_HOST)
+        for index in (small, large):
+            peer.reply(frame_stream(encode(IndexMoved(7, index.size_bytes))), (index.fd,))
+
+        def found() -> bool:
+            current = client.session
+            assert current is session
+            assert current.index is not None
+            return bool(current.index.lookup(tags_of([KEY], SALT))[0])
+
+        until(found, "the entry of the newest index")
+        small.close()
+        large.close()
+
+
+class TestJobs:
+    def test_messages_both_ways(self, sidecar: Sidecar, make_client: Callable[..., Client]) -> None:
+        client = make_client()
+        _, answer = sidecar.admit()
+        session = live(client)
+        assert client.send(session, Release(7, [1], [2]))
+        token, frame = sidecar.router.recv_multipart()
+        assert token == answer.token
+        assert decode_client(frame) == Release(7, [1], [2])
+        sidecar.router.send_multipart([token, encode(Done(7, []))])
+        messages: list[object] = []
+        until(lambda: bool(messages.extend(client.poll()) or messages), "the answer")
+        assert messages == [Done(7, [])]
+
+    def test_other_lives_and_garbage_are_dropped(
+        self,
+        sidecar: Sidecar,
+        make_client: Callable[..., Client],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        client = make_client()
+        sidecar.admit()
+        client.send(live(client), Release(7, [1], []))
+        token, _ = sidecar.router.recv_multipart()
+        for payload in (b"", b"\xc1", b"x" * 100, encode(Done(6, [])), encode(Error(7, "c", "m"))):
+            sidecar.router.send_multipart([token, payload])
+        messages: list[object] = []
+        until(lambda: bool(messages.extend(client.poll()) or messages), "the answer")
+        assert messages == [Error(7, "c", "m")]
+        assert "refused" in caplog.text
+
+    def test_one_poll_takes_a_bounded_number(
+        self,
+        sidecar: Sidecar,
+        make_client: Callable[..., Client],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(client_module, "MESSAGES_PER_POLL_MAX", 3)
+        client = make_client()
+        sidecar.admit()
+        client.send(live(client), Release(7, [1], []))
+        token, _ = sidecar.router.recv_multipart()
+        for _ in range(8):
+            sidecar.router.send_multipart([token, encode(Done(7, []))])
+        counts: list[int] = []
+        until(lambda: bool(counts.append(len(client.poll())) or sum(counts) == 8), "eight answers")
+        assert max(counts) <= 3
+
+    def test_sending_to_one_that_does_not_read_never_waits(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        # An endpoint where nobody is: all that is sent stays in our own queue.
+        client = make_client()
+        sidecar.admit(endpoint=sidecar.endpoint + ".nobody")
+        session = live(client)
+        sent = [client.send(session, Release(7, [1], [])) for _ in range(3_000)]
+        assert sent.count(True) == client_module.SEND_QUEUE_MESSAGES_MAX
+        assert not sent[-1]
+
+    @pytest.mark.parametrize("endpoint", ["nonsense", "ipc://" + "x" * 200, ""])
+    def test_a_bad_endpoint_is_no_session_and_no_error(
+        self, sidecar: Sidecar, make_client: Callable[..., Client], endpoint: str
+    ) -> None:
+        client = make_client()
+        sidecar.admit(endpoint=endpoint)
+        assert client.wait_attached(WAIT_SECONDS_MAX)
+        assert client.session is None
+        assert client.session is None
+        assert client.poll() == []
+
+
+class TestClose:
+    def test_twice_and_with_nobody_there(self, make_client: Callable[..., Client]) -> None:
+        client = make_client(path="/nonexistent/attach.sock")
+        client.close()
+        client.close()
+        assert client.session is None
+
+    def test_the_sidecar_sees_the_end(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        peer, _ = sidecar.admit()
+        live(client)
+        client.close()
+        assert peer.connection.recv(1) == b""
+        assert client.session is None
+
+    def test_no_descriptor_is_left(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        client = make_client()
+        peer, _ = sidecar.admit()
+        live(client)
+        client.close()
+        peer.close()
+        sidecar.peers.remove(peer)
+        # The ROUTER, in this process too, drops its end of the DEALER's connection a little later.
+        until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the last descriptor's end")

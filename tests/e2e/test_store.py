@@ -1,0 +1,493 @@
+"""Hits from an object store, and a store that lies, fails, hangs or is full.
+
+One engine; sidecars with empty memory and other stores take turns on its sockets. A request
+always ends, and gives what the engine gives for as many cached tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.servers import S3Server, s3_server
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    Call,
+    Measured,
+    Oracle,
+    attach,
+    blocks_of,
+    check_equal,
+    counters,
+    empty,
+    fresh_salt,
+    idle,
+    own_hit,
+    same_output,
+    words,
+)
+from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+PATIENT: Final = {
+    "lookup_wait": "60s",
+    "load_deadline": "60s",
+    "lease_ttl": "60s",
+    "store_deadline": "60s",
+}
+QUARANTINE: Final = "quarantine"
+ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: str) -> Iterator[Engine]:
+    socket = SidecarProcess(folder / "s", {}).socket
+    with Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@contextlib.contextmanager
+def cluster(
+    folder: Path, engine: Engine, store: dict[str, Any], limits: dict[str, str] | None = None
+) -> Iterator[SidecarProcess]:
+    """An empty sidecar with this store, attached; at its end everything is written."""
+    config = {
+        "host": {"size": "128MiB"},
+        "store": {"refresh_seconds": "200ms", **store},
+        "limits": PATIENT if limits is None else limits,
+    }
+    with SidecarProcess(folder / "s", config) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar
+        sidecar.wait("everything ended", idle)
+        assert sidecar.drain() == 0
+
+
+def listed(sidecar: SidecarProcess, chunks: int) -> None:
+    sidecar.wait("the store is listed", lambda status: _store(status)["chunks"] >= chunks)
+
+
+def _store(status: dict[str, Any]) -> dict[str, Any]:
+    store: dict[str, Any] = status["tiers"]["store"]
+    return store
+
+
+def again(engine: Engine, call: Call, salt: str) -> Measured:
+    """The request on poisoned memory, under the salt of an earlier arm."""
+    empty(engine)
+    generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
+    return Measured(generation, blocks_of(engine), salt)
+
+
+def chunks_of(tokens: int) -> int:
+    """Objects of a prompt: its full chunks, and its last whole blocks."""
+    full, rest = divmod(tokens, CHUNK_TOKENS)
+    return full + (rest >= BLOCK_TOKENS)
+
+
+# --- a folder ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [3000, CHUNK_TOKENS + 1])
+def test_folder_serves_an_empty_sidecar(folder: Path, engine: Engine, tokens: int) -> None:
+    call = Call(words(tokens, tokens))
+    place = folder / f"store-{tokens}"
+    place.mkdir()
+    store = {"url": f"file://{place}", "prefix": "team/kv"}
+    with cluster(folder, engine, store) as sidecar:
+        expected = own_hit(engine, call, before=[call])
+    assert len(list((place / "team" / "kv").rglob("*.arrow"))) >= chunks_of(tokens)
+    with cluster(folder, engine, store) as sidecar:
+        listed(sidecar, chunks_of(tokens))
+        check_equal(again(engine, call, expected.salt), expected)
+        counted = counters(sidecar)
+        assert counted["chunks_read"] == counted["lookups"] * chunks_of(tokens)
+        # Now it is in host memory, and is not read twice.
+        check_equal(again(engine, call, expected.salt), expected)
+        assert counters(sidecar)["chunks_read"] == counted["chunks_read"]
+
+
+def test_head_in_the_engine_middle_in_host_tail_in_the_store(folder: Path, engine: Engine) -> None:
+    """One request puts together what three tiers hold."""
+    prompt = words(1500, 1)
+    calls = [Call(prompt[: end + 1], max_tokens=1) for end in (CHUNK_TOKENS, 3 * CHUNK_TOKENS)]
+    call = Call(prompt)
+    place = folder / "three-tiers"
+    place.mkdir()
+    store = {"url": f"file://{place}"}
+    with cluster(folder, engine, store) as sidecar:
+        expected = own_hit(engine, call, before=[*calls, call])
+    with cluster(folder, engine, store) as sidecar:
+        listed(sidecar, chunks_of(1500))
+        # Reads the first three chunks to host memory; the engine keeps one of them.
+        for one in reversed(calls):
+            empty(engine)
+            engine.generate(one.prompt, max_tokens=1, cache_salt=expected.salt)
+        assert counters(sidecar)["chunks_read"] == 3
+        generation = engine.generate(call.prompt, cache_salt=expected.salt)
+        check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+        assert counters(sidecar)["chunks_read"] == chunks_of(1500)
+
+
+def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -> None:
+    call = Call(words(600, 2))
+    place = folder / "one-way"
+    place.mkdir()
+    url = {"url": f"file://{place}"}
+    with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
+        expected = own_hit(engine, call, before=[call])
+    files = len(list(place.rglob("*.arrow")))
+    with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
+        assert again(engine, call, expected.salt).generation.cached_tokens == 0
+    with cluster(folder, engine, {**url, "write": "off"}) as sidecar:
+        listed(sidecar, chunks_of(600))
+        files = len(list(place.rglob("*.arrow")))
+        check_equal(again(engine, call, expected.salt), expected)
+        engine.generate(words(600, 3), cache_salt=fresh_salt())
+        sidecar.wait("everything ended", idle)
+    assert len(list(place.rglob("*.arrow"))) == files
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def _object_of(place: Path, tokens: list[int]) -> Path:
+    """The file of the chunk of these tokens, found by what it holds rather than by its name."""
+    wanted = array("i", tokens).tobytes()
+    (path,) = [path for path in place.rglob("*.arrow") if wanted in path.read_bytes()]
+    return path
+
+
+def _change_byte(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def _swap_in(path: Path, other: Path) -> None:
+    """Another chunk under this name: intact, and of the same namespace, but not this one."""
+    shutil.copyfile(other, path)
+
+
+DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
+    "payload": lambda path, _: _change_byte(path, 4096 + 12_345),
+    "last payload byte": lambda path, _: _change_byte(
+        path, 4096 + CHUNK_TOKENS * 6 * 4 * 64 * 2 * 2 - 1
+    ),
+    "header": lambda path, _: _change_byte(path, 40),
+    "footer": lambda path, _: _change_byte(path, path.stat().st_size - 30),
+    "token ids": lambda path, _: _change_byte(path, 1288 + 100),
+    "truncated": lambda path, _: os.truncate(path, path.stat().st_size // 2),
+    "longer": lambda path, _: os.truncate(path, path.stat().st_size + 1),
+    "another chunk": _swap_in,
+}
+
+
+def test_damaged_objects_are_never_served(folder: Path, engine: Engine) -> None:
+    """Each is found out when it is read: the run ends before it, and it is put aside."""
+    place = folder / "damaged"
+    place.mkdir()
+    store = {"url": f"file://{place}"}
+    oracles = {
+        name: Oracle(engine, Call(words(700, 50 + i)))
+        for i, name in enumerate([*DAMAGE, "gone", "empty", "intact"])
+    }
+    salts: dict[str, str] = {}
+    with cluster(folder, engine, store) as sidecar:
+        for name, oracle in oracles.items():
+            salts[name] = own_hit(engine, oracle.call, before=[oracle.call]).salt
+    second = slice(CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+    paths = {name: _object_of(place, oracles[name].call.prompt[second]) for name in oracles}
+    for name, damage in DAMAGE.items():
+        damage(paths[name], paths["intact"])
+    paths["empty"].write_bytes(b"")
+    (paths["intact"].parent / "notes.arrow").write_text("not ours")
+    with cluster(folder, engine, store) as sidecar:
+        listed(sidecar, chunks_of(700) * len(oracles) - 1)
+        paths["gone"].unlink()
+        for name, oracle in oracles.items():
+            empty(engine)
+            generation = engine.generate(oracle.call.prompt, cache_salt=salts[name])
+            cached = 700 // BLOCK_TOKENS * BLOCK_TOKENS if name == "intact" else CHUNK_TOKENS
+            assert generation.cached_tokens == cached, name
+            oracle.check(generation)
+        counted = counters(sidecar)
+        assert counted["reads_corrupt"] == counted["quarantined_store"] == len(DAMAGE)
+    # What was computed instead went to the store under the same names; the bad ones are aside.
+    aside = list((place / QUARANTINE).rglob("*.arrow"))
+    assert {path.name for path in aside} == {path.name for path in paths.values()}
+    assert {path.parent.name for path in aside} == {paths[name].parent.name for name in DAMAGE}
+    with cluster(folder, engine, store) as sidecar:
+        listed(sidecar, chunks_of(700) * len(oracles))
+        for name, oracle in oracles.items():
+            empty(engine)
+            generation = engine.generate(oracle.call.prompt, cache_salt=salts[name])
+            assert generation.cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS, name
+            # Computed behind a cached chunk, its KV is rounded otherwise than the oracle's.
+            oracle.check_close(generation)
+        assert counters(sidecar)["reads_corrupt"] == 0
+
+
+# --- a folder that takes nothing more ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _small_disk(place: Path) -> Iterator[None]:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_full_folder(folder: Path, engine: Engine) -> None:
+    place = folder / "small-disk"
+    place.mkdir()
+
+    def make_room(sidecar: SidecarProcess) -> None:
+        subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
+
+    with _small_disk(place):
+        _check_full(folder, engine, place, lambda sidecar: None, make_room)
+        assert not list(place.rglob("*.tmp"))
+
+
+def test_folder_that_takes_no_large_file(folder: Path, engine: Engine) -> None:
+    """As a file size limit or a quota does it; needs no privilege to set up."""
+    place = folder / "no-large-file"
+    place.mkdir()
+
+    def limit(size_bytes: int) -> Callable[[SidecarProcess], None]:
+        def apply(sidecar: SidecarProcess) -> None:
+            assert sidecar.process is not None
+            _, hard = resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE, (size_bytes, hard))
+
+        return apply
+
+    _check_full(folder, engine, place, limit(1 << 20), limit(resource.RLIM_INFINITY))
+    assert not list(place.rglob("*.tmp"))
+
+
+def _check_full(
+    folder: Path,
+    engine: Engine,
+    place: Path,
+    fill: Callable[[SidecarProcess], None],
+    make_room: Callable[[SidecarProcess], None],
+) -> None:
+    call, later = Call(words(3000, 4)), Call(words(1000, 5))
+    with cluster(folder, engine, {"url": f"file://{place}"}) as sidecar:
+        fill(sidecar)
+        # Neither the requests nor the host tier feel it.
+        expected = own_hit(engine, call, before=[call])
+        sidecar.wait("writes fail", lambda status: status["counters"]["writes_failed"] > 0)
+        check_equal(again(engine, call, expected.salt), expected)
+        sidecar.wait("it is told", lambda status: _store(status)["state"] == "unwell")
+        assert _store(sidecar.status())["reason"]
+        sidecar.wait("everything ended", idle)
+        make_room(sidecar)
+        sidecar.wait("it is well", lambda status: _store(status)["state"] == "ok")
+        written = counters(sidecar)["chunks_written"]
+        salt = own_hit(engine, later, before=[later]).salt
+        sidecar.wait("everything ended", idle)
+        assert counters(sidecar)["chunks_written"] >= written + chunks_of(1000)
+    with cluster(folder, engine, {"url": f"file://{place}"}) as sidecar:
+        listed(sidecar, chunks_of(1000))
+        assert again(engine, later, salt).generation.cached_tokens == 992
+
+
+# --- a bucket ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[S3Server]:
+    with s3_server(folder) as server:
+        yield server
+
+
+def _bucket(server: S3Server, endpoint: str = "") -> dict[str, Any]:
+    options = server.options_at(endpoint or server.endpoint)
+    return {"url": server.url, "storage_options": options}
+
+
+def test_bucket_serves_another_cluster(folder: Path, engine: Engine, server: S3Server) -> None:
+    call = Call(words(3000, 6))
+    with cluster(folder, engine, _bucket(server)) as sidecar:
+        expected = own_hit(engine, call, before=[call])
+    with cluster(folder, engine, _bucket(server)) as sidecar:
+        listed(sidecar, chunks_of(3000))
+        check_equal(again(engine, call, expected.salt), expected)
+        assert counters(sidecar)["chunks_read"] == chunks_of(3000)
+
+
+def test_two_sidecars_on_one_bucket(
+    folder: Path, model: str, engine: Engine, server: S3Server
+) -> None:
+    """What one cluster writes, the other one's next listing finds: both are running."""
+    call = Call(words(1000, 7))
+    config = {
+        "host": {"size": "64MiB"},
+        "store": {"refresh_seconds": "200ms", **_bucket(server)},
+        "limits": PATIENT,
+    }
+    with (
+        cluster(folder, engine, _bucket(server)),
+        SidecarProcess(folder / "t", config) as other,
+    ):
+        spec = EngineSpec(model, other.socket, ENGINE_ARGS)
+        with Engine(spec, folder / "other-engine.log") as other_engine:
+            other_engine.wait_ready()
+            attach(other_engine, other)
+            known = _store(other.status())["chunks"]
+            expected = own_hit(engine, call, before=[call])
+            listed(other, known + chunks_of(1000))
+            check_equal(again(other_engine, call, expected.salt), expected)
+            assert counters(other)["chunks_read"] == chunks_of(1000)
+
+
+TOKENS: Final = 700
+LIMITS: Final = {**PATIENT, "lookup_wait": "3s", "drain_seconds_max": "5s"}
+
+
+class TestUnreliableBucket:
+    """Every fault of the proxy, over prompts that only the bucket holds."""
+
+    FAULTS: Final = [
+        *(Fault.REFUSE, Fault.HANG_UP, Fault.STALL, Fault.STALL_BODY),
+        *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
+    ]
+
+    @pytest.fixture(scope="class")
+    def written(
+        self, folder: Path, engine: Engine, server: S3Server
+    ) -> list[tuple[Oracle, Measured]]:
+        """Prompts in the bucket, each with what its hit must give; every test takes two."""
+        calls = [Call(words(TOKENS, 100 + i)) for i in range(2 * len(self.FAULTS) + 5)]
+        with cluster(folder, engine, _bucket(server)) as sidecar:
+            written = [
+                (Oracle(engine, call), own_hit(engine, call, before=[call])) for call in calls
+            ]
+        return written
+
+    @pytest.fixture(scope="class")
+    def portal(self) -> Iterator[Any]:
+        with start_blocking_portal() as portal:
+            yield portal
+
+    @pytest.fixture(scope="class")
+    def proxy(self, portal: Any, server: S3Server) -> Iterator[FaultyProxy]:
+        with portal.wrap_async_context_manager(faulty_proxy(server.endpoint)) as proxy:
+            yield proxy
+
+    @pytest.fixture(scope="class")
+    def sidecar(
+        self,
+        folder: Path,
+        engine: Engine,
+        server: S3Server,
+        proxy: FaultyProxy,
+        written: list[tuple[Oracle, Measured]],
+    ) -> Iterator[SidecarProcess]:
+        store = {**_bucket(server, proxy.endpoint), "deadline_seconds_max": "4s"}
+        with cluster(folder, engine, store, LIMITS) as sidecar:
+            listed(sidecar, chunks_of(TOKENS) * len(written))
+            yield sidecar
+
+    @staticmethod
+    def check_served(
+        sidecar: SidecarProcess, engine: Engine, prompt: tuple[Oracle, Measured]
+    ) -> None:
+        """The store is well again, and what only it holds is a hit."""
+        sidecar.wait("the store is well", lambda status: _store(status)["state"] == "ok")
+        sidecar.wait("everything ended", idle)
+        oracle, expected = prompt
+        check_equal(again(engine, oracle.call, expected.salt), expected)
+
+    @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.value).replace(" ", "-"))
+    def test_fault(
+        self,
+        sidecar: SidecarProcess,
+        engine: Engine,
+        portal: Any,
+        proxy: FaultyProxy,
+        written: list[tuple[Oracle, Measured]],
+        fault: Fault,
+    ) -> None:
+        first, second = written[2 * self.FAULTS.index(fault) :][:2]
+        before = counters(sidecar)
+        portal.call(proxy.become, fault)
+        oracle, expected = first
+        generation = again(engine, oracle.call, expected.salt).generation
+        assert generation.cached_tokens == 0
+        oracle.check(generation)
+        # What is new is computed and kept in host memory, whatever becomes of its writes.
+        new = Call(words(600, 900 + self.FAULTS.index(fault)))
+        fresh = own_hit(engine, new, before=[new])
+        check_equal(again(engine, new, fresh.salt), fresh)
+        sidecar.wait("it is told", lambda status: _store(status)["state"] == "unwell")
+        portal.call(proxy.become, Fault.PASS)
+        self.check_served(sidecar, engine, second)
+        after = counters(sidecar)
+        corrupt = after["reads_corrupt"] - before["reads_corrupt"]
+        assert bool(corrupt) == (fault is Fault.WRONG_BYTES)
+
+    @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.HANG_UP])
+    def test_passing_fault_is_retried(
+        self,
+        sidecar: SidecarProcess,
+        engine: Engine,
+        portal: Any,
+        proxy: FaultyProxy,
+        written: list[tuple[Oracle, Measured]],
+        fault: Fault,
+    ) -> None:
+        """One refused request is not a miss."""
+        oracle, expected = written[-1 - (fault is Fault.HANG_UP)]
+        empty(engine)
+        portal.call(lambda: proxy.become(fault, times=1))
+        generation = engine.generate(oracle.call.prompt, cache_salt=expected.salt)
+        assert generation.cached_tokens == TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        assert same_output(generation, expected.generation)
+
+    def test_frozen_server(
+        self,
+        sidecar: SidecarProcess,
+        engine: Engine,
+        server: S3Server,
+        written: list[tuple[Oracle, Measured]],
+    ) -> None:
+        """The server itself stops answering, and then goes on where it was."""
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            oracle, expected = written[-3]
+            generation = again(engine, oracle.call, expected.salt).generation
+            assert generation.cached_tokens == 0
+            oracle.check(generation)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        self.check_served(sidecar, engine, written[-4])
