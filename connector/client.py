@@ -156,6 +156,11 @@ class Client:
             return False
         return True
 
+    def wait(self, milliseconds: int) -> None:
+        """Wait until a message is there to `poll`, but no longer than this."""
+        if self.session is not None and self._dealer is not None:
+            self._dealer.poll(milliseconds, zmq.POLLIN)
+
     def poll(self) -> list[ServerMessage]:
         """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits."""
         session = self.session

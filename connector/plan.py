@@ -51,6 +51,8 @@ class StepPlan:
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    idle: bool = False
+    """The step computes nothing: the engine only waits, for loads or stores of ours."""
 
 
 @dataclass(slots=True)

@@ -374,6 +374,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return ids[0] if ids is not None else []
 
         plan = self._scheduler.build_plan(scheduler_output.num_scheduled_tokens, block_ids_of)
+        plan.idle = scheduler_output.total_num_scheduled_tokens == 0
         return KVLakeMetadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, Session
 from connector.export import KIND_MEMFD, ExportedMemory
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger("vllm.kvlake")
+
+
+IDLE_WAIT_MS: Final = 1
+"""As long as vLLM itself sleeps between two steps that have nothing to do."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class WorkerRole:
         self._describe = describe
         self._clock = clock
         self._step = 0
+        self._idle = False
         self._fence: WorkerFence | None = None
         self._session: Session | None = None
         self._retired: list[WorkerFence] = []
@@ -105,6 +110,7 @@ class WorkerRole:
 
     def submit(self, plan: StepPlan) -> None:
         """Send this step's jobs; called after the step's forward pass was executed."""
+        self._idle = plan.idle
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()
@@ -140,9 +146,15 @@ class WorkerRole:
             )
 
     def collect(self) -> TransferResults:
-        """Everything that ended since the last call. Called once per step; never waits."""
+        """Everything that ended since the last call. Called once per step.
+
+        A step that computes nothing may wait for an answer, for a millisecond: it would be
+        repeated at once, and spinning on it takes the core that the copy needs.
+        """
         self._refresh_session()
         if self._outstanding or self._retired:
+            if self._idle and self._outstanding:
+                self._client.wait(IDLE_WAIT_MS)
             for message in self._client.poll():
                 if isinstance(message, Done):
                     self._answered(message.jobs)

@@ -90,12 +90,24 @@ class Admission:
         try:
             session = await self._admit(connection)
             if session is not None:
-                reason = await connection.wait_end()
+                reason = await self._stay(session, connection)
         finally:
             if session is not None:
                 self._hub.end_session(session, reason)
             connection.close()
             self._connections -= 1
+
+    async def _stay(self, session: Session, connection: Connection) -> str:
+        """Wait for the session's end, and say why it ended."""
+        memory = session.memory
+        if memory is None or not self._hub.config.copies.prefault:
+            return await connection.wait_end()
+        reason = ""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(memory.prefault)
+            reason = await connection.wait_end()
+            tasks.cancel_scope.cancel()
+        return reason
 
     async def _admit(self, connection: Connection) -> Session | None:
         """The session of a client that was let in; None once it was refused or is gone."""

@@ -230,6 +230,8 @@ class Copy(_Section):
 
     threads: Count = Field(default=1, ge=1, le=256)
     """Threads that copy; one saturates a core, and engines want theirs."""
+    prefault: Flag = True
+    """Map all of an engine's KV memory when it attaches; off, each page when it is first copied."""
 
 
 class Http(_Section):

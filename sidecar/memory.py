@@ -10,19 +10,25 @@ is at least as large as it was said to be, and where the client allowed it, cann
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 
 from sidecar.attach import AttachRefused, close_fds
+from sidecar.logs import fields
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
+from tiers.filesystems import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -30,6 +36,13 @@ if TYPE_CHECKING:
     from sidecar.protocol import Attach
     from tiers.layout import KVLayout
 
+PREFAULT_BYTES_PER_CALL: Final = 16 << 20
+"""About a millisecond where the engine has touched the pages, ten where it has not."""
+_MADV_POPULATE_WRITE: Final = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# One at a time, beside the threads that copy: engines attach rarely and copies must not wait.
+_prefaulting = anyio.CapacityLimiter(1)
 _logger = logging.getLogger("kvlake.memory")
 
 
@@ -75,6 +88,32 @@ class WorkerMemory:
         """All of the memory. Only for the copy within `in_use`, and gone when that returns."""
         assert self._bytes is not None, "copies run within in_use"
         return self._bytes
+
+    async def prefault(self) -> None:
+        """Map every page, slice by slice, while the session lasts. Safe to cancel.
+
+        A copy into a page that is not mapped yet takes a fault for every 4 KiB, which makes it
+        three times slower. Pages that the engine reserved but has not touched are allocated.
+        """
+        for start in range(0, len(self._map), PREFAULT_BYTES_PER_CALL):
+            with self.in_use() as mapped:
+                if not mapped or self._ended:
+                    return
+                if not await run_to_end(functools.partial(self._populate, start), _prefaulting):
+                    return
+
+    def _populate(self, start: int) -> bool:
+        length = min(PREFAULT_BYTES_PER_CALL, len(self._map) - start)
+        address = self.view.ctypes.data + start
+        # By hand: mmap.madvise() holds the GIL, and this takes milliseconds.
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:  # EINVAL: a kernel before 5.14, which cannot do this
+                _logger.warning(
+                    "KV memory is not mapped ahead", extra=fields(reason=os.strerror(code))
+                )
+            return False
+        return True
 
     def end(self) -> None:
         """The session is over: unmap once the running copies have ended."""

@@ -36,6 +36,7 @@ class DoubleClient:
         self.sent: list[ClientMessage] = []
         self.inbox: list[ServerMessage] = []
         self.closed = False
+        self.waited_ms = 0
 
     @property
     def session(self) -> Session | None:
@@ -49,6 +50,9 @@ class DoubleClient:
             return False
         self.sent.append(message)
         return True
+
+    def wait(self, milliseconds: int) -> None:
+        self.waited_ms += milliseconds
 
     def poll(self) -> list[ServerMessage]:
         messages, self.inbox = self.inbox, []

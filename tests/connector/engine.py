@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from vllm.config import (
@@ -390,9 +391,7 @@ class Engine:
         self.clock = Clock()
         self.client = DoubleClient()
         config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, **options)
-        original = connector.vllm.Client
-        connector.vllm.Client = lambda *_: self.client  # type: ignore[assignment,misc]
-        try:
+        with patch.object(connector.vllm, "Client", lambda *_: self.client):
             self.scheduler = Scheduler(
                 config,
                 kv_cache_config(num_blocks, ranks),
@@ -400,8 +399,6 @@ class Engine:
                 block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
-        finally:
-            connector.vllm.Client = original  # type: ignore[misc]
         self.connector = cast("KVLakeConnector", self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler

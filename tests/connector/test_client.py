@@ -27,6 +27,7 @@ from sidecar.protocol import (
     Refused,
     Release,
     Role,
+    ServerMessage,
     decode_attach,
     decode_client,
     encode,
@@ -172,6 +173,18 @@ def make_client(sidecar: Sidecar) -> Iterator[Callable[..., Client]]:
     yield make
     for client in clients:
         client.close()
+
+
+def drain(client: Client, wanted: int) -> list[ServerMessage]:
+    """Poll until this many messages have come."""
+    messages: list[ServerMessage] = []
+
+    def polled() -> bool:
+        messages.extend(client.poll())
+        return len(messages) >= wanted
+
+    until(polled, f"{wanted} messages")
+    return messages
 
 
 def live(client: Client) -> Session:
@@ -347,10 +360,8 @@ class TestLoss:
         counts: list[int] = []
         for epoch in range(1, 8):
             peer, _ = sidecar.admit(epoch=epoch)
-            until(
-                lambda epoch=epoch: client.session is not None and client.session.epoch == epoch,
-                "the session of this life",
-            )
+            while client.session is None or client.session.epoch != epoch:
+                time.sleep(0.005)
             counts.append(len(os.listdir("/proc/self/fd")))
             peer.close()
             sidecar.peers.remove(peer)
@@ -418,9 +429,7 @@ class TestJobs:
         assert token == answer.token
         assert decode_client(frame) == Release(7, [1], [2])
         sidecar.router.send_multipart([token, encode(Done(7, []))])
-        messages: list[object] = []
-        until(lambda: bool(messages.extend(client.poll()) or messages), "the answer")
-        assert messages == [Done(7, [])]
+        assert drain(client, 1) == [Done(7, [])]
 
     def test_other_lives_and_garbage_are_dropped(
         self,
@@ -434,9 +443,7 @@ class TestJobs:
         token, _ = sidecar.router.recv_multipart()
         for payload in (b"", b"\xc1", b"x" * 100, encode(Done(6, [])), encode(Error(7, "c", "m"))):
             sidecar.router.send_multipart([token, payload])
-        messages: list[object] = []
-        until(lambda: bool(messages.extend(client.poll()) or messages), "the answer")
-        assert messages == [Error(7, "c", "m")]
+        assert drain(client, 1) == [Error(7, "c", "m")]
         assert "refused" in caplog.text
 
     def test_one_poll_takes_a_bounded_number(
@@ -453,7 +460,12 @@ class TestJobs:
         for _ in range(8):
             sidecar.router.send_multipart([token, encode(Done(7, []))])
         counts: list[int] = []
-        until(lambda: bool(counts.append(len(client.poll())) or sum(counts) == 8), "eight answers")
+
+        def polled() -> bool:
+            counts.append(len(client.poll()))
+            return sum(counts) == 8
+
+        until(polled, "eight answers")
         assert max(counts) <= 3
 
     def test_sending_to_one_that_does_not_read_never_waits(

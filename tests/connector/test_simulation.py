@@ -35,6 +35,10 @@ class Life:
             for _ in range(4)
         ]
         self.requests: list[Request] = []
+        self.speed = self.random.choice((0.1, 0.3, 0.7))
+        """How likely a copy is to run between two events."""
+        self.stopped_steps = 0
+        """How long the sidecar will not run anything (it is stopped, or swaps)."""
 
     def prompt(self) -> list[int]:
         chance = self.random
@@ -56,12 +60,13 @@ class Life:
         sidecar = engine.sidecar
         sidecar.receive()
         engine.clock.now += chance.choice((0.001, 0.001, 0.05, 0.3))
+        self.stopped_steps -= 1
+        if self.stopped_steps > 0:
+            return
         for copy in chance.sample(sidecar.copies, len(sidecar.copies)):
-            dice = chance.random()
-            if dice < 0.6:
-                sidecar.run(copy)
-            elif dice < 0.7:
-                sidecar.run(copy, chance.choice(FAILURES))
+            if chance.random() < self.speed:
+                failed = chance.random() < 0.1
+                sidecar.run(copy, chance.choice(FAILURES) if failed else Outcome.OK)
         for lookup in list(sidecar.lookups):
             if chance.random() < 0.5:
                 sidecar.answer(lookup, chance.randrange(len(lookup.keys) + 1))
@@ -84,8 +89,9 @@ class Life:
         elif dice < 0.11:
             engine.sidecar.attach()
         elif dice < 0.13:
-            # A stop of the sidecar, or of us: every deadline passes.
+            # Every deadline passes, and the sidecar goes on much later with what it was given.
             engine.clock.now += 60
+            self.stopped_steps = chance.randrange(30)
         elif dice < 0.134 and self.can_reset():
             # New weights: everything that was computed is void from here on.
             assert engine.scheduler.reset_prefix_cache(
