@@ -103,6 +103,12 @@ class Copies:
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
         self._running = 0
+        self._loads_running = 0
+
+    @property
+    def loads_pending(self) -> int:
+        """Loads whose fence was reached and that have not ended: engines wait for these."""
+        return len(self._loads) + self._loads_running
 
     @property
     def pending(self) -> int:
@@ -179,11 +185,13 @@ class Copies:
             if group is None:
                 continue
             self._running += 1
+            self._loads_running += group.is_load
             try:
                 with group.memory.in_use() as mapped:
                     ended = await self._copy(group, mapped=mapped)
             finally:
                 self._running -= 1
+                self._loads_running -= group.is_load
             if ended is None:
                 # The worker was revoking at that moment. Its lock lasts microseconds, or as long
                 # as it is stopped: back to the gate, where the deadline bounds it.

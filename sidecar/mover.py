@@ -62,6 +62,9 @@ C = TypeVar("C", Write, Read, Quarantine)
 VERIFY_THREADS: Final = 1
 """Threads that hash what comes from, or goes to, the store; copies have their own."""
 
+GIVE_WAY_SECONDS_MAX: Final = 1.0
+GIVE_WAY_POLL_SECONDS: Final = 0.002
+
 _logger = logging.getLogger("kvlake.mover")
 
 
@@ -174,6 +177,7 @@ class Mover:
         outcome = StoreOutcome.UNAVAILABLE
         try:
             assert self._store is not None, "the engine writes only where there is a store"
+            await self._give_way()
             await run_to_end(lambda: template.verify_payload(image), self._verifying)
             await self._store.write(name, image)
             outcome = StoreOutcome.OK
@@ -186,6 +190,12 @@ class Mover:
             _logger.exception("write failed", extra=fields(object=name))
         num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
         self._feed(Written(command.write_id, outcome, num_bytes))
+
+    async def _give_way(self) -> None:
+        """Let loads go first: hashing and sending take cores, and nobody waits for a write."""
+        until = time.monotonic() + GIVE_WAY_SECONDS_MAX
+        while self._copies.loads_pending and time.monotonic() < until:
+            await anyio.sleep(GIVE_WAY_POLL_SECONDS)  # noqa: ASYNC110 (a bounded, rare wait)
 
     async def _read(self, command: Read) -> None:
         rank, name = self._object(command)

@@ -48,11 +48,13 @@ class Bench:
         """A prompt that nobody has seen."""
         return [self._chooser.randrange(WORDS) for _ in range(tokens)]
 
-    def sidecar(self) -> SidecarProcess:
-        """A sidecar with a folder as its store, on the sockets of the one before it."""
-        store = {"url": f"file://{self._folder / 'store'}", "refresh_seconds": "200ms"}
+    def sidecar(self, *, with_store: bool = True) -> SidecarProcess:
+        """A sidecar, with a folder as its store or without, on the sockets of the one before."""
         (self._folder / "store").mkdir(exist_ok=True)
-        config = {"host": {"size": "2GiB"}, "store": store, "limits": {"lookup_wait": "5s"}}
+        config: dict[str, Any] = {"host": {"size": "2GiB"}, "limits": {"lookup_wait": "5s"}}
+        if with_store:
+            url = f"file://{self._folder / 'store'}"
+            config["store"] = {"url": url, "refresh_seconds": "200ms"}
         return SidecarProcess(self._folder / "side", config)
 
     def arm(self, name: str, socket: str) -> Arm:
@@ -85,8 +87,11 @@ class Bench:
             for tokens in (2048, 4000):
                 self._hits(kvlake.engine, sidecar, tokens)
             self._beside_decodes(kvlake, nothing)
-            self._throughput(kvlake.engine, nothing.engine)
-            self.results |= {"chunks": sidecar.status()["counters"]}
+            self._throughput("throughput_with_folder", kvlake.engine, nothing.engine)
+            sidecar.drain()
+            with self.sidecar(with_store=False) as host_only:
+                host_only.wait("the engine attaches", _attached)
+                self._throughput("throughput", kvlake.engine, nothing.engine)
         return self.results
 
     def _hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
@@ -95,6 +100,7 @@ class Bench:
         timed: dict[str, list[float]] = {"own": [], "host": [], "folder": [], "cold": []}
         loaded: dict[str, int] = {}
         for _ in range(self._rounds):
+            _quiet(sidecar)
             engine.reset_prefix_cache()
             host = engine.generate(prompt, max_tokens=1)
             own = engine.generate(prompt, max_tokens=1)
@@ -102,10 +108,10 @@ class Bench:
             for name, generation in (("host", host), ("own", own), ("cold", cold)):
                 timed[name].append(generation.ttft_ms)
                 loaded[name] = generation.cached_tokens
-        for _ in range(max(2, self._rounds // 2)):
+        for _ in range(self._rounds):
             sidecar.drain()
             sidecar.start()
-            sidecar.wait("the engine attaches", lambda status: len(status["sessions"]) == 2)
+            sidecar.wait("the engine attaches", _attached)
             sidecar.wait("the store is listed", lambda s: s["tiers"]["store"]["chunks"] > 0)
             engine.reset_prefix_cache()
             folder = engine.generate(prompt, max_tokens=1)
@@ -144,7 +150,7 @@ class Bench:
             self._holds(f"{case}_ttft", ttft[f"{case}_kvlake"] <= ttft[f"{case}_nothing"] + 1)
             self._holds(f"{case}_steps", counts[f"{case}_kvlake"] <= counts[f"{case}_nothing"])
 
-    def _throughput(self, kvlake: Engine, nothing: Engine) -> None:
+    def _throughput(self, what: str, kvlake: Engine, nothing: Engine) -> None:
         timed: dict[str, list[float]] = {"kvlake": [], "nothing": []}
         for _ in range(max(3, self._rounds // 2)):
             for name, engine in (("kvlake", kvlake), ("nothing", nothing)):
@@ -156,11 +162,20 @@ class Bench:
                 timed[name].append(time.perf_counter() - started)
         median = {name: statistics.median(values) for name, values in timed.items()}
         ratio = round(median["nothing"] / median["kvlake"], 3)
-        self.results["throughput"] = {"seconds": median, "ratio": ratio}
-        self._holds("throughput", ratio >= 0.97)
+        self.results[what] = {"seconds": median, "ratio": ratio}
+        self._holds(what, ratio >= 0.97)
 
     def _holds(self, target: str, met: bool) -> None:
         self.results.setdefault("holds", {})[target] = met
+
+
+def _attached(status: dict[str, Any]) -> bool:
+    return len(status["sessions"]) == 2
+
+
+def _quiet(sidecar: SidecarProcess) -> None:
+    """Wait until what earlier prompts left to do is done: a hit is measured, not a backlog."""
+    sidecar.wait("no work is pending", lambda status: not any(status["pending"].values()))
 
 
 def main() -> None:

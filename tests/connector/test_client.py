@@ -479,6 +479,20 @@ class TestJobs:
         assert sent.count(True) == client_module.SEND_QUEUE_MESSAGES_MAX
         assert not sent[-1]
 
+    def test_waiting_ends_with_an_answer(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        client.wait(1)
+        sidecar.admit()
+        client.send(live(client), Release(7, [1], []))
+        token, _ = sidecar.router.recv_multipart()
+        client.wait(1)
+        assert client.poll() == []
+        sidecar.router.send_multipart([token, encode(Done(7, []))])
+        client.wait(int(WAIT_SECONDS_MAX * 1000))
+        assert client.poll() == [Done(7, [])]
+
     @pytest.mark.parametrize("endpoint", ["nonsense", "ipc://" + "x" * 200, ""])
     def test_a_bad_endpoint_is_no_session_and_no_error(
         self, sidecar: Sidecar, make_client: Callable[..., Client], endpoint: str

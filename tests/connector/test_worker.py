@@ -10,7 +10,7 @@ import pytest
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
-from connector.worker import WorkerRole
+from connector.worker import IDLE_WAIT_MS, WorkerRole
 from sidecar.protocol import (
     Attach,
     Done,
@@ -143,6 +143,23 @@ class TestSubmit:
         one, other = rank.attempts(), rank.attempts()
         assert one.fds[0] == other.fds[0] == rank.memory.fd
         assert one.fds[1] != other.fds[1]
+
+
+class TestIdle:
+    def test_a_step_that_only_waits_for_us_waits_a_little(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2, "a")], [], idle=True))
+        rank.role.collect()
+        assert rank.client.waited_ms == IDLE_WAIT_MS
+
+    def test_no_other_does(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2, "a")], []))
+        rank.role.collect()
+        # Idle again, but with nothing of ours to wait for.
+        rank.answer((2, Outcome.OK))
+        rank.role.collect()
+        rank.role.submit(StepPlan(idle=True))
+        rank.role.collect()
+        assert rank.client.waited_ms == 0
 
 
 class TestAnswered:
