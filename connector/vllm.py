@@ -156,6 +156,11 @@ class _Engine:
 
     def _refusal(self, vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
         """Why this engine cannot be cached safely, or nothing."""
+        # Not at import: vLLM imports this module in its front end, which must not pick a platform.
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return f"platform {current_platform.device_type!r} is not supported by this release"
         parallel = vllm_config.parallel_config
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:

@@ -132,6 +132,10 @@ def _run(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from sidecar import demo
 
+    if options.model_only is not None:
+        path = demo.write_model(options.model_only)
+        say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
+        return EXIT_OK
     return int(demo.main(json=options.json) or EXIT_OK)
 
 
@@ -234,6 +238,12 @@ def _add_running(commands: _Commands) -> None:
         "engine from host memory and from a bucket. Runs on this machine, without a GPU.",
     )
     demo.add_argument("--json", action="store_true", help="print the measurements as JSON")
+    demo.add_argument(
+        "--model-only",
+        metavar="DIR",
+        type=Path,
+        help="only write the demo's model and tokenizer to DIR, to serve it yourself",
+    )
     demo.set_defaults(command_function=_demo)
 
 

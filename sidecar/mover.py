@@ -194,8 +194,8 @@ class Mover:
     async def _give_way(self) -> None:
         """Let loads go first: hashing and sending take cores, and nobody waits for a write."""
         until = time.monotonic() + GIVE_WAY_SECONDS_MAX
-        while self._copies.loads_pending and time.monotonic() < until:
-            await anyio.sleep(GIVE_WAY_POLL_SECONDS)  # noqa: ASYNC110 (a bounded, rare wait)
+        while self._copies.loads_pending and time.monotonic() < until:  # noqa: ASYNC110 (rare)
+            await anyio.sleep(GIVE_WAY_POLL_SECONDS)
 
     async def _read(self, command: Read) -> None:
         rank, name = self._object(command)

@@ -69,7 +69,11 @@ class Measured:
 
 
 def empty(engine: Engine) -> None:
-    """Forget the engine's prefix cache and overwrite its KV memory."""
+    """Forget the engine's prefix cache and overwrite its KV memory.
+
+    Blocks are held until their store was answered, so after this the sidecar has everything. (Its
+    status alone does not tell: on a busy machine a store may still be on its way to it.)
+    """
     engine.reset_prefix_cache()
     engine.poison()
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MARK: Final = "KVLAKE_E2E"
 """An environment variable that every process of a module inherits, orphans included."""
 POOLS: Final = Path("/dev/shm")
+SOCKETS: Final = ("attach.sock", "jobs.sock")
 LEFTOVER_SECONDS_MAX: Final = 20.0
 
 
@@ -59,7 +60,7 @@ def _leftovers(directory: Path, token: str, pools_before: set[Path]) -> list[str
     deadline = time.monotonic() + LEFTOVER_SECONDS_MAX
     while True:
         left = [*_processes(f"{MARK}={token}"), *map(str, _pools() - pools_before)]
-        left += [str(path) for path in directory.rglob("*.sock")]
+        left += [str(path) for name in SOCKETS for path in directory.rglob(name)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)

@@ -103,8 +103,11 @@ def test_cold_loads_nothing(engine: Engine, sidecar: SidecarProcess) -> None:
 
 def test_own_prefix_hit_costs_no_message(engine: Engine, sidecar: SidecarProcess) -> None:
     salt = fresh_salt()
+    stored = counters(sidecar)["chunks_stored"]
     engine.generate(words(1024, 5), cache_salt=salt)
-    sidecar.wait("everything is stored", idle)
+    sidecar.wait(
+        "everything is stored", lambda status: status["counters"]["chunks_stored"] == stored + 4
+    )
     frames = sidecar.status()["sockets"]["frames_received"]
     # One token more, so that nothing new is worth storing.
     generation = engine.generate([*words(1024, 5), 7], max_tokens=1, cache_salt=salt)

@@ -16,7 +16,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.servers import S3Server, s3_server
@@ -76,6 +76,7 @@ def cluster(
     with SidecarProcess(folder / "s", config) as sidecar:
         attach(engine, sidecar)
         yield sidecar
+        empty(engine)
         sidecar.wait("everything ended", idle)
         assert sidecar.drain() == 0
 
@@ -374,100 +375,97 @@ TOKENS: Final = 700
 LIMITS: Final = {**PATIENT, "lookup_wait": "3s", "drain_seconds_max": "5s"}
 
 
+FAULTS: Final = [
+    *(Fault.REFUSE, Fault.HANG_UP, Fault.STALL, Fault.STALL_BODY),
+    *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
+]
+PASSING: Final = [Fault.SLOW_DOWN, Fault.HANG_UP]
+Prompt = tuple[Oracle, Measured]
+"""A prompt that the bucket holds, with what its hit must give."""
+
+
+@pytest.fixture(scope="class")
+def written(folder: Path, engine: Engine, server: S3Server) -> Iterator[Prompt]:
+    """Prompts that were written to the bucket, and that nobody has in memory; each to use once."""
+    calls = [Call(words(TOKENS, 100 + i)) for i in range(2 * len(FAULTS) + len(PASSING) + 2)]
+    with cluster(folder, engine, _bucket(server)):
+        prompts = [(Oracle(engine, call), own_hit(engine, call, before=[call])) for call in calls]
+    return iter(prompts)
+
+
+@pytest.fixture(scope="class")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as portal:
+        yield portal
+
+
+@pytest.fixture(scope="class")
+def proxy(portal: BlockingPortal, server: S3Server) -> Iterator[FaultyProxy]:
+    with portal.wrap_async_context_manager(faulty_proxy(server.endpoint)) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="class")
+def sidecar(
+    folder: Path, engine: Engine, server: S3Server, proxy: FaultyProxy, written: Iterator[Prompt]
+) -> Iterator[SidecarProcess]:
+    """Reaches the bucket through the proxy only."""
+    store = {**_bucket(server, proxy.endpoint), "deadline_seconds_max": "4s"}
+    with cluster(folder, engine, store, LIMITS) as sidecar:
+        listed(sidecar, chunks_of(TOKENS) * (2 * len(FAULTS) + len(PASSING) + 2))
+        yield sidecar
+
+
+def check_served(sidecar: SidecarProcess, engine: Engine, prompt: Prompt) -> None:
+    """The store is well again, and what only it holds is a hit."""
+    sidecar.wait("the store is well", lambda status: _store(status)["state"] == "ok")
+    sidecar.wait("everything ended", idle)
+    oracle, expected = prompt
+    check_equal(again(engine, oracle.call, expected.salt), expected)
+
+
 class TestUnreliableBucket:
-    """Every fault of the proxy, over prompts that only the bucket holds."""
-
-    FAULTS: Final = [
-        *(Fault.REFUSE, Fault.HANG_UP, Fault.STALL, Fault.STALL_BODY),
-        *(Fault.SLOW_DOWN, Fault.FORBIDDEN, Fault.TRUNCATE, Fault.WRONG_BYTES),
-    ]
-
-    @pytest.fixture(scope="class")
-    def written(
-        self, folder: Path, engine: Engine, server: S3Server
-    ) -> list[tuple[Oracle, Measured]]:
-        """Prompts in the bucket, each with what its hit must give; every test takes two."""
-        calls = [Call(words(TOKENS, 100 + i)) for i in range(2 * len(self.FAULTS) + 5)]
-        with cluster(folder, engine, _bucket(server)) as sidecar:
-            written = [
-                (Oracle(engine, call), own_hit(engine, call, before=[call])) for call in calls
-            ]
-        return written
-
-    @pytest.fixture(scope="class")
-    def portal(self) -> Iterator[Any]:
-        with start_blocking_portal() as portal:
-            yield portal
-
-    @pytest.fixture(scope="class")
-    def proxy(self, portal: Any, server: S3Server) -> Iterator[FaultyProxy]:
-        with portal.wrap_async_context_manager(faulty_proxy(server.endpoint)) as proxy:
-            yield proxy
-
-    @pytest.fixture(scope="class")
-    def sidecar(
-        self,
-        folder: Path,
-        engine: Engine,
-        server: S3Server,
-        proxy: FaultyProxy,
-        written: list[tuple[Oracle, Measured]],
-    ) -> Iterator[SidecarProcess]:
-        store = {**_bucket(server, proxy.endpoint), "deadline_seconds_max": "4s"}
-        with cluster(folder, engine, store, LIMITS) as sidecar:
-            listed(sidecar, chunks_of(TOKENS) * len(written))
-            yield sidecar
-
-    @staticmethod
-    def check_served(
-        sidecar: SidecarProcess, engine: Engine, prompt: tuple[Oracle, Measured]
-    ) -> None:
-        """The store is well again, and what only it holds is a hit."""
-        sidecar.wait("the store is well", lambda status: _store(status)["state"] == "ok")
-        sidecar.wait("everything ended", idle)
-        oracle, expected = prompt
-        check_equal(again(engine, oracle.call, expected.salt), expected)
+    """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
 
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.value).replace(" ", "-"))
     def test_fault(
         self,
         sidecar: SidecarProcess,
         engine: Engine,
-        portal: Any,
+        portal: BlockingPortal,
         proxy: FaultyProxy,
-        written: list[tuple[Oracle, Measured]],
+        written: Iterator[Prompt],
         fault: Fault,
     ) -> None:
-        first, second = written[2 * self.FAULTS.index(fault) :][:2]
         before = counters(sidecar)
         portal.call(proxy.become, fault)
-        oracle, expected = first
+        oracle, expected = next(written)
         generation = again(engine, oracle.call, expected.salt).generation
         assert generation.cached_tokens == 0
         oracle.check(generation)
         # What is new is computed and kept in host memory, whatever becomes of its writes.
-        new = Call(words(600, 900 + self.FAULTS.index(fault)))
+        new = Call(words(600, 900 + FAULTS.index(fault)))
         fresh = own_hit(engine, new, before=[new])
         check_equal(again(engine, new, fresh.salt), fresh)
         sidecar.wait("it is told", lambda status: _store(status)["state"] == "unwell")
         portal.call(proxy.become, Fault.PASS)
-        self.check_served(sidecar, engine, second)
+        check_served(sidecar, engine, next(written))
         after = counters(sidecar)
         corrupt = after["reads_corrupt"] - before["reads_corrupt"]
         assert bool(corrupt) == (fault is Fault.WRONG_BYTES)
 
-    @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.HANG_UP])
+    @pytest.mark.parametrize("fault", PASSING)
     def test_passing_fault_is_retried(
         self,
         sidecar: SidecarProcess,
         engine: Engine,
-        portal: Any,
+        portal: BlockingPortal,
         proxy: FaultyProxy,
-        written: list[tuple[Oracle, Measured]],
+        written: Iterator[Prompt],
         fault: Fault,
     ) -> None:
         """One refused request is not a miss."""
-        oracle, expected = written[-1 - (fault is Fault.HANG_UP)]
+        oracle, expected = next(written)
         empty(engine)
         portal.call(lambda: proxy.become(fault, times=1))
         generation = engine.generate(oracle.call.prompt, cache_salt=expected.salt)
@@ -479,15 +477,15 @@ class TestUnreliableBucket:
         sidecar: SidecarProcess,
         engine: Engine,
         server: S3Server,
-        written: list[tuple[Oracle, Measured]],
+        written: Iterator[Prompt],
     ) -> None:
         """The server itself stops answering, and then goes on where it was."""
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            oracle, expected = written[-3]
+            oracle, expected = next(written)
             generation = again(engine, oracle.call, expected.salt).generation
             assert generation.cached_tokens == 0
             oracle.check(generation)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        self.check_served(sidecar, engine, written[-4])
+        check_served(sidecar, engine, next(written))
