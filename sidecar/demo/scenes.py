@@ -182,6 +182,9 @@ class Demo:
             engine.reset_prefix_cache()
             engine.poison()
             self._generate(engine)
+            # Waits until every store was answered: draining waits for writes, but not for stores
+            # that are still on their way to the sidecar.
+            engine.reset_prefix_cache()
 
     def _kill_during_request(self, engine: Engine, sidecar: SidecarProcess) -> None:
         scene = "sidecar_killed"
@@ -192,6 +195,7 @@ class Demo:
         # Long enough for the request to reach the scheduler, short enough to cut its load.
         time.sleep(0.004)
         sidecar.kill()
+        sidecar.remove_pool()
         generation = engine.finish(handle)
         self._record(scene, generation, equal=self._equal(generation))
 

@@ -11,16 +11,17 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 READY_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 60.0
+POOLS: Final = Path("/dev/shm")  # noqa: S108 (where the default configuration has them)
 
 
 class SidecarFailed(Exception):
@@ -117,6 +118,16 @@ class SidecarProcess:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
             self.process.wait(STOP_SECONDS_MAX)
+
+    def remove_pool(self) -> None:
+        """After `kill`: remove the memory that the next sidecar of this name would have taken over.
+
+        A killed sidecar's pool stays in /dev/shm, and uses it, until somebody does.
+        """
+        assert self.process is None or self.process.poll() is not None
+        for suffix in ("pool", "pool.lock"):
+            path = POOLS / f"kvlake-{os.getuid()}-{self.name}.{suffix}"
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> SidecarProcess:
         return self.start() if self.process is None else self
