@@ -33,7 +33,8 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
 from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.plan import StepPlan, StepReport
-from connector.scheduler import Geometry, SchedulerRole, Settings, Stats
+from connector.requests import Geometry, Settings, Stats
+from connector.scheduler import SchedulerRole
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
 from tiers.errors import LayoutError

@@ -24,7 +24,8 @@ from vllm.v1.request import Request
 from connector.client import Client, Session
 from connector.keys import KeyChain, root_key
 from connector.plan import StepReport
-from connector.scheduler import Geometry, SchedulerRole, Settings
+from connector.requests import Geometry, Settings
+from connector.scheduler import SchedulerRole
 from sidecar.protocol import ClientMessage, Limits, ServerMessage, encode
 from tiers.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
 

@@ -402,7 +402,7 @@ class Engine:
         self.connector = cast("KVLakeConnector", self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler
-        self.role._clock = self.clock
+        self.role._clock = self.role._stores._clock = self.clock
         self.ranks = [Rank(config, num_blocks, rank, self.clock) for rank in range(ranks)]
         self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self.sidecar = DoubleSidecar(self)
@@ -525,7 +525,7 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         role = self.role
         assert role.stores_outstanding == 0
-        assert not role._storing
+        assert not role._stores._keys
         assert not role._requests
         assert not role._lookups
         assert not role._loading

@@ -15,7 +15,8 @@ from vllm.v1.request import Request
 from connector.keys import KeyChain, root_key
 from connector.namespace import digest_of
 from connector.plan import StepReport
-from connector.scheduler import BLOCKS_WAIT_SECONDS_MAX, Stats
+from connector.requests import Stats
+from connector.storing import BLOCKS_WAIT_SECONDS_MAX
 from sidecar.protocol import (
     Events,
     Lease,

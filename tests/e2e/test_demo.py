@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.engine
 
@@ -27,25 +26,34 @@ SCENES = [
 
 @pytest.mark.timeout(1200)
 def test_json_is_the_only_output_and_every_scene_is_right(folder: Path) -> None:
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+        env=os.environ | {"TMPDIR": str(folder)},
+    ) as process:
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    lines = output.splitlines()
     assert len(lines) == 1
-    result = json.loads(lines[0])
+    check(json.loads(lines[0]))
+    assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"
+    assert not list(Path("/dev/shm").glob(f"kvlake-*-demo-{process.pid}-*"))
+
+
+def check(result: dict[str, Any]) -> None:
     assert list(result) == ["engine", "prompt_tokens", "ttft_ms", "tokens_loaded", "logprobs_equal"]
     assert result["engine"].startswith("vllm ")
     assert result["prompt_tokens"] == 3000
     for measured in (result["ttft_ms"], result["tokens_loaded"], result["logprobs_equal"]):
         assert list(measured) == SCENES
-    assert all(result["logprobs_equal"].values())
+    assert all(equal is True for equal in result["logprobs_equal"].values())
     assert all(ttft > 0 for ttft in result["ttft_ms"].values())
     loaded = result["tokens_loaded"]
     assert loaded["cold"] == loaded["engine_prefix_hit"] == 0
     hits = ["host_hit", "engine_restart_hit", "object_store_hit", "other_cluster_hit"]
     assert {loaded[scene] for scene in hits} == {2976}
+    # Killed before, during or after the load: all of it, or nothing.
+    assert loaded["sidecar_killed"] in (0, 2976)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,101 +12,155 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import yaml
 
 from sidecar.demo.servers import free_ports
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 pytestmark = pytest.mark.engine
 
-START_SECONDS_MAX = 240.0
-STOP_SECONDS_MAX = 90.0
+START_SECONDS_MAX: Final = 240.0
+WAIT_SECONDS_MAX: Final = 60.0
+STOP_SECONDS_MAX: Final = 90.0
+PREFIX: Final = " ".join(f"w{i * 7 % 4000}" for i in range(1024))
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        result: dict[str, Any] = json.load(answer)
-        return result
+class Service:
+    """The running command, and its two HTTP servers: vLLM's and the sidecar's."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ports: list[int], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self._engine, self._sidecar = (f"http://127.0.0.1:{port}" for port in ports)
+
+    def request(self, url: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=120
+        ) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.request(f"{self._sidecar}/status")
+        return status
+
+    def wait(self, what: str, condition: Callable[[], object], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+            # Servers that are not there yet, or not there any more, refuse or hang up.
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                if condition():
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: {self.log.read_text(errors='replace')[-3000:]}")
+
+    def healthy(self) -> bool:
+        self.request(f"{self._engine}/health")
+        return True
+
+    def cached_tokens(self, tail: str) -> int:
+        """Tokens of the prompt that were cached, as the answer tells the client."""
+        body = {
+            "model": "tiny",
+            "prompt": f"{PREFIX} {tail}",
+            "max_tokens": 4,
+            "temperature": 0,
+        }
+        usage = self.request(f"{self._engine}/v1/completions", body)["usage"]
+        assert usage["prompt_tokens"] == 1024 + len(tail.split())
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+    def reset(self) -> None:
+        """Have the engine forget its own prefix cache."""
+        self.request(f"{self._engine}/reset_prefix_cache", {})
 
 
-def wait_until_served(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS_MAX
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise AssertionError(log.read_text(errors="replace")[-3000:])
-
-
-def test_two_requests_share_a_prefix(folder: Path, model: str) -> None:
-    port, http_port = free_ports(2)
-    name = f"demo-{os.getpid()}-run"
+@pytest.fixture(scope="module")
+def service(folder: Path, model: str) -> Iterator[Service]:
+    ports = free_ports(2)
     config = folder / "run.yaml"
     settings = {
-        "runtime": {"directory": str(folder / "run"), "name": name},
+        "runtime": {"directory": str(folder / "run"), "name": f"demo-{os.getpid()}-run"},
         "host": {"size": "256MiB"},
-        "http": {"port": http_port},
+        "http": {"port": ports[1]},
+        "limits": {"load_deadline": "60s", "lease_ttl": "60s"},
     }
     config.write_text(yaml.safe_dump(settings))
-    vllm = str(Path(sys.executable).with_name("vllm"))
     command = [
         *(sys.executable, "-m", "sidecar.cli", "run", "--config", str(config), "--"),
-        *(vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port)),
+        *(str(Path(sys.executable).with_name("vllm")), "serve", model),
+        *("--host", "127.0.0.1", "--port", str(ports[0]), "--served-model-name", "tiny"),
         *("--dtype", "bfloat16", "--block-size", "32", "--max-model-len", "4096"),
         *("--enforce-eager", "--enable-prompt-tokens-details"),
-        *("--served-model-name", "tiny"),
     ]
-    log = folder / "run.log"
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0",
-        # The development endpoint that resets the engine's own prefix cache.
+        # For the endpoint that resets the engine's own prefix cache.
         "VLLM_SERVER_DEV_MODE": "1",
     }
+    log = folder / "run.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
-        base = f"http://127.0.0.1:{port}"
-        wait_until_served(process, f"{base}/health", log)
-        prefix = " ".join(f"w{i * 7 % 4000}" for i in range(1024))
-        cached: list[int] = []
-        for tail in ("w1 w2 w3", "w4 w5 w6"):
-            body = {
-                "model": "tiny",
-                "prompt": f"{prefix} {tail}",
-                "max_tokens": 4,
-                "temperature": 0,
-            }
-            usage = post(f"{base}/v1/completions", body)["usage"]
-            cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-            # Blocks are held until they are stored, so a reset that works says that they are.
-            deadline = time.monotonic() + 20
-            while True:
-                urllib.request.urlopen(
-                    urllib.request.Request(f"{base}/reset_prefix_cache", b""), timeout=10
-                ).close()
-                with urllib.request.urlopen(
-                    f"http://127.0.0.1:{http_port}/status", timeout=10
-                ) as answer:
-                    status = json.load(answer)
-                if status["counters"]["chunks_stored"] >= 4 or time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)
-        assert cached[0] == 0
-        assert cached[1] == 1024, log.read_text(errors="replace")[-3000:]
-        assert status["counters"]["chunks_loaded"] >= 4
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(STOP_SECONDS_MAX) in (0, 128 + signal.SIGTERM)
+        service = Service(process, ports, log)
+        service.wait("vLLM serves", service.healthy, START_SECONDS_MAX)
+        yield service
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
-    assert not list((folder / "run").rglob("*.sock")), "sockets are removed"
+            # Its children end with it: the sidecar by the kernel, vLLM by this signal.
+            process.send_signal(signal.SIGTERM)
+            process.wait(STOP_SECONDS_MAX)
+
+
+def test_two_requests_share_a_prefix(service: Service) -> None:
+    assert service.cached_tokens("w1 w2 w3") == 0
+    # The engine's own prefix cache.
+    assert service.cached_tokens("w4 w5") == 1024
+    service.wait(
+        "the prefix is in host memory",
+        lambda: service.status()["counters"]["chunks_stored"] >= 4,
+        WAIT_SECONDS_MAX,
+    )
+    assert service.status()["counters"]["chunks_loaded"] == 0
+    service.reset()
+    assert service.cached_tokens("w6 w7 w8") == 1024
+    assert service.status()["counters"]["chunks_loaded"] == 4
+
+
+def test_a_killed_sidecar_is_started_again(service: Service) -> None:
+    """The engine serves on meanwhile, and uses the new one as soon as it is there."""
+    service.cached_tokens("w9")
+    first = service.status()["pid"]
+    os.kill(first, signal.SIGKILL)
+    service.reset()
+    assert service.cached_tokens("w10") == 0
+    service.wait(
+        "both roles are attached to a new sidecar",
+        lambda: service.status()["pid"] != first and len(service.status()["sessions"]) == 2,
+        WAIT_SECONDS_MAX,
+    )
+
+    def hits() -> bool:
+        service.reset()
+        return service.cached_tokens("w11") == 1024
+
+    # The first of these may come before the prefix was stored again.
+    service.wait("the new sidecar serves hits", hits, WAIT_SECONDS_MAX)
+    assert service.status()["counters"]["chunks_loaded"] >= 4
+
+
+def test_sigterm_ends_everything(service: Service, folder: Path) -> None:
+    """What is left of processes and pool files is looked for when the module ends."""
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(STOP_SECONDS_MAX) == 0, service.log.read_text()[-3000:]
+    assert not list((folder / "run").rglob("*.sock"))
+    assert "drained" in service.log.read_text()

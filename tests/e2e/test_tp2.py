@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
-from tests.e2e.arms import Call, attach, check_equal, empty, external_hit, own_hit, words
+from tests.e2e.arms import (
+    CHUNK_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    Call,
+    Measured,
+    attach,
+    blocks_of,
+    check_equal,
+    check_hit,
+    counters,
+    empty,
+    idle,
+    own_hit,
+    words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,61 +32,117 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-SESSIONS = 3
+SESSIONS: Final = 3
 """The scheduler and two workers."""
-CALL = Call(words(1000, 71))
+TOKENS: Final = 1500
+WHOLE_TOKENS: Final = 1472
+CHUNKS: Final = 6
 
 
-def config(folder: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    """An empty sidecar with a folder that outlives it, attached to both ranks."""
     (folder / "store").mkdir(exist_ok=True)
-    return {
+    config: dict[str, Any] = {
         "host": {"size": "256MiB"},
         "store": {"url": f"file://{folder / 'store'}", "refresh_seconds": "100ms"},
         "limits": {
-            "lookup_wait": "30s",
+            "lookup_wait": "60s",
             "load_deadline": "60s",
             "lease_ttl": "60s",
             "store_deadline": "60s",
         },
     }
-
-
-@pytest.fixture(scope="module")
-def first(folder: Path) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", config(folder)) as sidecar:
+    with SidecarProcess(folder / "s", config) as sidecar:
+        attach(engine, sidecar, sessions=SESSIONS)
         yield sidecar
+        empty(engine)
+        assert sidecar.process is not None
+        if sidecar.process.poll() is None:
+            sidecar.wait("everything ended", idle)
+            assert sidecar.drain() == 0
+        sidecar.remove_pool()
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, first: SidecarProcess) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[Engine]:
+    socket = SidecarProcess(folder / "s", {}).socket
     engine_args = {
         "tensor_parallel_size": 2,
         "num_gpu_blocks_override": 256,
         "max_model_len": 4096,
     }
-    spec = EngineSpec(model, first.socket, engine_args, threads_bind="0|1")
+    spec = EngineSpec(model, socket, engine_args, threads_bind="0|1")
     with Engine(spec, folder / "engine.log") as engine:
-        engine.wait_ready()
-        attach(engine, first, sessions=SESSIONS)
-        yield engine
+        yield engine.wait_ready()
 
 
-def test_host_hit_then_store_hit_of_an_empty_sidecar(
-    engine: Engine, first: SidecarProcess, folder: Path
-) -> None:
-    oracle = own_hit(engine, CALL, before=[CALL])
-    hit = external_hit(engine, CALL, before=[CALL])
-    assert hit.generation.cached_tokens > 900
-    check_equal(hit, oracle)
-    assert len({str(counter) for counter in hit.blocks}) == 2, "ranks hold different heads"
-    first.drain()
+def test_host_hit(folder: Path, engine: Engine) -> None:
+    call = Call(words(TOKENS, 1))
+    with cluster(folder, engine) as sidecar:
+        before = counters(sidecar)["bytes_loaded"]
+        generation = check_hit(engine, call)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        # Both ranks together loaded every byte once.
+        loaded = counters(sidecar)["bytes_loaded"] - before
+        assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+
+
+def test_partial_local_hit_plus_external(folder: Path, engine: Engine) -> None:
+    prompt = words(TOKENS, 2)
+    head = Call(prompt[: CHUNK_TOKENS + 97], max_tokens=1)
+    with cluster(folder, engine):
+        generation = check_hit(engine, Call(prompt), before=[head, Call(prompt)], local=[head])
+        assert generation.cached_tokens == WHOLE_TOKENS
+
+
+def test_store_hit_of_an_empty_sidecar(folder: Path, engine: Engine) -> None:
+    call = Call(words(TOKENS, 3))
+    with cluster(folder, engine):
+        expected = own_hit(engine, call, before=[call])
+        assert expected.blocks[0] != expected.blocks[1], "ranks hold different heads"
     segments = {path.name for path in (folder / "store").rglob("*.arrow")}
     assert segments == {"0-6.0-2.arrow", "0-6.2-4.arrow"}
-    with SidecarProcess(folder / "s", config(folder)) as second:
-        attach(engine, second, sessions=SESSIONS)
-        second.wait("the store is listed", lambda s: s["tiers"]["store"]["chunks"] > 3)
+    with cluster(folder, engine) as sidecar:
+        sidecar.wait(
+            "the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= CHUNKS
+        )
         empty(engine)
-        generation = engine.generate(CALL.prompt, cache_salt=hit.salt)
-        assert generation.cached_tokens == oracle.generation.cached_tokens
-        assert generation.logprobs == oracle.generation.logprobs
-        assert second.status()["counters"]["chunks_read"] > 0
+        generation = engine.generate(call.prompt, cache_salt=expected.salt)
+        check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        assert counters(sidecar)["chunks_read"] == CHUNKS
+
+
+def test_a_chunk_of_which_one_rank_is_missing_is_no_hit(folder: Path, engine: Engine) -> None:
+    """The run of loadable chunks ends before it."""
+    call = Call(words(TOKENS, 4))
+    before = set((folder / "store").rglob("0-6.2-4.arrow"))
+    with cluster(folder, engine):
+        expected = own_hit(engine, call, before=[call])
+    # All of the second rank's objects of this prompt but those of its first chunk.
+    tokens = b"".join(token.to_bytes(4, "little") for token in call.prompt[:CHUNK_TOKENS])
+    for path in set((folder / "store").rglob("0-6.2-4.arrow")) - before:
+        if tokens not in path.read_bytes():
+            path.unlink()
+    with cluster(folder, engine) as sidecar:
+        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] > 0)
+        empty(engine)
+        generation = engine.generate(call.prompt, cache_salt=expected.salt)
+        assert generation.cached_tokens == CHUNK_TOKENS
+
+
+def test_sidecar_killed_during_a_load(folder: Path, engine: Engine) -> None:
+    """Whatever one rank had loaded already, both compute; the result is a cold run's."""
+    call = Call(words(TOKENS, 5))
+    cold = own_hit(engine, call)
+    with cluster(folder, engine) as sidecar:
+        warm = own_hit(engine, call, before=[call])
+        empty(engine)
+        handle = engine.begin(call.prompt, cache_salt=warm.salt)
+        time.sleep(0.005)
+        sidecar.kill()
+        generation = engine.finish(handle)
+        expected = warm if generation.cached_tokens else cold
+        assert generation.tokens == expected.generation.tokens
+        assert generation.logprobs == expected.generation.logprobs

@@ -1,0 +1,166 @@
+"""What the scheduler role knows of each request, and the geometry and counts it shares.
+
+Owns the making of a request's key chain from what vLLM says of it, and the rule of which requests
+are cached at all. Does not own any decision about loading or storing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from connector.keys import KeyChain, MediaItem, root_key
+from connector.namespace import adapter_identity
+
+if TYPE_CHECKING:
+    from connector.client import Session
+    from connector.plan import Load
+
+logger = logging.getLogger("vllm.kvlake")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Tokens per engine block and per full chunk."""
+
+    block_tokens: int
+    chunk_tokens: int
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of a full chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the operator decided in vLLM's configuration for this engine.
+
+    `load_tokens_min`: a load shorter than this is not worth its extra scheduler step.
+    """
+
+    reads: bool
+    writes: bool
+    load_tokens_min: int = 64
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counted since the last call of `take_stats`; names are those of the exported metrics.
+
+    A request is a hit when its first load succeeded, and a miss when it was scheduled without.
+    """
+
+    requests_hit: int = 0
+    requests_missed: int = 0
+    tokens_loaded_host: int = 0
+    tokens_loaded_store: int = 0
+    loads_failed: int = 0
+    lookups_sent: int = 0
+    lookups_expired: int = 0
+    chunks_stored: int = 0
+    stores_skipped: int = 0
+    stores_failed: int = 0
+
+
+@dataclass(slots=True)
+class PendingLookup:
+    """A question to the sidecar that is not answered yet."""
+
+    lookup_id: int
+    deadline: float
+    session: Session
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request, from its arrival to its end."""
+
+    request: Any
+    chain: KeyChain
+    tags: npt.NDArray[np.uint64]
+    tags_salt: bytes = b""
+    partial_tags: dict[int, npt.NDArray[np.uint64]] = field(
+        default_factory=dict[int, npt.NDArray[np.uint64]]
+    )
+    """Chunk index to the tags of its pieces, longest first."""
+    local_tokens: int = 0
+    lookup: PendingLookup | None = None
+    asked_tokens: int = -1
+    """The engine's own hit for which the store was last asked about."""
+    from_store_keys: set[bytes] = field(default_factory=set[bytes])
+    load: Load | None = None
+    load_failed: bool = False
+    void: bool = False
+    """The cache was reset while this request ran: its KV is of the old weights."""
+    next_chunk: int = 0
+    """Chunks before this one were considered for storing."""
+    prompt_tail_done: bool = False
+    counted: bool = False
+    """It is in the statistics as a hit or a miss."""
+    hit_sources: tuple[int, int] = (0, 0)
+    """Tokens of the last load from host memory, and through it from the object store."""
+
+
+class Requests(dict[str, RequestState]):
+    """Request id to state, of the requests that are cached."""
+
+    def __init__(self, namespace_digest: bytes, geometry: Geometry) -> None:
+        super().__init__()
+        self._namespace_digest = namespace_digest
+        self._geometry = geometry
+        self._adapters: dict[tuple[str, str, int], str] = {}
+        self.generation = b""
+        """Part of every key made from now on; a new one makes everything older unknown."""
+
+    def track(self, request: Any) -> RequestState | None:
+        """State of a request with its chain grown to all its tokens; None if it is not cached."""
+        state = self.get(request.request_id)
+        if state is None:
+            if request.prompt_embeds is not None or request.resumable:
+                # Embeddings have no token ids to make a key of; the next input of a streaming
+                # session replaces tokens that were hashed already.
+                return None
+            adapter = self._adapter(request.lora_request)
+            if adapter is None:
+                return None
+            root = root_key(
+                self._namespace_digest,
+                salt=request.cache_salt or "",
+                lora=adapter,
+                generation=self.generation,
+            )
+            media = [
+                MediaItem(item.identifier, item.mm_position.offset, item.mm_position.length)
+                for item in request.mm_features
+            ]
+            geometry = self._geometry
+            state = RequestState(
+                request=request,
+                chain=KeyChain(root, geometry.chunk_tokens, geometry.block_tokens, media),
+                tags=np.empty((0, 2), dtype=np.uint64),
+            )
+            self[request.request_id] = state
+        known = state.chain.num_tokens
+        if request.num_tokens > known:
+            state.chain.extend(request.all_token_ids[known:])
+        return state
+
+    def _adapter(self, lora: Any) -> str | None:
+        """What tells a LoRA adapter's KV from others'; None if its files cannot be read."""
+        if lora is None:
+            return ""
+        place = (lora.lora_name, lora.lora_path, lora.lora_int_id)
+        identity = self._adapters.get(place)
+        # One that is reloaded in place may have changed since it was last read.
+        if identity is None or lora.load_inplace:
+            try:
+                identity = self._adapters[place] = adapter_identity(lora.lora_name, lora.lora_path)
+            except OSError as error:
+                logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
+                return None
+        return identity

@@ -1,0 +1,136 @@
+"""Stores of one engine on their way: their jobs, and the block references that they hold.
+
+Owns the invariant that a block whose store is outstanding has one reference of ours in vLLM's
+block pool, whatever becomes of its request (finished, aborted, preempted), and loses it when all
+ranks reported. So a block is never reused while a copy of it may still be read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from connector.plan import Store, StorePiece
+from tiers.index import FLAG_HOST, tags_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from connector.client import Session
+    from connector.plan import StepReport
+    from connector.requests import Geometry, RequestState, Stats
+
+BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
+"""How long the engine waits, without any store ending, for blocks rather than preempt."""
+
+
+@dataclass(slots=True)
+class _StoreJob:
+    blocks: list[Any]
+    keys: list[bytes]
+    ranks_left: int
+
+
+class Stores:
+    """Plans stores, and keeps their blocks until they ended.
+
+    Args:
+        world_size: ranks that report each store.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        world_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._geometry = geometry
+        self._world_size = world_size
+        self._clock = clock
+        self._jobs: dict[int, _StoreJob] = {}
+        self._keys: set[bytes] = set()
+        self._block_pool: Any = None
+        self._blocks_awaited_since: float | None = None
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self._block_pool = block_pool
+
+    def plan(
+        self,
+        session: Session,
+        state: RequestState,
+        pieces: list[tuple[int, int, bytes]],
+        block_ids: Callable[[], Sequence[int]],
+        stats: Stats,
+        new_id: Callable[[], int],
+    ) -> Store | None:
+        """A job for those `(chunk, blocks, key)` pieces that nobody holds or is storing."""
+        if not pieces or session.index is None or self._block_pool is None:
+            return None
+        tags = tags_of([key for _, _, key in pieces], session.index_salt)
+        in_host = session.index.lookup(tags) & FLAG_HOST
+        wanted = [
+            piece
+            for piece, held in zip(pieces, in_host, strict=True)
+            if not held and piece[2] not in self._keys
+        ]
+        if not wanted:
+            return None
+        if len(self._jobs) >= session.limits.jobs_inflight_max:
+            stats.stores_skipped += len(wanted)
+            return None
+        all_ids = block_ids()
+        job_id = new_id()
+        per_chunk = self._geometry.blocks_per_chunk
+        stores: list[StorePiece] = []
+        for chunk, blocks, key in wanted:
+            ids = list(all_ids[chunk * per_chunk : chunk * per_chunk + blocks])
+            if len(ids) < blocks:
+                continue
+            tokens = state.chain.tokens(chunk, blocks)
+            stores.append(StorePiece(key, state.chain.parent(chunk), tokens, ids))
+        if not stores:
+            return None
+        held_blocks = [
+            self._block_pool.blocks[block_id] for piece in stores for block_id in piece.block_ids
+        ]
+        self._block_pool.touch(held_blocks)
+        keys = [piece.key for piece in stores]
+        self._keys.update(keys)
+        self._jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
+        stats.chunks_stored += len(stores)
+        return Store(job_id, stores)
+
+    def ended(self, report: StepReport) -> None:
+        """Ranks reported ended stores: give the blocks back when the last rank did."""
+        for job_id, ranks in report.ended.items():
+            job = self._jobs.get(job_id)
+            if job is None:
+                continue
+            job.ranks_left -= ranks
+            if job.ranks_left <= 0:
+                del self._jobs[job_id]
+                self._blocks_awaited_since = None
+                self._keys.difference_update(job.keys)
+                # Tail first, as vLLM frees a request: the head of a prefix is the more useful.
+                self._block_pool.free_blocks(reversed(job.blocks))
+
+    @property
+    def outstanding(self) -> int:
+        """Store jobs whose blocks are still held."""
+        return len(self._jobs)
+
+    def blocks_coming_back(self) -> bool:
+        """Whether to wait for blocks of outstanding stores rather than preempt a request for some.
+
+        They come back in milliseconds, except from a sidecar that is stuck.
+        """
+        if not self._jobs:
+            return False
+        now = self._clock()
+        if self._blocks_awaited_since is None:
+            self._blocks_awaited_since = now
+        return now - self._blocks_awaited_since < BLOCKS_WAIT_SECONDS_MAX
