@@ -53,6 +53,8 @@ class StepPlan:
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
     """The step computes nothing: the engine only waits, for loads or stores of ours."""
+    looking: bool = False
+    """A request waits for the object store: the sidecar is reading for a lookup."""
 
 
 @dataclass(slots=True)

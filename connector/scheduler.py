@@ -250,6 +250,7 @@ class SchedulerRole:
                 if state is not None and not state.void:
                     self._store_scheduled(state, num_tokens, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
+        plan.looking = bool(self._lookups)
         return plan
 
     def _store_scheduled(

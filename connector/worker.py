@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlake")
 
 
-IDLE_WAIT_MS: Final = 1
-"""As long as vLLM itself sleeps between two steps that have nothing to do."""
+IDLE_WAIT_MS: Final = 2
+"""vLLM itself sleeps 1 ms between two steps that have nothing to do; the wait ends with an answer."""
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class WorkerRole:
         self._clock = clock
         self._step = 0
         self._idle = False
+        self._looking = False
         self._fence: WorkerFence | None = None
         self._session: Session | None = None
         self._retired: list[WorkerFence] = []
@@ -111,6 +112,7 @@ class WorkerRole:
     def submit(self, plan: StepPlan) -> None:
         """Send this step's jobs; called after the step's forward pass was executed."""
         self._idle = plan.idle
+        self._looking = plan.looking
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()
@@ -148,13 +150,15 @@ class WorkerRole:
     def collect(self) -> TransferResults:
         """Everything that ended since the last call. Called once per step.
 
-        A step that computes nothing may wait for an answer, for a millisecond: it would be
-        repeated at once, and spinning on it takes the core that the copy needs.
+        A step that computes nothing may wait for an answer, for milliseconds: it would be
+        repeated at once, and spinning on it takes the core that the copy needs. That holds too
+        while the scheduler waits for a lookup and nothing is outstanding here: vLLM's workers
+        spin between steps, and two ranks on two cores kept a sidecar from reading for seconds.
         """
         self._refresh_session()
+        if self._idle and (self._outstanding or self._looking):
+            self._client.wait(IDLE_WAIT_MS)
         if self._outstanding or self._retired:
-            if self._idle and self._outstanding:
-                self._client.wait(IDLE_WAIT_MS)
             for message in self._client.poll():
                 if isinstance(message, Done):
                     self._answered(message.jobs)

@@ -53,6 +53,8 @@ Listing = list[tuple[str, int]]
 TEMPORARY_SUFFIX: Final = ".tmp"
 TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 """A temporary file older than this was left by a process that died; a listing removes it."""
+LOCAL_THREADS_MAX: Final = 4
+"""Enough to keep a disk busy. More only take turns on the cores, which engines want."""
 ASYNC_THREADS_MAX: Final = 4
 
 
@@ -139,8 +141,9 @@ class _LocalFolder:
         self._root = root
         self._fsync = fsync
         # Apart, so that a backlog of writes does not hold up a read that a prompt waits for.
-        self._writers = anyio.CapacityLimiter(threads_max)
-        self._readers = anyio.CapacityLimiter(threads_max)
+        threads = min(threads_max, LOCAL_THREADS_MAX)
+        self._writers = anyio.CapacityLimiter(threads)
+        self._readers = anyio.CapacityLimiter(threads)
 
     async def put(self, name: str, image: Bytes) -> None:
         await run_to_end(lambda: self._put(self._path(name), image.data), self._writers)

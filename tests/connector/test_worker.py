@@ -151,6 +151,11 @@ class TestIdle:
         rank.role.collect()
         assert rank.client.waited_ms == IDLE_WAIT_MS
 
+    def test_so_does_one_in_which_the_scheduler_waits_for_a_lookup(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan(idle=True, looking=True))
+        rank.role.collect()
+        assert rank.client.waited_ms == IDLE_WAIT_MS
+
     def test_no_other_does(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([load(2, "a")], []))
         rank.role.collect()
@@ -158,6 +163,8 @@ class TestIdle:
         rank.answer((2, Outcome.OK))
         rank.role.collect()
         rank.role.submit(StepPlan(idle=True))
+        rank.role.collect()
+        rank.role.submit(StepPlan(looking=True))
         rank.role.collect()
         assert rank.client.waited_ms == 0
 

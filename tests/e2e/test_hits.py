@@ -103,10 +103,12 @@ def test_cold_loads_nothing(engine: Engine, sidecar: SidecarProcess) -> None:
 
 def test_own_prefix_hit_costs_no_message(engine: Engine, sidecar: SidecarProcess) -> None:
     salt = fresh_salt()
+    # What earlier tests stored has arrived: their blocks were given back.
+    empty(engine)
     stored = counters(sidecar)["chunks_stored"]
     engine.generate(words(1024, 5), cache_salt=salt)
     sidecar.wait(
-        "everything is stored", lambda status: status["counters"]["chunks_stored"] == stored + 4
+        "everything is stored", lambda status: status["counters"]["chunks_stored"] >= stored + 4
     )
     frames = sidecar.status()["sockets"]["frames_received"]
     # One token more, so that nothing new is worth storing.
@@ -238,7 +240,8 @@ def test_another_salt_finds_nothing(engine: Engine, sidecar: SidecarProcess) -> 
 
 def test_without_a_salt(engine: Engine) -> None:
     """Whoever gives no salt shares with all others who give none, and with nobody else."""
-    prompt = [*words(1000, 17), *words(20, random.randrange(1 << 30))]
+    # Never seen by this sidecar, whichever of its engines runs this: there is no salt to tell them.
+    prompt = words(1020, random.randrange(1 << 30))
     assert engine.generate(prompt, cache_salt=fresh_salt()).cached_tokens == 0
     empty(engine)
     first = engine.generate(prompt)
