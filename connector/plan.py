@@ -52,9 +52,9 @@ class StepPlan:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
-    """The step computes nothing: the engine only waits, for loads or stores of ours."""
-    looking: bool = False
-    """A request waits for the object store: the sidecar is reading for a lookup."""
+    """The step computes nothing."""
+    waiting: bool = False
+    """Something that the sidecar does for any rank, a lookup included, has not ended."""
 
 
 @dataclass(slots=True)

@@ -250,7 +250,7 @@ class SchedulerRole:
                 if state is not None and not state.void:
                     self._store_scheduled(state, num_tokens, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
-        plan.looking = bool(self._lookups)
+        plan.waiting = bool(self._lookups or self._loading or self.stores_outstanding)
         return plan
 
     def _store_scheduled(

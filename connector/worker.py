@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 IDLE_WAIT_MS: Final = 2
-"""vLLM itself sleeps 1 ms between two steps that have nothing to do; the wait ends with an answer."""
+"""vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends it early."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class WorkerRole:
         self._clock = clock
         self._step = 0
         self._idle = False
-        self._looking = False
+        self._waiting = False
         self._fence: WorkerFence | None = None
         self._session: Session | None = None
         self._retired: list[WorkerFence] = []
@@ -112,7 +112,7 @@ class WorkerRole:
     def submit(self, plan: StepPlan) -> None:
         """Send this step's jobs; called after the step's forward pass was executed."""
         self._idle = plan.idle
-        self._looking = plan.looking
+        self._waiting = plan.waiting
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()
@@ -150,13 +150,13 @@ class WorkerRole:
     def collect(self) -> TransferResults:
         """Everything that ended since the last call. Called once per step.
 
-        A step that computes nothing may wait for an answer, for milliseconds: it would be
-        repeated at once, and spinning on it takes the core that the copy needs. That holds too
-        while the scheduler waits for a lookup and nothing is outstanding here: vLLM's workers
-        spin between steps, and two ranks on two cores kept a sidecar from reading for seconds.
+        A step that computes nothing may wait for an answer, for a moment: it would be repeated
+        at once, and spinning on it takes the core that the sidecar needs. So does a rank that has
+        nothing outstanding itself while the engine waits for another rank or for a lookup: vLLM's
+        workers spin between steps, and two on two cores kept a sidecar from running for seconds.
         """
         self._refresh_session()
-        if self._idle and (self._outstanding or self._looking):
+        if self._idle and (self._outstanding or self._waiting):
             self._client.wait(IDLE_WAIT_MS)
         if self._outstanding or self._retired:
             for message in self._client.poll():

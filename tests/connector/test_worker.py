@@ -151,8 +151,8 @@ class TestIdle:
         rank.role.collect()
         assert rank.client.waited_ms == IDLE_WAIT_MS
 
-    def test_so_does_one_in_which_the_scheduler_waits_for_a_lookup(self, rank: Rank) -> None:
-        rank.role.submit(StepPlan(idle=True, looking=True))
+    def test_so_does_one_that_waits_for_another_rank_or_for_a_lookup(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan(idle=True, waiting=True))
         rank.role.collect()
         assert rank.client.waited_ms == IDLE_WAIT_MS
 
@@ -164,7 +164,7 @@ class TestIdle:
         rank.role.collect()
         rank.role.submit(StepPlan(idle=True))
         rank.role.collect()
-        rank.role.submit(StepPlan(looking=True))
+        rank.role.submit(StepPlan(waiting=True))
         rank.role.collect()
         assert rank.client.waited_ms == 0
 
