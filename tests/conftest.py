@@ -8,6 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example's wall-clock time says how busy the machine is, not whether the code is right.
+settings.register_profile(
+    "kvlake",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kvlake")
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,18 @@ without a sidecar: right for as many tokens as it says were cached.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import signal
 import time
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
+from sidecar.demo.sidecars import POOLS, SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -341,6 +343,33 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle
     # The last one was killed: its pool's file is taken over, and removed, by a successor.
     with running(folder, engine):
         oracle.check(engine.generate(loading, cache_salt=salt))
+
+
+# --- memory that rots ----------------------------------------------------------------------------
+
+
+def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle: Oracle) -> None:
+    """A byte of a slot changes after it was sealed: the load fails, and the prompt is computed."""
+    prompt = oracle.call.prompt
+    with running(folder, engine) as sidecar:
+        salt = stored(engine, prompt)
+        third = prompt[2 * CHUNK_TOKENS : 3 * CHUNK_TOKENS]
+        pool = POOLS / f"kvlake-{os.getuid()}-{sidecar.name}.pool"
+        with pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            # A slot is an Arrow file of one row: the payload follows the page with the token ids.
+            ids = memory.find(array("i", third).tobytes())
+            payload = ids - ids % mmap.PAGESIZE + mmap.PAGESIZE
+            memory[payload + 100_000] ^= 1
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == 0
+        oracle.check(generation)
+        counted = counters(sidecar)
+        assert counted["loads_corrupt"] == counted["quarantined_host"] == 1
+        # The damaged chunk was stored anew; those behind it never left.
+        empty(engine)
+        generation = engine.generate(prompt, cache_salt=salt)
+        assert generation.cached_tokens == WHOLE_TOKENS
+        oracle.check(generation)
 
 
 # --- too little memory ---------------------------------------------------------------------------
