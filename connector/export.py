@@ -10,6 +10,7 @@ GPU memory is not exported yet; a worker on a GPU is refused with that reason.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from typing import TYPE_CHECKING, Any, Final
@@ -18,11 +19,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tiers.layout import KVLayout, Segment
+from tiers.memfd import sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 KIND_MEMFD: Final = "memfd"
+_MAP_FIXED: Final = 0x10
 
 
 class ExportRefused(Exception):
@@ -67,8 +70,7 @@ class MemfdAllocation(TorchFunctionMode):
     def _allocate(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         # Whole pages: the sidecar maps the descriptor, and a mapping has whole pages.
         mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create("kvlake-kv", os.MFD_CLOEXEC)
-        os.ftruncate(fd, mapped_bytes)
+        fd = sealed_memfd("kvlake-kv", mapped_bytes)
         mapping = mmap.mmap(fd, mapped_bytes)
         # The tensor keeps the mapping alive through the buffer it was made from.
         tensor = torch.frombuffer(mapping, dtype=dtype, count=size_bytes)
@@ -148,6 +150,36 @@ def _strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
 def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Move a storage, and with it every tensor over it, to shared memory; one copy, at start."""
     storage = tensor.untyped_storage()
-    fd, size_bytes = storage._share_fd_cpu_()  # pyright: ignore[reportPrivateUsage]
-    duplicate = os.dup(fd)
-    return duplicate, max(size_bytes, os.fstat(duplicate).st_size), storage.data_ptr()
+    # torch moves it to a mapping of its own, of a file in /dev/shm. That file takes no seals, and
+    # unsealed memory is refused by the sidecar: so a memfd with the same bytes is mapped over it,
+    # at the same address, where torch neither sees it nor has to.
+    storage._share_fd_cpu_()  # pyright: ignore[reportPrivateUsage]
+    address, num_bytes = storage.data_ptr(), storage.nbytes()
+    mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    fd = sealed_memfd("kvlake-kv", mapped_bytes)
+    try:
+        with mmap.mmap(fd, mapped_bytes) as copy:
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(copy)), address, num_bytes)
+        _map_over(address, mapped_bytes, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, mapped_bytes, address
+
+
+def _map_over(address: int, size_bytes: int, fd: int) -> None:
+    """Replace the mapping at `address` by one of `fd` (mmap with MAP_FIXED)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    mapped = libc.mmap(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(size_bytes),
+        ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
+        ctypes.c_int(flags),
+        ctypes.c_int(fd),
+        ctypes.c_longlong(0),
+    )
+    if mapped != address:
+        code = ctypes.get_errno()
+        raise OSError(code, f"KV memory cannot be mapped again: {os.strerror(code)}")

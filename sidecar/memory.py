@@ -4,7 +4,7 @@ Owns the mappings and what was handed over for them. Does not own when a copy ru
 
 Invariants: the memory stays mapped while a copy uses it, and is unmapped as soon as its session
 has ended and its last copy has; every descriptor that comes in is mapped or closed; what is mapped
-is at least as large as it was said to be, and where the client allowed it, cannot shrink.
+is at least as large as it was said to be, and sealed against shrinking (`tiers/memfd.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import logging
 import mmap
 import os
-import stat
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -29,6 +27,7 @@ from sidecar.logs import fields
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
 from tiers.filesystems import run_to_end
+from tiers.memfd import check_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -51,8 +50,9 @@ class WorkerMemory:
 
     def __init__(self, layout: KVLayout, size_bytes: int, fds: list[int]) -> None:
         try:
-            _check_descriptor("memory", fds[0], size_bytes)
-            _check_descriptor("fence page", fds[1], PAGE_BYTES)
+            _check_size(size_bytes)
+            check_sealed("memory", fds[0], size_bytes)
+            check_sealed("fence page", fds[1], PAGE_BYTES)
             self.plan = CopyPlan(layout)
             self._map = mmap.mmap(fds[0], size_bytes)
             self.fence = SidecarFence(fds.pop(1))
@@ -143,19 +143,16 @@ class WorkerMemory:
             _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
 
 
-def _check_descriptor(what: str, fd: int, size_bytes: int) -> None:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise AttachRefused("memory", f"the {what} descriptor is not a file or memfd")
-    if found.st_size < size_bytes:
+def _check_size(size_bytes: int) -> None:
+    # A memfd may be sparse: only what is mapped ahead, or copied to, takes memory. What this
+    # machine could not back in any case is not begun.
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size_bytes > machine_bytes:
         raise AttachRefused(
             "memory",
-            f"the {what} descriptor has {found.st_size} bytes: must have at least {size_bytes}",
+            f"memory.size_bytes={size_bytes}: this machine has {machine_bytes} bytes; lower the "
+            "engine's KV cache size",
         )
-    # Memory that shrinks under a mapping kills whoever touches it. Where the client allowed seals
-    # that is ruled out; where it did not, a client of the same user is trusted not to.
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
 def take_memory(attach: Attach, fds: list[int]) -> WorkerMemory | None:

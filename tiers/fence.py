@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tiers.memfd import sealed_memfd
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -50,8 +52,7 @@ class WorkerFence:
     """The worker's end: makes the page, counts steps, revokes."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("kvlake-fence", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, PAGE_BYTES)
+        self.fd = sealed_memfd("kvlake-fence", PAGE_BYTES)
         self._map = mmap.mmap(self.fd, PAGE_BYTES)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
 from tiers.errors import LayoutError
 from tiers.layout import Segment
+from tiers.memfd import check_sealed
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 16, 8
 DTYPE = torch.bfloat16
@@ -64,6 +66,16 @@ class TestMemfdAllocation:
         check_shared(memory, caches)
         memory.close()
         memory.close()
+
+    def test_its_size_is_sealed(self) -> None:
+        with MemfdAllocation() as allocation:
+            buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8, device="cpu")
+        check_sealed("memory", allocation.fd, allocation.size_bytes)
+        for size_bytes in (0, 2 * allocation.size_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(allocation.fd, size_bytes)
+        buffer.fill_(1)
+        os.close(allocation.fd)
 
     def test_the_memory_outlives_its_descriptor(self) -> None:
         with MemfdAllocation() as allocation:
@@ -126,9 +138,25 @@ class TestMemfdAllocation:
 class TestFallback:
     def test_a_cache_allocated_elsewhere_is_moved_to_shared_memory(self) -> None:
         caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
+        kept = torch.arange(HEADS * TOKENS * CONTENT, dtype=torch.int16).view(DTYPE)
+        caches["layer.1"][2] = kept.view(HEADS, TOKENS, CONTENT)
+        before = caches["layer.1"].clone()
         memory = export(caches, None, SEGMENT, "test")
+        assert torch.equal(caches["layer.1"].view(torch.int16), before.view(torch.int16))
+        check_sealed("memory", memory.fd, memory.size_bytes)
         check_shared(memory, caches)
         memory.close()
+
+    def test_memory_that_was_moved_is_freed_with_its_tensors(self) -> None:
+        def mapped() -> int:
+            return Path("/proc/self/maps").read_text().count("kvlake-kv")
+
+        before = mapped()
+        caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
+        export(caches, None, SEGMENT, "test").close()
+        assert mapped() == before + 1
+        caches.clear()
+        assert mapped() == before
 
     def test_so_is_one_that_the_context_did_not_see(self) -> None:
         with MemfdAllocation() as allocation:

@@ -56,6 +56,7 @@ from sidecar.server import ServerInfo, serve
 from tiers.fence import WorkerFence
 from tiers.index import IndexReader, tags_of
 from tiers.layout import KVLayout, Segment
+from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier
 
 WAIT_SECONDS_MAX = 20.0
@@ -246,8 +247,7 @@ class Worker(Client):
         self.layout: KVLayout = changes.pop("layout", None) or layout_of(
             rank, world_size, num_blocks
         )
-        self.memory_fd = os.memfd_create("test-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.memory_fd, self.layout.size_bytes)
+        self.memory_fd = sealed_memfd("test-kv", self.layout.size_bytes)
         self.memory: npt.NDArray[np.uint8] = np.memmap(
             f"/proc/self/fd/{self.memory_fd}", dtype=np.uint8, mode="r+"
         )

@@ -42,6 +42,7 @@ from tests.sidecar.client import attach_message, key_of, layout_of
 from tiers.catalog import object_name
 from tiers.errors import ChunkMissing, TierUnavailable
 from tiers.fence import PAGE_BYTES, WorkerFence
+from tiers.memfd import sealed_memfd
 from tiers.objects import FsspecObjects, ObjectTier
 
 SLOTS = 8
@@ -109,8 +110,7 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     fence = WorkerFence()
-    memory_fd = os.memfd_create("kv")
-    os.ftruncate(memory_fd, LAYOUT.size_bytes)
+    memory_fd = sealed_memfd("kv", LAYOUT.size_bytes)
     attach = attach_message(Role.WORKER, LAYOUT)
     memory = take_memory(attach, [os.dup(memory_fd), os.dup(fence.fd)])
     assert memory is not None
