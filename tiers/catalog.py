@@ -94,7 +94,7 @@ class ListingCatalog:
         prefix = namespace_prefix(namespace_digest)
         found: dict[bytes, set[str]] = {}
         left_out = 0
-        for name, size_bytes in await self._tier.list(prefix):
+        for name, size_bytes, _ in await self._tier.list(prefix):
             parts = parse_name(name)
             # The prefix is the listing's business, but a tier that answers too much must not mix
             # two namespaces. An empty object is a write that never was.

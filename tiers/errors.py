@@ -1,8 +1,9 @@
 """Errors of the tiers, named by condition and split by who must act.
 
-Owns the three families a caller can tell apart without reading a message:
+Owns the families a caller can tell apart without reading a message:
 
 * `TierUnavailable`, `TierFull`: the tier did nothing; retry later or drop the work.
+* `ObjectExists`: somebody else was first; look at what is there.
 * `ChunkMissing`, `ChunkCorrupt` and its kinds: treat as a miss; never serve the bytes.
 * `LayoutError`, `PoolError`: a caller or a configuration is wrong; fix it, do not retry.
 
@@ -30,6 +31,10 @@ class TierUnavailable(TierError):
 
 class TierFull(TierError):
     """No slot or no space is left; the caller drops the work or makes room."""
+
+
+class ObjectExists(TierError):
+    """A write that must not replace anything found its name taken."""
 
 
 class ChunkMissing(TierError):

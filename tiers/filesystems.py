@@ -26,6 +26,7 @@ enough to feel it gets its own module.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import errno
 import io
 import os
@@ -33,7 +34,7 @@ import secrets
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -43,12 +44,24 @@ import numpy.typing as npt
 from tiers.errors import ImageTruncated, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
-Listing = list[tuple[str, int]]
-"""Names and sizes in bytes."""
+
+
+class Found(NamedTuple):
+    """One line of a listing."""
+
+    name: str
+    """Relative to the root. A folder, in a listing of one level, ends with a slash."""
+    size_bytes: int
+    """0 for a folder."""
+    modified_seconds: float
+    """Seconds since 1970 by the store's own clock; 0 where the store does not say."""
+
+
+Listing = list[Found]
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 TEMPORARY_SECONDS_MAX: Final = 24 * 3600
@@ -56,29 +69,50 @@ TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 LOCAL_THREADS_MAX: Final = 4
 """Enough to keep a disk busy. More only take turns on the cores, which engines want."""
 ASYNC_THREADS_MAX: Final = 4
+MAKE_FOLDER_ATTEMPTS_MAX: Final = 8
+S3_DELETES_MAX: Final = 1000
+"""Names in one request, by S3's own limit."""
+
+_CREATE: Final[Mapping[str, str]] = {"mode": "create"}
+"""fsspec's word for a write that must not replace anything."""
+
+
+class DeleteRefused(Exception):
+    """A store deleted some of the objects and refused one; the answer is what botocore's is."""
+
+    def __init__(self, failed: Mapping[str, Any]) -> None:
+        super().__init__(f"{failed.get('Key')}: {failed.get('Message')}")
+        self.response = {"Error": {"Code": str(failed.get("Code", ""))}}
 
 
 class Filesystem(Protocol):
     """Names and bytes; names are relative to the root that it was made with."""
 
-    async def put(self, name: str, image: Bytes) -> None:
-        """Store all of `image`, which is not touched after this has ended."""
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
+        """Store all of `image`, which is not touched after this has ended.
+
+        With `create`, raises `FileExistsError` (or the client's own word for it) for a name that
+        is taken, where the store can.
+        """
         ...
 
     async def get(self, name: str, into: Bytes) -> int:
         """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`."""
         ...
 
-    async def find(self, folder: str) -> Listing:
-        """Every object below `folder` ("" for all)."""
+    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+        """Objects below `folder` ("" for all) whose names sort after `start_after`.
+
+        Not `deep`: only what is in the folder itself, and its folders.
+        """
         ...
 
     async def move(self, name: str, target: str) -> None:
         """Rename, replacing what is there."""
         ...
 
-    async def remove(self, name: str) -> None:
-        """Delete one object."""
+    async def remove(self, names: Sequence[str]) -> None:
+        """Delete objects; one that is not there is deleted."""
         ...
 
     async def close(self) -> None:
@@ -145,20 +179,22 @@ class _LocalFolder:
         self._writers = anyio.CapacityLimiter(threads)
         self._readers = anyio.CapacityLimiter(threads)
 
-    async def put(self, name: str, image: Bytes) -> None:
-        await run_to_end(lambda: self._put(self._path(name), image.data), self._writers)
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
+        place = os.link if create else os.replace
+        await run_to_end(lambda: self._put(self._path(name), image.data, place), self._writers)
 
     async def get(self, name: str, into: Bytes) -> int:
         return await run_to_end(lambda: self._get(self._path(name), into.data), self._readers)
 
-    async def find(self, folder: str) -> Listing:
-        return await run_to_end(lambda: self._find(folder), self._readers)
+    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+        found = await run_to_end(lambda: self._find(folder, deep=deep), self._readers)
+        return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
         await run_to_end(lambda: self._move(self._path(name), self._path(target)), self._writers)
 
-    async def remove(self, name: str) -> None:
-        await run_to_end(lambda: os.unlink(self._path(name)), self._writers)
+    async def remove(self, names: Sequence[str]) -> None:
+        await run_to_end(lambda: self._remove(names), self._writers)
 
     async def close(self) -> None:
         return
@@ -166,14 +202,9 @@ class _LocalFolder:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _put(self, path: str, image: memoryview) -> None:
+    def _put(self, path: str, image: memoryview, place: Callable[[str, str], None]) -> None:
         temporary = f"{path}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
-        try:
-            fd = _create(temporary)
-        except FileNotFoundError:
-            # Only for the first segment of a chunk, so it is not tried before every write.
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = _create(temporary)
+        fd = self._create_in_folder(temporary)
         try:
             try:
                 while image:
@@ -182,13 +213,23 @@ class _LocalFolder:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            os.replace(temporary, path)
-        except BaseException:
+            place(temporary, path)
+        finally:
+            # After a rename there is nothing left under this name; after a link there is.
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            raise
         if self._fsync:
             _sync_folder(os.path.dirname(path))
+
+    def _create_in_folder(self, path: str) -> int:
+        # The folder is made only where it is missing: for the first segment of a chunk. Then again,
+        # because a removal may take an empty folder away in between.
+        for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
+            with contextlib.suppress(FileNotFoundError):
+                return _create(path)
+            with contextlib.suppress(FileNotFoundError):
+                _make_folders(os.path.dirname(path))
+        return _create(path)
 
     def _get(self, path: str, into: memoryview) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -211,29 +252,47 @@ class _LocalFolder:
         finally:
             os.close(fd)
 
-    def _find(self, folder: str) -> Listing:
+    def _find(self, folder: str, *, deep: bool) -> Listing:
         found: Listing = []
         pending = [folder]
         dead_before = time.time() - TEMPORARY_SECONDS_MAX
         while pending:
             inner = pending.pop()
-            with os.scandir(f"{self._root}/{inner}" if inner else self._root) as entries:
+            # Others write, move and remove while this listing runs; only the folder that was asked
+            # for has to be there.
+            try:
+                entries = os.scandir(f"{self._root}/{inner}" if inner else self._root)
+            except FileNotFoundError:
+                if inner != folder:
+                    continue
+                raise
+            with entries:
                 for entry in entries:
                     name = f"{inner}/{entry.name}" if inner else entry.name
-                    if entry.is_dir(follow_symlinks=False):
+                    if not entry.is_dir(follow_symlinks=False):
+                        found.extend(_found_file(entry, name, dead_before))
+                    elif deep:
                         pending.append(name)
-                        continue
-                    # Others write and move while this listing runs.
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat()
-                        if not entry.name.endswith(TEMPORARY_SUFFIX):
-                            found.append((name, status.st_size))
-                        elif status.st_mtime < dead_before:
-                            os.unlink(entry.path)
+                    else:
+                        found.append(Found(f"{name}/", 0, 0.0))
         return found
 
+    def _remove(self, names: Sequence[str]) -> None:
+        folders: set[str] = set()
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+            folders.add(os.path.dirname(name))
+        # Object stores have no folders that could be left behind.
+        for folder in sorted(folders, reverse=True):
+            inner = folder
+            with contextlib.suppress(OSError):
+                while inner:
+                    os.rmdir(self._path(inner))
+                    inner = os.path.dirname(inner)
+
     def _move(self, path: str, target: str) -> None:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _make_folders(os.path.dirname(target))
         os.replace(path, target)
 
 
@@ -245,31 +304,37 @@ class _SyncFilesystem:
         self._root = root.rstrip("/")
         self._limiter = anyio.CapacityLimiter(1)
 
-    async def put(self, name: str, image: Bytes) -> None:
-        await run_to_end(lambda: self._put(f"{self._root}/{name}", image), self._limiter)
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
+        options = _CREATE if create else {}
+        await run_to_end(lambda: self._put(f"{self._root}/{name}", image, options), self._limiter)
 
     async def get(self, name: str, into: Bytes) -> int:
         return await run_to_end(lambda: self._get(f"{self._root}/{name}", into), self._limiter)
 
-    async def find(self, folder: str) -> Listing:
+    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
-        found: dict[str, dict[str, Any]] = await run_to_end(
-            lambda: self._fs.find(root, detail=True), self._limiter
-        )
-        return _relative(found, self._root)
+        # `find` answers with a dict and `ls` with a list; the values are the same.
+        work = self._fs.find if deep else self._fs.ls
+        found: Any = await run_to_end(lambda: work(root, detail=True), self._limiter)
+        return _relative(found.values() if deep else found, self._root, start_after)
 
     async def move(self, name: str, target: str) -> None:
         await run_to_end(lambda: self._move(name, f"{self._root}/{target}"), self._limiter)
 
-    async def remove(self, name: str) -> None:
-        await run_to_end(lambda: self._fs.rm_file(f"{self._root}/{name}"), self._limiter)
+    async def remove(self, names: Sequence[str]) -> None:
+        await run_to_end(lambda: self._remove(names), self._limiter)
 
     async def close(self) -> None:
         return
 
-    def _put(self, path: str, image: Bytes) -> None:
+    def _put(self, path: str, image: Bytes, options: Mapping[str, str]) -> None:
         self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        self._fs.pipe_file(path, image.tobytes())
+        self._fs.pipe_file(path, image.tobytes(), **options)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{name}")
 
     def _get(self, path: str, into: Bytes) -> int:
         return _fill(self._fs.cat_file(path, start=0, end=into.nbytes + 1), into)
@@ -287,10 +352,11 @@ class _AsyncFilesystem:
         self._root = root.rstrip("/")
         self._limiter = anyio.CapacityLimiter(ASYNC_THREADS_MAX)
 
-    async def put(self, name: str, image: Bytes) -> None:
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         # A copy, because a client is free to read a body in a thread of its own.
         body = await run_to_end(image.tobytes, self._limiter)
-        await self._fs._pipe_file(f"{self._root}/{name}", body)
+        options = _CREATE if create else {}
+        await self._fs._pipe_file(f"{self._root}/{name}", body, **options)
 
     async def get(self, name: str, into: Bytes) -> int:
         path = f"{self._root}/{name}"
@@ -299,17 +365,21 @@ class _AsyncFilesystem:
         body: bytes = await self._fs._cat_file(path, start=0, end=into.nbytes + 1)
         return await run_to_end(lambda: _fill(body, into), self._limiter)
 
-    async def find(self, folder: str) -> Listing:
+    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
-        found: dict[str, dict[str, Any]] = await self._fs._find(root, detail=True)
-        return _relative(found, self._root)
+        if deep:
+            below: dict[str, Any] = await self._fs._find(root, detail=True)
+            return _relative(below.values(), self._root, start_after)
+        return _relative(await self._fs._ls(root, detail=True), self._root, start_after)
 
     async def move(self, name: str, target: str) -> None:
         await self._fs._cp_file(f"{self._root}/{name}", f"{self._root}/{target}")
-        await self.remove(name)
+        await self.remove([name])
 
-    async def remove(self, name: str) -> None:
-        await self._fs._rm_file(f"{self._root}/{name}")
+    async def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                await self._fs._rm_file(f"{self._root}/{name}")
 
     async def close(self) -> None:
         # fsspec has no verb for it; these are where s3fs, and gcsfs and http, keep their client.
@@ -320,19 +390,62 @@ class _AsyncFilesystem:
 
 
 class _S3(_AsyncFilesystem):
-    """s3fs: one request per verb, no retries of its own, and bodies straight from the slot."""
+    """s3fs: one request per verb, no retries of its own, and bodies straight from the slot.
+
+    A listing is one request for each thousand names, a removal one for each thousand objects.
+    """
 
     def __init__(self, fs: Any, root: str) -> None:
         super().__init__(fs, root)
         fs.retries = 1
+        bucket, _, path = self._root.partition("/")
+        self._bucket = bucket
+        self._path = f"{path}/" if path else ""
 
-    async def put(self, name: str, image: Bytes) -> None:
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         body = SlotBody(image)
+        options = _CREATE if create else {}
         try:
             # The chunk size keeps it to one PUT: parts of an aborted upload cost money for ever.
-            await self._fs._pipe_file(f"{self._root}/{name}", body, chunksize=image.nbytes)
+            await self._fs._pipe_file(
+                f"{self._root}/{name}", body, chunksize=image.nbytes, **options
+            )
         finally:
             body.detach_slot()
+
+    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+        # Not through s3fs, which has no way to begin after a name.
+        asked: dict[str, Any] = {
+            "Bucket": self._bucket,
+            "Prefix": f"{self._path}{folder}/" if folder else self._path,
+        }
+        if start_after:
+            asked["StartAfter"] = f"{self._path}{start_after}"
+        if not deep:
+            asked["Delimiter"] = "/"
+        skip = len(self._path)
+        found: Listing = []
+        while True:
+            page: dict[str, Any] = await self._fs._call_s3("list_objects_v2", **asked)
+            for one in page.get("Contents", ()):
+                modified = one["LastModified"].timestamp()
+                found.append(Found(one["Key"][skip:], int(one["Size"]), modified))
+            for one in page.get("CommonPrefixes", ()):
+                found.append(Found(one["Prefix"][skip:], 0, 0.0))
+            if not page.get("IsTruncated"):
+                return found
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+
+    async def remove(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), S3_DELETES_MAX):
+            part = names[first : first + S3_DELETES_MAX]
+            objects = [{"Key": f"{self._path}{name}"} for name in part]
+            answer: dict[str, Any] = await self._fs._call_s3(
+                "delete_objects", Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}
+            )
+            for failed in answer.get("Errors", ()):
+                if failed.get("Code") != "NoSuchKey":
+                    raise DeleteRefused(failed)
 
 
 class SlotBody(io.BytesIO):
@@ -440,18 +553,54 @@ def _fill(body: bytes, into: Bytes) -> int:
     return size_bytes
 
 
-def _relative(found: Mapping[str, Mapping[str, Any]], root: str) -> Listing:
+def _relative(found: Iterable[Mapping[str, Any]], root: str, start_after: str) -> Listing:
     top = root.strip("/")
     skip = len(top) + 1 if top else 0
-    return [
-        (name.lstrip("/")[skip:], int(info["size"]))
-        for name, info in found.items()
-        if info.get("type") != "directory"
-    ]
+    listing: Listing = []
+    for info in found:
+        name = str(info["name"]).strip("/")[skip:]
+        if info.get("type") == "directory":
+            listing.append(Found(f"{name}/", 0, 0.0))
+        else:
+            listing.append(Found(name, int(info["size"]), _modified_seconds(info)))
+    return [one for one in listing if one.name > start_after]
+
+
+def _modified_seconds(info: Mapping[str, Any]) -> float:
+    """When an object was written, wherever its file system says so."""
+    for field in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = info.get(field)
+        if isinstance(value, dt.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return dt.datetime.fromisoformat(value).timestamp()
+    return 0.0
+
+
+def _found_file(entry: os.DirEntry[str], name: str, dead_before: float) -> Listing:
+    """The line of one file; none for a temporary one, which is removed once it is old."""
+    with contextlib.suppress(FileNotFoundError):
+        status = entry.stat()
+        if not entry.name.endswith(TEMPORARY_SUFFIX):
+            return [Found(name, status.st_size, status.st_mtime)]
+        if status.st_mtime < dead_before:
+            os.unlink(entry.path)
+    return []
 
 
 def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def _make_folders(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError as error:
+        # Not the name that is written: a file, or a link to nowhere, on the way to it.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
 
 def _sync_folder(path: str) -> None:

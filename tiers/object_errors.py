@@ -19,7 +19,14 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
+from tiers.errors import (
+    ChunkMissing,
+    ImageTruncated,
+    ObjectExists,
+    TierError,
+    TierFull,
+    TierUnavailable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,6 +43,7 @@ class Kind(enum.Enum):
 
     MISSING = "missing"
     EMPTY = "empty"
+    EXISTS = "exists"
     FULL = "full"
     LATER = "later"
     STOP = "stop"
@@ -51,6 +59,7 @@ class Verdict(NamedTuple):
 
 _MISSING = Verdict(Kind.MISSING, "no such object", "treat it as a miss")
 _EMPTY = Verdict(Kind.EMPTY, "the object is empty", "it will be written again")
+_EXISTS = Verdict(Kind.EXISTS, "the name is taken", "another writer was first")
 _FULL = Verdict(Kind.FULL, "no space is left", "free space or raise the quota of the store")
 _CREDENTIALS = Verdict(
     Kind.STOP,
@@ -149,6 +158,8 @@ _BY_CODE: Final[dict[str, Verdict]] = {
     ),
     "RequestTimeTooSkewed": _CLOCK,
     "InvalidRange": _EMPTY,
+    "PreconditionFailed": _EXISTS,
+    "ConditionalRequestConflict": _BUSY,
     **dict.fromkeys(
         ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageQuotaExceeded"),
         _FULL,
@@ -176,6 +187,7 @@ _BY_STATUS: Final[dict[int, Verdict]] = {
     404: _MISSING,
     408: _BUSY,
     409: _BUSY,
+    412: _EXISTS,
     416: _EMPTY,
     425: _BUSY,
     429: _BUSY,
@@ -183,6 +195,7 @@ _BY_STATUS: Final[dict[int, Verdict]] = {
 }
 _BY_ERRNO: Final[dict[int, Verdict]] = {
     errno.ENOENT: _MISSING,
+    errno.EEXIST: _EXISTS,
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _NOT_A_FOLDER),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
@@ -257,6 +270,8 @@ def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
             return ChunkMissing(message)
         case Kind.EMPTY:
             return ImageTruncated(message)
+        case Kind.EXISTS:
+            return ObjectExists(message)
         case Kind.FULL:
             return TierFull(message)
         case Kind.LATER:
@@ -340,6 +355,8 @@ def _by_os(error: BaseException) -> Verdict | None:
         return _BY_ERRNO[error.errno]
     if isinstance(error, FileNotFoundError):
         return _MISSING
+    if isinstance(error, FileExistsError):
+        return _EXISTS
     if isinstance(error, PermissionError):
         return _READ_ONLY
     if isinstance(error, TimeoutError):

@@ -17,17 +17,25 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import anyio
 import numpy as np
 
-from tiers.errors import ChunkCorrupt, ChunkMissing, ImageTruncated, TierError, TierUnavailable
+from tiers.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    ImageTruncated,
+    ObjectExists,
+    TierError,
+    TierUnavailable,
+)
 from tiers.filesystems import Bytes, Listing, open_filesystem
 from tiers.object_errors import Secrets, hide_user_info, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
 
 NAME_CHARACTERS_MAX: Final = 512
 PROBE_BYTES: Final = 4096
@@ -36,6 +44,14 @@ QUARANTINE_FOLDER: Final = "quarantine"
 THREADS_MAX_DEFAULT: Final = 4
 CLEANUP_SECONDS_MAX: Final = 5.0
 _NAME = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a probe found out about a store that works."""
+
+    creates: bool
+    """Whether `write(create=True)` leaves what is there. Without it, nothing is compacted."""
 
 
 class ObjectTier(Protocol):
@@ -49,12 +65,17 @@ class ObjectTier(Protocol):
         """Where this tier keeps its objects, without secrets, for messages."""
         ...
 
-    async def probe(self) -> None:
+    async def probe(self) -> Abilities:
         """Write, read back, list and delete one object; the error is written for an operator."""
         ...
 
-    async def write(self, name: str, image: Bytes) -> None:
-        """Store all of `image` under `name`, replacing what is there. Raises `TierFull`."""
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """Store all of `image` under `name`, replacing what is there. Raises `TierFull`.
+
+        With `create` nothing is replaced: of several writers of one name, one succeeds and the
+        others get `ObjectExists`. A writer whose answer was lost gets it too: what is there may be
+        its own. A store that cannot do this replaces (see `Abilities`), or is `TierUnavailable`.
+        """
         ...
 
     async def read(self, name: str, into: Bytes) -> int:
@@ -64,8 +85,21 @@ class ObjectTier(Protocol):
         """
         ...
 
-    async def list(self, prefix: str) -> Listing:
-        """All objects in folder `prefix` and below ("" for all), in no order."""
+    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+        """All objects in folder `prefix` and below ("" for all), in no order.
+
+        `start_after`: only those whose whole name sorts after it. For a folder without folders:
+        servers do not agree on whether "a/x" or "a-b/x" comes first.
+        Not `deep`: only what is in the folder itself, and its folders, whose names end with "/".
+        What was written before the call is in the answer.
+        """
+        ...
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, any number of them. Deleting one that is gone is a success.
+
+        After an error some are deleted and some are not.
+        """
         ...
 
     async def quarantine(self, name: str) -> None:
@@ -111,13 +145,13 @@ class FsspecObjects:
         """The URL without secrets."""
         return self._url
 
-    async def write(self, name: str, image: Bytes) -> None:
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
         _check_name(name)
         _check_memory("image", image)
         try:
             with self._translated("write", name):
-                await self._store.put(name, image)
+                await self._store.put(name, image, create=create)
         except ChunkMissing as error:
             # A folder that cannot be made (a dangling link, a pseudo file system) is no miss.
             raise TierUnavailable(
@@ -131,16 +165,25 @@ class FsspecObjects:
         with self._translated("read", name):
             return await self._store.get(name, into)
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
         """See `ObjectTier.list`."""
         folder = prefix.rstrip("/")
-        if folder:
-            _check_name(folder)
+        for name in (folder, start_after.rstrip("/")):
+            if name:
+                _check_name(name)
         try:
             with self._translated("list", prefix):
-                return await self._store.find(folder)
+                return await self._store.find(folder, start_after=start_after, deep=deep)
         except ChunkMissing:
             return []
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        for name in names:
+            _check_name(name)
+        if names:
+            with self._translated("delete", names[0]):
+                await self._store.remove(names)
 
     async def quarantine(self, name: str) -> None:
         """See `ObjectTier.quarantine`."""
@@ -148,20 +191,33 @@ class FsspecObjects:
         with contextlib.suppress(ChunkMissing), self._translated("quarantine", name):
             await self._store.move(name, f"{QUARANTINE_FOLDER}/{name}")
 
-    async def probe(self) -> None:
+    async def probe(self) -> Abilities:
         """See `ObjectTier.probe`."""
         name = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
         sent = np.frombuffer(secrets.token_bytes(PROBE_BYTES), dtype=np.uint8)
         await self.write(name, sent)
         try:
             await self._probe_back(name, sent)
+            abilities = Abilities(creates=await self._probe_create(name, sent))
         except BaseException:
             with anyio.move_on_after(CLEANUP_SECONDS_MAX, shield=True):
                 with contextlib.suppress(Exception):
-                    await self._store.remove(name)
+                    await self._store.remove([name])
             raise
-        with self._translated("delete", name):
-            await self._store.remove(name)
+        await self.delete([name])
+        return abilities
+
+    async def _probe_create(self, name: str, sent: Bytes) -> bool:
+        """Whether a write that must not replace anything is refused, as it should be."""
+        try:
+            await self.write(name, sent, create=True)
+        except ObjectExists:
+            return True
+        except TierUnavailable as error:
+            # "Not implemented" is an answer; a store that fails in passing gives none.
+            if error.retryable:
+                raise
+        return False
 
     async def _probe_back(self, name: str, sent: Bytes) -> None:
         got = np.zeros(PROBE_BYTES, dtype=np.uint8)

@@ -27,14 +27,22 @@ import anyio
 from tiers.errors import ChunkMissing, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from tiers.filesystems import Bytes, Listing
-    from tiers.objects import ObjectTier
+    from tiers.objects import Abilities, ObjectTier
 
 T = TypeVar("T")
-Verb = Literal["probe", "write", "read", "list", "quarantine", "close"]
-VERBS: Final[tuple[Verb, ...]] = ("probe", "write", "read", "list", "quarantine", "close")
+Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"]
+VERBS: Final[tuple[Verb, ...]] = (
+    "probe",
+    "write",
+    "read",
+    "list",
+    "delete",
+    "quarantine",
+    "close",
+)
 
 
 class Wrapper(abc.ABC):
@@ -52,21 +60,28 @@ class Wrapper(abc.ABC):
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """Run `call`, which is one attempt of `verb` on `name` ("" where there is none)."""
 
-    async def probe(self) -> None:
+    async def probe(self) -> Abilities:
         """See `ObjectTier.probe`."""
-        await self._around("probe", "", self._inner.probe)
+        return await self._around("probe", "", self._inner.probe)
 
-    async def write(self, name: str, image: Bytes) -> None:
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
-        await self._around("write", name, lambda: self._inner.write(name, image))
+        await self._around("write", name, lambda: self._inner.write(name, image, create=create))
 
     async def read(self, name: str, into: Bytes) -> int:
         """See `ObjectTier.read`."""
         return await self._around("read", name, lambda: self._inner.read(name, into))
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
         """See `ObjectTier.list`."""
-        return await self._around("list", prefix, lambda: self._inner.list(prefix))
+        return await self._around(
+            "list", prefix, lambda: self._inner.list(prefix, start_after=start_after, deep=deep)
+        )
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        first = names[0] if names else ""
+        await self._around("delete", first, lambda: self._inner.delete(names))
 
     async def quarantine(self, name: str) -> None:
         """See `ObjectTier.quarantine`."""
@@ -220,9 +235,9 @@ class Metered(Wrapper):
             for verb, tally in self._tallies.items()
         }
 
-    async def write(self, name: str, image: Bytes) -> None:
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
-        await super().write(name, image)
+        await super().write(name, image, create=create)
         self._tallies["write"].num_bytes += image.nbytes
 
     async def read(self, name: str, into: Bytes) -> int:

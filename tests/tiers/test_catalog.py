@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import ListingCatalog, namespace_prefix, object_name, parse_name
+from tiers.filesystems import Found, Listing
 from tiers.layout import HEADS_MAX, LAYERS_MAX, Segment
 from tiers.objects import FsspecObjects
 
@@ -124,9 +125,9 @@ async def test_foreign_objects_and_other_namespaces_are_ignored() -> None:
 async def test_an_empty_object_is_a_write_that_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = memory()
 
-    async def listing(prefix: str) -> list[tuple[str, int]]:
+    async def listing(prefix: str) -> Listing:
         # And a tier that answers more than it was asked for.
-        return [(WHOLE, 0), (object_name(bytes(32), KEY, SEGMENT), 10)]
+        return [Found(WHOLE, 0, 0.0), Found(object_name(bytes(32), KEY, SEGMENT), 10, 0.0)]
 
     monkeypatch.setattr(tier, "list", listing)
     assert await ListingCatalog(tier).refresh(NAMESPACE) == {}

@@ -19,7 +19,7 @@ import pytest
 
 from sidecar.demo.servers import S3Server, free_ports, moto_server, s3_server
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
+from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers import filesystems
 from tiers.errors import ChunkCorrupt, ChunkMissing, ImageTruncated, TierFull, TierUnavailable
 from tiers.filesystems import SlotBody, run_to_end
@@ -128,14 +128,18 @@ class TestThroughTheProxy(TierSuite):
 
 
 class TestRequestsToS3:
-    async def test_one_request_for_each_write_read_and_list(
+    async def test_one_request_for_each_verb(
         self, behind_proxy: FsspecObjects, proxy: FaultyProxy
     ) -> None:
         await behind_proxy.write(NAME, image_of(100_000))
         await behind_proxy.read(NAME, slot())
         await behind_proxy.list("v1")
+        await behind_proxy.list("v1", start_after=NAME)
+        await behind_proxy.list("v1", deep=False)
+        await behind_proxy.write(f"{NAME}.2", image_of(100), create=True)
+        await behind_proxy.delete([NAME, f"{NAME}.2"])
         verbs = [line.split(" ")[0] for line in proxy.requests]
-        assert verbs == ["PUT", "GET", "GET"]
+        assert verbs == ["PUT", "GET", "GET", "GET", "GET", "PUT", "POST"]
 
     async def test_an_object_larger_than_a_part_is_one_put(
         self,
@@ -174,6 +178,8 @@ async def every_verb(tier: FsspecObjects) -> list[BaseException]:
         lambda: tier.write(NAME, image_of(100_000)),
         lambda: tier.read(NAME, slot()),
         lambda: tier.list("v1"),
+        lambda: tier.delete([NAME]),
+        lambda: tier.write(NAME, image_of(10), create=True),
         lambda: tier.quarantine(NAME),
         tier.probe,
     ):
@@ -513,7 +519,7 @@ class TestLocalFolder:
         old.write_bytes(b"x")
         long_ago = time.time() - 2 * filesystems.TEMPORARY_SECONDS_MAX
         os.utime(old, (long_ago, long_ago))
-        assert await tier.list("") == [(NAME, 10)]
+        assert sized(await tier.list("")) == [(NAME, 10)]
         assert young.exists()
         assert not old.exists()
 

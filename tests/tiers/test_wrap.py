@@ -11,9 +11,10 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
+from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
-from tiers.objects import FsspecObjects
+from tiers.filesystems import Found
+from tiers.objects import Abilities, FsspecObjects
 from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Retrying
 
 if TYPE_CHECKING:
@@ -58,19 +59,23 @@ class Scripted:
         if error is not None:
             raise error
 
-    async def probe(self) -> None:
+    async def probe(self) -> Abilities:
         await self._step("probe")
+        return Abilities(creates=True)
 
-    async def write(self, name: str, image: Bytes) -> None:
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         await self._step("write")
 
     async def read(self, name: str, into: Bytes) -> int:
         await self._step("read")
         return 7
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
         await self._step("list")
-        return [("a", 1)]
+        return [Found("a", 1, 0.0)]
+
+    async def delete(self, names: Sequence[str]) -> None:
+        await self._step("delete")
 
     async def quarantine(self, name: str) -> None:
         await self._step("quarantine")
@@ -99,8 +104,8 @@ class TestStackedOverFaults(TierSuite):
     async def tier(self) -> AsyncGenerator[Retrying]:
         # The probe is not retried, so it is spared: half of all other calls fail.
         class ProbeSpared(Faulty):
-            async def probe(self) -> None:
-                await self._inner.probe()
+            async def probe(self) -> Abilities:
+                return await self._inner.probe()
 
         rates = FaultRates(unavailable=0.3, answer_lost=0.3, stall=0.5)
         faulty = ProbeSpared(memory(), seed=5, rates=rates, sleep=no_sleep)
@@ -201,7 +206,7 @@ class TestDeadline:
 
     async def test_a_call_in_time_is_left_alone(self) -> None:
         tier = Deadline(Scripted([None, later(), TimeoutError("its own")]), seconds_max=60)
-        assert await tier.list("") == [("a", 1)]
+        assert await tier.list("") == [Found("a", 1, 0.0)]
         with pytest.raises(TierUnavailable, match="busy"):
             await tier.list("")
         with pytest.raises(TimeoutError, match="its own"):
@@ -352,11 +357,11 @@ class TestFaulty:
         tier = Faulty(inner, seed=1, rates=FaultRates(answer_lost=1.0))
         with pytest.raises(TierUnavailable, match="carried out"):
             await tier.write(NAME, image_of(10))
-        assert await inner.list("") == [(NAME, 10)]
+        assert sized(await inner.list("")) == [(NAME, 10)]
         tier = Faulty(inner, seed=1, rates=FaultRates(unavailable=1.0))
         with pytest.raises(TierUnavailable, match="did nothing"):
             await tier.quarantine(NAME)
-        assert await inner.list("") == [(NAME, 10)]
+        assert sized(await inner.list("")) == [(NAME, 10)]
 
     async def test_damage_is_one_bit_or_a_shorter_image(self) -> None:
         inner, into = memory(), slot()

@@ -1,12 +1,14 @@
 """The contract of an object tier, as tests that every backend and every wrapper passes.
 
 A test module subclasses `TierSuite` and gives it a fixture `tier`: an empty `ObjectTier` that the
-fixture closes. The suite asks for nothing but the six verbs.
+fixture closes. The suite asks for nothing but its verbs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,10 +16,10 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from tiers.errors import ChunkMissing, ImageTruncated
+from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists
 
 if TYPE_CHECKING:
-    from tiers.filesystems import Bytes
+    from tiers.filesystems import Bytes, Listing
     from tiers.objects import ObjectTier
 
 NAME = "v1/0123456789abcdef/ab/abcd/0-8.0-4.arrow"
@@ -27,6 +29,11 @@ SLOT_BYTES = 3 * 65_536 + 4096
 def image_of(size_bytes: int, seed: int = 0) -> Bytes:
     """Random bytes, the same for the same seed."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def sized(listing: Listing) -> list[tuple[str, int]]:
+    """Names and sizes of a listing."""
+    return [(name, size_bytes) for name, size_bytes, _ in listing]
 
 
 def slot() -> Bytes:
@@ -91,16 +98,90 @@ class TierSuite:
         sizes = {"a/b/one": 1, "a/b/two": 2, "a/c/three": 3, "ab/four": 4, "five": 5}
         for name, size_bytes in sizes.items():
             await tier.write(name, image_of(size_bytes))
-        assert dict(await tier.list("")) == sizes
+        assert dict(sized(await tier.list(""))) == sizes
         below_a = {name: size for name, size in sizes.items() if name.startswith("a/")}
-        assert dict(await tier.list("a")) == below_a
-        assert dict(await tier.list("a/")) == below_a
-        assert await tier.list("a/c") == [("a/c/three", 3)]
+        assert dict(sized(await tier.list("a"))) == below_a
+        assert dict(sized(await tier.list("a/"))) == below_a
+        assert sized(await tier.list("a/c")) == [("a/c/three", 3)]
         assert await tier.list("b") == []
 
     async def test_an_empty_tier_lists_nothing(self, tier: ObjectTier) -> None:
         assert await tier.list("") == []
         assert await tier.list("v1/0123456789abcdef") == []
+
+    async def test_a_listing_says_when(self, tier: ObjectTier) -> None:
+        before = time.time()
+        await tier.write(NAME, image_of(10))
+        [found] = await tier.list("")
+        # Servers round to a second.
+        assert before - 2 < found.modified_seconds < time.time() + 2
+
+    async def test_list_begins_after_a_name(self, tier: ObjectTier) -> None:
+        names = [f"log/{writer}/{number:04}" for writer in ("a", "a-b", "b") for number in range(4)]
+        for name in names:
+            await tier.write(name, image_of(1))
+
+        async def after(prefix: str, name: str) -> list[str]:
+            return sorted(one.name for one in await tier.list(prefix, start_after=name))
+
+        assert await after("log/a", "log/a/0001") == ["log/a/0002", "log/a/0003"]
+        assert await after("log/a", "log/a/0001.arrow") == ["log/a/0002", "log/a/0003"]
+        assert await after("log/a", "log/a/0003") == []
+        assert await after("log/b", "log/a/0003") == names[-4:]
+        assert await after("log/c", "log/a/0001") == []
+
+    async def test_list_of_one_level_names_folders(self, tier: ObjectTier) -> None:
+        for name in ("a/b/one", "a/b/c/two", "a/three", "ab/four"):
+            await tier.write(name, image_of(7))
+        assert sorted(sized(await tier.list("a", deep=False))) == [("a/b/", 0), ("a/three", 7)]
+        assert sorted(sized(await tier.list("", deep=False))) == [("a/", 0), ("ab/", 0)]
+        assert sized(await tier.list("a/b/c", deep=False)) == [("a/b/c/two", 7)]
+        assert await tier.list("nowhere", deep=False) == []
+
+    async def test_delete_takes_many_and_those_that_are_gone(self, tier: ObjectTier) -> None:
+        names = [f"many/{number:03}/x" for number in range(20)]
+        async with anyio.create_task_group() as tasks:
+            for name in (*names, "many/kept"):
+                tasks.start_soon(tier.write, name, image_of(3))
+        await tier.delete([*names[:15], "many/never-there", "nowhere/at-all"])
+        await tier.delete(names)
+        await tier.delete([])
+        assert sized(await tier.list("")) == [("many/kept", 3)]
+        await tier.write(names[0], image_of(3))
+        assert len(await tier.list("many")) == 2
+
+    async def test_writers_and_removers_of_one_folder_do_not_meet(self, tier: ObjectTier) -> None:
+        async def churn(name: str) -> None:
+            for _ in range(10):
+                await tier.write(name, image_of(10))
+                await tier.delete([name])
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(churn, f"deep/er/folder/{number}")
+        assert await tier.list("") == []
+
+    async def test_of_many_creators_one_wins(self, tier: ObjectTier) -> None:
+        won: list[int] = []
+
+        async def create(seed: int) -> None:
+            with contextlib.suppress(ObjectExists):
+                await tier.write(NAME, image_of(1000 + seed, seed), create=True)
+                won.append(seed)
+
+        async with anyio.create_task_group() as tasks:
+            for seed in range(5):
+                tasks.start_soon(create, seed)
+        into = slot()
+        size_bytes = await tier.read(NAME, into)
+        # One at most: a wrapper that retries may have lost the winner's answer.
+        assert won in ([], [size_bytes - 1000])
+        assert np.array_equal(into[:size_bytes], image_of(size_bytes, size_bytes - 1000))
+        with pytest.raises(ObjectExists, match=NAME):
+            await tier.write(NAME, image_of(5), create=True)
+        assert sized(await tier.list("")) == [(NAME, size_bytes)]
+        await tier.write(NAME, image_of(5))
+        assert await tier.read(NAME, into) == 5
 
     async def test_quarantine_moves_an_object(self, tier: ObjectTier) -> None:
         await tier.write(NAME, image_of(5000))
@@ -108,7 +189,7 @@ class TierSuite:
         with pytest.raises(ChunkMissing):
             await tier.read(NAME, slot())
         assert await tier.list("v1") == []
-        assert await tier.list("quarantine") == [(f"quarantine/{NAME}", 5000)]
+        assert sized(await tier.list("quarantine")) == [(f"quarantine/{NAME}", 5000)]
         into = slot()
         assert await tier.read(f"quarantine/{NAME}", into) == 5000
         assert np.array_equal(into[:5000], image_of(5000))
@@ -119,7 +200,7 @@ class TierSuite:
             await tier.write(NAME, image_of(size_bytes))
             await tier.quarantine(NAME)
         await tier.quarantine(NAME)
-        assert await tier.list("") == [(f"quarantine/{NAME}", 200)]
+        assert sized(await tier.list("")) == [(f"quarantine/{NAME}", 200)]
 
     @pytest.mark.parametrize(
         "name",
@@ -146,6 +227,7 @@ class TierSuite:
             lambda: tier.write(name, image_of(10)),
             lambda: tier.read(name, slot()),
             lambda: tier.quarantine(name),
+            lambda: tier.delete(["fine", name]),
         ):
             with pytest.raises(ValueError, match="name="):
                 await attempt()
@@ -178,7 +260,7 @@ class TierSuite:
         into = slot()
         size_bytes = await tier.read(NAME, into)
         assert np.array_equal(into[:size_bytes], images[size_bytes - 100_000])
-        assert await tier.list("") == [(NAME, size_bytes)]
+        assert sized(await tier.list("")) == [(NAME, size_bytes)]
 
     async def test_many_calls_side_by_side(self, tier: ObjectTier) -> None:
         async def round_trip(seed: int) -> None:
@@ -219,7 +301,7 @@ class TierSuite:
         assert np.all(into == 0x5A)
         # The write took place or it did not; SeaweedFS also keeps an empty object of a request
         # whose client went away, which reads as what it is.
-        size_bytes = dict(await tier.list("v1")).get(NAME)
+        size_bytes = dict(sized(await tier.list("v1"))).get(NAME)
         assert size_bytes in {None, 0, SLOT_BYTES}
         if size_bytes == SLOT_BYTES:
             assert await tier.read(NAME, into) == SLOT_BYTES
@@ -229,8 +311,8 @@ class TierSuite:
                 await tier.read(NAME, into)
 
     async def test_a_probe_passes_and_leaves_nothing(self, tier: ObjectTier) -> None:
-        await tier.probe()
-        await tier.probe()
+        assert (await tier.probe()).creates
+        assert (await tier.probe()).creates
         assert await tier.list("") == []
 
     async def test_names_of_the_real_length_fit(self, tier: ObjectTier) -> None:
@@ -238,7 +320,7 @@ class TierSuite:
         name = f"v1/{key[:16]}/{key[:2]}/{key}/1000-1024.65000-65536.arrow"
         await tier.write(name, image_of(10))
         await tier.quarantine(name)
-        assert await tier.list("") == [(f"quarantine/{name}", 10)]
+        assert sized(await tier.list("")) == [(f"quarantine/{name}", 10)]
 
     async def test_the_url_names_the_place(self, tier: ObjectTier) -> None:
         assert "://" in tier.url
