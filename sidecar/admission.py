@@ -12,12 +12,11 @@ own connection.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, Peer, close_fds
+from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, close_fds
 from sidecar.logs import fields
 from sidecar.memory import take_memory
 from sidecar.protocol import (
@@ -113,6 +112,8 @@ class Admission:
         """The session of a client that was let in; None once it was refused or is gone."""
         try:
             with anyio.fail_after(ATTACH_SECONDS_MAX):
+                if await self._turned_away(connection):
+                    return None
                 frame, fds = await connection.receive_attach()
             try:
                 session = self._attach(connection, frame, fds)
@@ -130,19 +131,38 @@ class Admission:
             connection.hang_up()
         return session
 
+    async def _turned_away(self, connection: Connection) -> bool:
+        """Whether this user is not served; told so, and then nothing that it says is read."""
+        peer, runtime = connection.peer, self._hub.config.runtime
+        if peer.uid in runtime.served_uids:
+            return False
+        error = AttachRefused(
+            "user",
+            f"uid={peer.uid}: this sidecar serves the uids "
+            f"{', '.join(str(uid) for uid in runtime.served_uids)}; run the engine as one of them, "
+            "or add its uid to runtime.allow_uids of the sidecar",
+        )
+        self._note_refusal(connection, error)
+        await connection.turn_away(encode(Refused(error.code, str(error))))
+        return True
+
     def _refuse(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
+        self._note_refusal(connection, error)
+        connection.try_send(encode(Refused(error.code, str(error))))
+
+    def _note_refusal(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
         self._hub.census.attaches_refused[error.code] += 1
         _logger.warning(
             "attach refused",
-            extra=fields(pid=connection.peer.pid, code=error.code, reason=error),
+            extra=fields(
+                pid=connection.peer.pid, uid=connection.peer.uid, code=error.code, reason=error
+            ),
         )
-        connection.try_send(encode(Refused(error.code, str(error))))
 
     def _attach(self, connection: Connection, frame: bytes, fds: list[int]) -> Session:
         """Check everything, cheap and stateless first; what is made here is made last."""
         hub = self._hub
         attach = decode_attach(frame)
-        _check_user(connection.peer)
         check_shape(attach)
         if hub.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
@@ -196,13 +216,4 @@ class Admission:
             store_deadline_ms_max=round(limits.store_deadline * 1000),
             jobs_inflight_max=limits.jobs_inflight_max,
             lease_ttl_ms_max=round(limits.lease_ttl * 1000),
-        )
-
-
-def _check_user(peer: Peer) -> None:
-    if peer.uid not in (os.geteuid(), 0):
-        raise AttachRefused(
-            "user",
-            f"uid={peer.uid}: this sidecar serves uid {os.geteuid()} (and root); run engine and "
-            "sidecar as one user",
         )

@@ -1,15 +1,13 @@
-"""The Unix socket side: the runtime directory, attach connections, descriptors, end of file.
+"""The Unix socket side: attach connections, descriptors, end of file.
 
-Owns the directory with the sockets (0700, locked by one sidecar), one `Connection` per client
-with its stream framing, received descriptors (SCM_RIGHTS) and the peer's name (SO_PEERCRED).
-Does not own sessions or what an `Attach` means.
+Owns one `Connection` per client with its stream framing, received descriptors (SCM_RIGHTS) and the
+peer's name (SO_PEERCRED). Does not own the directory that the socket lies in (`runtimedir.py`),
+sessions, or what an `Attach` means.
 
 Invariants:
 
 * A received descriptor is close-on-exec and is either handed to the caller or closed here, also
   on every error path; no client can make the sidecar keep one.
-* Whoever holds the lock of the directory owns every file in it: a socket file found there is a
-  dead sidecar's. The lock is the kernel's (flock), so it goes with its process.
 * A connection reads at most one `Attach` and then nothing: end of file is the sign of death.
 """
 
@@ -17,11 +15,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
-import fcntl
 import os
 import socket
-import stat
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
 
 ATTACH_BYTES_MAX: Final = 1024 * 1024
 BACKLOG_CONNECTIONS_MAX: Final = 128
-_SOCKET_PATH_BYTES_MAX: Final = 107
+DISCARD_BYTES_MAX: Final = 16 * 1024
 # Room for more descriptors than are allowed, so that extras arrive, are seen, and are closed.
 _FDS_RECEIVED_MAX: Final = 32
 _CREDENTIALS = struct.Struct("iII")
@@ -62,78 +57,13 @@ class Peer:
     gid: int
 
 
-class RuntimeDirectory:
-    """`<directory>/<name>`: mode 0700, ours, locked; holds both sockets."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.path = directory / name
-        self.attach_path = self.path / "attach.sock"
-        self.jobs_path = self.path / "jobs.sock"
-        longest = len(os.fsencode(self.attach_path))
-        if longest > _SOCKET_PATH_BYTES_MAX:
-            raise StartError(
-                f"runtime.directory: {self.attach_path} has {longest} bytes and a Unix socket path "
-                f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
-            )
-        for level in (directory, self.path):
-            _own_directory(level, private=level == self.path)
-        self._lock_fd = self._take_lock()
-        self.remove_sockets()
-
-    def _take_lock(self) -> int:
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(fd)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise StartError(f"cannot lock {self.path / 'lock'}: {error}") from error
-            raise StartError(
-                f"a sidecar (pid {owner}) already serves {self.path}; stop it, or give this one "
-                "another runtime.name"
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        return fd
-
-    def remove_sockets(self) -> None:
-        """Unlink both sockets: a dead sidecar's at start, our own at the end."""
-        for path in (self.attach_path, self.jobs_path):
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Remove the sockets and let go of the directory."""
-        self.remove_sockets()
-        os.close(self._lock_fd)
-
-
-def _own_directory(path: Path, *, private: bool) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise StartError(f"runtime.directory={path} cannot be made: {error}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise StartError(f"runtime.directory={path} is not a directory; choose another")
-    if not private:
-        return
-    if found.st_uid != os.geteuid():
-        raise StartError(
-            f"runtime.directory={path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; "
-            "choose another, its sockets could be replaced"
-        )
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        path.chmod(0o700)
-
-
-def listen(path: Path) -> socket.socket:
-    """A non-blocking listening socket at `path`, mode 0600."""
+def listen(path: Path, mode: int) -> socket.socket:
+    """A non-blocking listening socket at `path`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
         listener.bind(str(path))
-        path.chmod(0o600)
+        path.chmod(mode)
         listener.listen(BACKLOG_CONNECTIONS_MAX)
     except OSError:
         listener.close()
@@ -181,6 +111,32 @@ class Connection:
         except BaseException:
             close_fds(fds)
             raise
+
+    async def turn_away(self, payload: bytes) -> None:
+        """Send `payload` to a client that is not listened to, and wait until it has hung up.
+
+        What it sends meanwhile is thrown away: closing at once, with bytes unread, would reset the
+        connection before it has read the reason.
+        """
+        if not self.try_send(payload):
+            return
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        left = ATTACH_BYTES_MAX
+        while left > 0:
+            await anyio.wait_readable(self._sock)
+            fds: list[int] = []
+            try:
+                data = self._receive(DISCARD_BYTES_MAX, fds)
+            except BlockingIOError:
+                continue
+            except (OSError, AttachRefused):
+                return
+            finally:
+                close_fds(fds)
+            if not data:
+                return
+            left -= len(data)
 
     async def _receive_exactly(self, num_bytes: int, fds: list[int]) -> bytes:
         received = bytearray()

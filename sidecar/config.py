@@ -16,7 +16,7 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import yaml
 from pydantic import (
@@ -47,6 +47,9 @@ __all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """What `struct sockaddr_un` holds on Linux, less the closing zero."""
+
+UID_MAX: Final = (1 << 32) - 1
+OVERFLOW_UID: Final = 65_534
 
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
@@ -80,6 +83,10 @@ class Runtime(_Section):
     """Absolute directory for sockets; made with mode 0700."""
     name: str = "default"
     """Name of this sidecar; two on one node need two names."""
+    allow_uids: tuple[Count, ...] = Field(default=(), max_length=256)
+    """Further users whose engines are served, by number; the sidecar's own and root always are."""
+    strict_parents: Flag = True
+    """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
 
     @field_validator("directory")
     @classmethod
@@ -95,6 +102,24 @@ class Runtime(_Section):
             )
         return value
 
+    @field_validator("allow_uids", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(cast("list[object]", value)) if isinstance(value, list) else value
+
+    @field_validator("allow_uids")
+    @classmethod
+    def _users(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        for uid in value:
+            if not 0 <= uid < UID_MAX:
+                raise ValueError(f"{uid} is no user id; write numbers from 0 to {UID_MAX - 1}")
+            if uid == OVERFLOW_UID:
+                raise ValueError(
+                    f"{uid} stands for every user whom this user namespace does not know; give the "
+                    "engine a user of its own"
+                )
+        return value
+
     @model_validator(mode="after")
     def _fits(self) -> Runtime:
         length = len(os.fsencode(self.attach_path))
@@ -104,6 +129,11 @@ class Runtime(_Section):
                 f"{SOCKET_PATH_BYTES_MAX}; choose a shorter runtime.directory or runtime.name"
             )
         return self
+
+    @property
+    def served_uids(self) -> tuple[int, ...]:
+        """Users whose engines may attach: our own, root (which could anyway), and those listed."""
+        return tuple(sorted({os.geteuid(), 0, *self.allow_uids}))
 
     @property
     def home(self) -> Path:

@@ -24,7 +24,7 @@ import zmq
 from sidecar.protocol import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 FRAMES_PER_WAKE_MAX: Final = 256
@@ -54,6 +54,9 @@ class Router:
         path: Path,
         received: Callable[[bytes, list[bytes]], None],
         broke: Callable[[BaseException], None],
+        *,
+        mode: int = IPC_PATH_MODE,
+        uids: Sequence[int] = (),
     ) -> None:
         self.endpoint = f"ipc://{path}"
         self._received = received
@@ -66,8 +69,11 @@ class Router:
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES_MAX)
             self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES_MAX)
             self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS_MAX)
+            # The kernel says who connects (SO_PEERCRED), as on the attach socket.
+            for uid in uids:
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
             self._socket.bind(self.endpoint)
-            path.chmod(IPC_PATH_MODE)
+            path.chmod(mode)
         except BaseException:
             self._context.destroy(linger=0)
             raise

@@ -33,13 +33,14 @@ import anyio.to_thread
 import pyarrow as pa
 
 from sidecar.admission import Admission
-from sidecar.attach import RuntimeDirectory, StartError, listen
+from sidecar.attach import StartError, listen
 from sidecar.commands import Tick
 from sidecar.http import HttpServer
 from sidecar.hub import Hub
 from sidecar.logs import fields
 from sidecar.metrics import Reporter
 from sidecar.router import Router
+from sidecar.runtimedir import RuntimeDirectory
 from sidecar.storage import WrapStore, open_store
 from tiers.errors import PoolError, TierError
 from tiers.pool import HostPool
@@ -84,7 +85,12 @@ async def serve(
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     with contextlib.ExitStack() as stack:
-        directory = RuntimeDirectory(config.runtime.directory, config.runtime.name)
+        directory = RuntimeDirectory(
+            config.runtime.directory,
+            config.runtime.name,
+            shared=bool(config.runtime.allow_uids),
+            strict_parents=config.runtime.strict_parents,
+        )
         stack.callback(directory.close)
         store = None if config.store is None else open_store(config.store, wrap_store)
         pool = await anyio.to_thread.run_sync(_open_pool, config)
@@ -127,13 +133,19 @@ class Server:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
             stack.callback(self._hub.close)
-            router = Router(self._directory.jobs_path, self._hub.received, self._break)
+            router = Router(
+                self._directory.jobs_path,
+                self._hub.received,
+                self._break,
+                mode=self._directory.socket_mode,
+                uids=self._config.runtime.served_uids,
+            )
             stack.callback(router.close)
             self._hub.connect(router)
             http = HttpServer(self._config.http.host, self._config.http.port, Reporter(self._hub))
             await http.start()
             stack.push_async_callback(http.stop)
-            listener = listen(self._directory.attach_path)
+            listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)
             async with anyio.create_task_group() as tasks:
                 await self._start(tasks)

@@ -1,0 +1,260 @@
+"""Who can reach a sidecar: the runtime directory, and the user that the kernel names."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sidecar.attach import StartError
+from sidecar.config import ConfigError, loads
+from sidecar.protocol import Outcome
+from sidecar.runtimedir import RuntimeDirectory
+from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
+
+REPOSITORY = Path(__file__).parents[2]
+OTHER, STRANGER = 61_001, 61_002
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
+
+
+# --- the directory -------------------------------------------------------------------------------
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def test_it_is_ours_alone(short_directory: Path) -> None:
+    home = RuntimeDirectory(short_directory / "made" / "here", "a")
+    assert mode_of(home.path) == 0o700
+    assert mode_of(home.path / "lock") == 0o600
+    assert home.socket_mode == 0o600
+    home.close()
+
+
+def test_one_that_was_too_open_is_closed(short_directory: Path) -> None:
+    (short_directory / "a").mkdir(mode=0o755)
+    RuntimeDirectory(short_directory, "a").close()
+    assert mode_of(short_directory / "a") == 0o700
+
+
+def test_a_shared_one_can_be_passed_and_not_listed(short_directory: Path) -> None:
+    short_directory.chmod(0o711)
+    home = RuntimeDirectory(short_directory / "run", "a", shared=True)
+    assert mode_of(home.path) == 0o711
+    assert mode_of(home.path.parent) == 0o711
+    assert home.socket_mode == 0o666
+    home.close()
+
+
+def test_a_shared_one_that_nobody_can_reach_is_refused(short_directory: Path) -> None:
+    closed = short_directory / "closed"
+    closed.mkdir(mode=0o700)
+    with pytest.raises(StartError, match=rf"cannot pass through {closed} \(mode 0700\)"):
+        RuntimeDirectory(closed / "run", "a", shared=True)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_a_parent_that_others_can_write_to_is_refused(short_directory: Path, mode: int) -> None:
+    short_directory.chmod(mode)
+    with pytest.raises(StartError, match=r"lets others replace.*chmod go-w") as caught:
+        RuntimeDirectory(short_directory / "run", "a")
+    assert f"mode {mode:04o}" in str(caught.value)
+    RuntimeDirectory(short_directory / "run", "a", strict_parents=False).close()
+    short_directory.chmod(mode | 0o1000)
+    RuntimeDirectory(short_directory / "run", "a").close()
+
+
+@pytest.mark.parametrize("level", ["directory", "name"])
+def test_a_symbolic_link_is_refused(short_directory: Path, level: str) -> None:
+    target = short_directory / "target"
+    target.mkdir()
+    directory = short_directory / "run"
+    if level == "directory":
+        directory.symlink_to(target)
+    else:
+        directory.mkdir()
+        (directory / "a").symlink_to(target)
+    with pytest.raises(StartError, match=rf"symbolic link.*{target}"):
+        RuntimeDirectory(directory, "a")
+    assert list(target.iterdir()) in ([], [target / "a"])
+
+
+def test_a_file_in_its_place_is_refused(short_directory: Path) -> None:
+    (short_directory / "a").touch()
+    with pytest.raises(StartError, match=r"cannot be made|not a directory"):
+        RuntimeDirectory(short_directory, "a")
+
+
+@needs_root
+@pytest.mark.parametrize("which", ["own", "parent", "link"])
+def test_what_belongs_to_somebody_else_is_refused(short_directory: Path, which: str) -> None:
+    directory = short_directory / "run"
+    directory.mkdir()
+    if which == "own":
+        (directory / "a").mkdir()
+        os.chown(directory / "a", OTHER, OTHER)
+    elif which == "parent":
+        os.chown(directory, OTHER, OTHER)
+    else:
+        link = short_directory / "link"
+        link.symlink_to(directory)
+        os.lchown(link, OTHER, OTHER)
+        directory = link / "deeper"
+    with pytest.raises(StartError, match=f"uid {OTHER}"):
+        RuntimeDirectory(directory, "a")
+
+
+def test_the_lock_is_no_way_to_write_elsewhere(short_directory: Path) -> None:
+    victim = short_directory / "victim"
+    victim.write_text("kept")
+    home = short_directory / "a"
+    home.mkdir(mode=0o700)
+    (home / "lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        RuntimeDirectory(short_directory, "a")
+    assert victim.read_text() == "kept"
+
+
+# --- users ---------------------------------------------------------------------------------------
+
+# Everything is imported as root, since the interpreter may lie where only root can read.
+BECOME = """
+import os, socket, sys
+from pathlib import Path
+import zmq
+from tests.sidecar.client import RefusedError, Worker, key_of
+uid = int(sys.argv[1])
+os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
+where = sys.argv[2]
+"""
+CLIENT = """
+try:
+    with Worker(Path(where)) as worker:
+        content = worker.fill([0], seed=1)
+        print(worker.store(1, key_of("other"), [0]).name, end=" ")
+        print(worker.load(2, key_of("other"), [1]).name, worker.read(1) == content[0])
+except (RefusedError, PermissionError) as error:
+    print("refused", error)
+"""
+DEALER = """
+context = zmq.Context()
+dealer = context.socket(zmq.DEALER)
+dealer.setsockopt(zmq.LINGER, 500)
+dealer.connect(where)
+dealer.send(b"hello")
+context.destroy()
+"""
+FLOOD = """
+s = socket.socket(socket.AF_UNIX); s.connect(where); s.settimeout(30)
+try:
+    for _ in range(1000): s.sendall(bytes(65536))
+except OSError: print("cut")
+"""
+
+
+def run_as(uid: int, script: str, where: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", BECOME + script, str(uid), str(where)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_root
+def test_a_listed_user_is_served_and_another_is_told_why_not(short_directory: Path) -> None:
+    short_directory.chmod(0o711)
+    config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
+    with RunningSidecar(config) as sidecar:
+        assert run_as(OTHER, CLIENT, sidecar.path) == "OK OK True"
+        said = run_as(STRANGER, CLIENT, sidecar.path)
+        assert said.startswith(f"refused user: uid={STRANGER}: this sidecar serves the uids")
+        assert str(OTHER) in said
+        assert "runtime.allow_uids" in said
+        status = sidecar.status()
+        assert status["sockets"]["attaches_refused"] == {"user": 1}
+        metrics = sidecar.get("/metrics")
+        assert b'kvlake_attaches_refused_total{code="user"} 1.0' in metrics
+        with Worker(sidecar.path) as own:
+            assert own.store(1, key_of("own"), [0]) is Outcome.OK
+
+
+@needs_root
+def test_without_a_list_others_do_not_even_reach_the_socket(short_directory: Path) -> None:
+    short_directory.chmod(0o711)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        assert "Permission denied" in run_as(OTHER, CLIENT, sidecar.path)
+        assert sidecar.status()["sockets"]["attaches_refused"] == {}
+
+
+@needs_root
+def test_a_stranger_gets_no_frame_in_on_the_jobs_socket(short_directory: Path) -> None:
+    short_directory.chmod(0o711)
+    config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
+    with RunningSidecar(config) as sidecar:
+        for uid in (STRANGER, OTHER):
+            run_as(uid, DEALER, sidecar.info.endpoint)
+        # The listed user's frame has no session and is refused; the stranger's was never read.
+        sidecar.wait_until(lambda now: now["sockets"]["frames_refused"] == {"unknown_peer": 1})
+        assert sidecar.status()["sockets"]["frames_received"] == 1
+
+
+@needs_root
+def test_a_stranger_who_sends_without_reading_is_cut_off(short_directory: Path) -> None:
+    short_directory.chmod(0o711)
+    config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
+    with RunningSidecar(config) as sidecar:
+        assert run_as(STRANGER, FLOOD, sidecar.path) == "cut"
+        with Worker(sidecar.path) as own:
+            assert own.store(1, key_of("own"), [0]) is Outcome.OK
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def test_uids_are_numbers_of_users() -> None:
+    environment = {"ENGINE_UID": "1001"}
+    config = loads("runtime: {allow_uids: ['${ENGINE_UID}', 7]}", environment=environment)
+    assert config.runtime.allow_uids == (1001, 7)
+    assert set(config.runtime.served_uids) == {os.geteuid(), 0, 7, 1001}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[-1]", "-1 is no user id"),
+        ("[4294967295]", "is no user id"),
+        ("[65534]", "stands for every user"),
+        ("[vllm]", "integer"),
+        ("1001", "tuple"),
+    ],
+)
+def test_what_is_no_uid_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loads(f"runtime: {{allow_uids: {given}}}")
+
+
+@pytest.mark.slow
+def test_a_client_that_says_nothing_is_not_waited_for(short_directory: Path) -> None:
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+        for one in silent:
+            one.connect(str(sidecar.path))
+        with Worker(sidecar.path) as worker:
+            assert worker.store(1, key_of("x"), [0]) is Outcome.OK
+        deadline = time.monotonic() + 30
+        for one in silent:
+            one.settimeout(deadline - time.monotonic())
+            assert one.recv(1) == b"", "a client that did not attach in time is cut off"
+            one.close()
+        sidecar.wait_until(lambda now: now["sockets"]["connections_cut"] == 20)
