@@ -43,6 +43,7 @@ class Store:
 
     job_id: int
     pieces: list[StorePiece]
+    tenant: bytes = b""
 
 
 @dataclass(slots=True)

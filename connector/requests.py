@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from connector.keys import KeyChain, MediaItem, root_key
 from connector.namespace import adapter_identity
+from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
     from connector.client import Session
@@ -82,6 +83,8 @@ class RequestState:
 
     request: Any
     chain: KeyChain
+    tenant: bytes
+    """Whose it is, as the sidecar is told: made from the cache salt, which stays here."""
     tags: npt.NDArray[np.uint64]
     tags_salt: bytes = b""
     partial_tags: dict[int, npt.NDArray[np.uint64]] = field(
@@ -142,6 +145,7 @@ class Requests(dict[str, RequestState]):
             state = RequestState(
                 request=request,
                 chain=KeyChain(root, geometry.chunk_tokens, geometry.block_tokens, media),
+                tenant=tenant_id(request.cache_salt or ""),
                 tags=np.empty((0, 2), dtype=np.uint64),
             )
             self[request.request_id] = state

@@ -141,7 +141,8 @@ class SchedulerRole:
             return
         lookup_id = self._new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        if self._client.send(session, Lookup(session.epoch, lookup_id, hit.wanted, wait_ms)):
+        lookup = Lookup(session.epoch, lookup_id, hit.wanted, wait_ms, state.tenant)
+        if self._client.send(session, lookup):
             self.stats.lookups_sent += 1
             state.from_store_keys.update(hit.wanted)
             deadline = self._clock() + wait_ms / 1000
@@ -204,7 +205,8 @@ class SchedulerRole:
         if session is not None:
             # Without the lease the load is only more likely to miss, so a failed send is no fault.
             keys = [piece.key for piece in pieces]
-            self._client.send(session, Lease(session.epoch, load.job_id, keys))
+            lease = Lease(session.epoch, load.job_id, keys, state.tenant)
+            self._client.send(session, lease)
 
     def hit_sources(self, request: Any) -> tuple[int, int]:
         """Tokens of the planned load by tier: from host memory, from the object store."""

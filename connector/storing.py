@@ -102,7 +102,7 @@ class Stores:
         self._keys.update(keys)
         self._jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
         stats.chunks_stored += len(stores)
-        return Store(job_id, stores)
+        return Store(job_id, stores, state.tenant)
 
     def ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""

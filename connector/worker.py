@@ -231,7 +231,7 @@ def _load_job(load: Load) -> LoadJob:
 
 def _store_job(store: Store) -> StoreJob:
     chunks = [
-        StoreChunk(piece.key, piece.parent, piece.token_ids, piece.block_ids)
+        StoreChunk(piece.key, piece.parent, piece.token_ids, piece.block_ids, store.tenant)
         for piece in store.pieces
     ]
     return StoreJob(store.job_id, chunks)

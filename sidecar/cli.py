@@ -166,6 +166,21 @@ def _inspect(options: argparse.Namespace) -> int:
     return EXIT_OK if all(finding.intact for finding in findings) else EXIT_NO
 
 
+def _tenant_id(options: argparse.Namespace) -> int:
+    from sidecar.protocol import tenant_id
+
+    if options.env is not None:
+        salt = os.environ.get(options.env, "")
+        where = f"environment variable {options.env}"
+    else:
+        salt = sys.stdin.readline().rstrip("\r\n")
+        where = "first line of standard input"
+    if not salt:
+        raise UsageError(f"the {where} is empty; it must hold the cache salt")
+    say(tenant_id(salt).hex())
+    return EXIT_OK
+
+
 def _config_check(options: argparse.Namespace) -> int:
     _load(options.file)
     say(f"{options.file}: ok")
@@ -202,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_running(commands)
     _add_looking(commands)
+    _add_tenant(commands)
     _add_config(commands)
     return top
 
@@ -274,6 +290,25 @@ def _add_looking(commands: _Commands) -> None:
     _add_config_option(inspect, help_text="take the store's storage_options for URLs from here")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(command_function=_inspect)
+
+
+def _add_tenant(commands: _Commands) -> None:
+    tenant = commands.add_parser(
+        "tenant",
+        help="name a tenant without its secret",
+        description="Tenants are told apart by the cache salt of their requests, which is a "
+        "secret. Configuration and catalog call them by an id that is made from it.",
+    )
+    actions = tenant.add_subparsers(title="actions", metavar="ACTION", required=True)
+    named = actions.add_parser(
+        "id",
+        help="print the id that belongs to a cache salt",
+        description="Print the id that belongs to a cache salt. The salt is read from standard "
+        "input or from an environment variable, never from the command line, where other users "
+        "of the machine could see it.",
+    )
+    named.add_argument("--env", metavar="NAME", help="read it from this variable instead")
+    named.set_defaults(command_function=_tenant_id)
 
 
 def _add_config(commands: _Commands) -> None:

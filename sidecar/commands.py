@@ -6,7 +6,7 @@ their endings into events. Nothing here does anything; these are records.
 
 Ids: `session_id` counts attachments in this sidecar's life, `realm_id` counts (namespace,
 topology) pairs, `copy_id`, `write_id` and `read_id` count commands. A slot is named by its byte
-offset in the pool's mapping.
+offset in the pool's mapping. A tenant is named as in the messages (`protocol.tenant_id`).
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class LeaseTaken:
     session_id: int
     lease_id: int
     keys: tuple[bytes, ...]
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class Gather:
     parent: bytes
     token_ids: bytes
     block_ids: tuple[int, ...]
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ class Write:
     slot: int
     key: bytes
     num_blocks: int
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ class Read:
     rank: int
     slot: int
     key: bytes
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +271,8 @@ class Counters:
     bytes_read: int = 0
     stores_duplicate: int = 0
     stores_dropped_full: int = 0
+    stores_dropped_quota: int = 0
+    stores_dropped_draining: int = 0
     stores_failed: int = 0
     stores_revoked: int = 0
     loads_missing: int = 0
@@ -278,10 +284,13 @@ class Counters:
     lookups_expired: int = 0
     leases_refused: int = 0
     leases_expired: int = 0
+    reads_dropped_full: int = 0
+    reads_dropped_quota: int = 0
     reads_missing: int = 0
     reads_corrupt: int = 0
     reads_unavailable: int = 0
     writes_dropped: int = 0
+    writes_refused_quota: int = 0
     writes_failed: int = 0
     quarantined_host: int = 0
     quarantined_store: int = 0

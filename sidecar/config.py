@@ -23,12 +23,17 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
+from sidecar import tenants
 from sidecar.configfile import (
+    ANY_NAME,
+    MASK,
     ConfigError,
     FieldPath,
     Source,
@@ -38,6 +43,8 @@ from sidecar.configfile import (
     read_source,
 )
 from sidecar.fieldtypes import Count, Directory, Duration, Flag, ReadMode, Size, WriteMode
+from sidecar.protocol import tenant_id
+from sidecar.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.units import format_duration
 
 if TYPE_CHECKING:
@@ -255,6 +262,81 @@ class Limits(_Section):
         return self
 
 
+class Quota(_Section):
+    """What one tenant may hold."""
+
+    host_max: Size | None = Field(default=None, ge=1)
+    """Host memory; at it, the tenant's own least recently used chunks make room. null: no limit."""
+    store_max: Size | None = Field(default=None, ge=1)
+    """Bytes in the object store; at it, its chunks are written no more. null: no limit."""
+
+
+class NamedTenant(Quota):
+    """A tenant that has a name in metrics and may have limits of its own (null: the default's)."""
+
+    salt: SecretStr | None = Field(default=None, min_length=1)
+    """The cache salt of its requests: a secret, so take it from the environment."""
+    id: str | None = Field(default=None, pattern=r"^[0-9a-f]{16}$")
+    """Instead of the salt: what `kvlake tenant id` prints for it, 16 hexadecimal digits."""
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> NamedTenant:
+        if (self.salt is None) == (self.id is None):
+            raise ValueError("give either salt or id; `kvlake tenant id` makes an id of a salt")
+        return self
+
+    @field_serializer("salt", when_used="json")
+    def _mask(self, value: SecretStr | None) -> str | None:
+        return None if value is None else MASK
+
+    @property
+    def tenant(self) -> bytes:
+        """What the tenant is called in messages."""
+        if self.salt is not None:
+            return tenant_id(self.salt.get_secret_value())
+        return bytes.fromhex(self.id or "")
+
+
+class Tenants(_Section):
+    """Whose chunks may take how much. Requests with one cache salt are one tenant."""
+
+    default: Quota = Field(default_factory=Quota)
+    """Limits of each tenant; requests without a cache salt count as one tenant together."""
+    named: dict[str, NamedTenant] = Field(default_factory=dict[str, NamedTenant])
+    """Tenants by name. Those that are not here are told together, as `other`."""
+
+    @field_validator("named")
+    @classmethod
+    def _distinct(cls, value: dict[str, NamedTenant]) -> dict[str, NamedTenant]:
+        owners: dict[bytes, str] = {}
+        for name, tenant in value.items():
+            if not _NAME.match(name) or name in (UNSALTED, OTHER):
+                raise ValueError(
+                    f"{name!r} cannot name a tenant; use 1 to 64 letters, digits, '.', '_' or "
+                    f"'-', other than {UNSALTED!r} and {OTHER!r}"
+                )
+            other = owners.setdefault(tenant.tenant, name)
+            if other != name:
+                raise ValueError(f"{other!r} and {name!r} are the same tenant; keep one of them")
+        return value
+
+    def rules(self) -> TenantRules:
+        """The limits as the engine takes them."""
+        default = self.default
+        return TenantRules(
+            default=tenants.Quota(default.host_max, default.store_max),
+            named={
+                one.tenant: (
+                    name,
+                    tenants.Quota(
+                        one.host_max or default.host_max, one.store_max or default.store_max
+                    ),
+                )
+                for name, one in self.named.items()
+            },
+        )
+
+
 class Copy(_Section):
     """Copying between engines and host memory."""
 
@@ -290,6 +372,7 @@ class Config(_Section):
     host: Host = Field(default_factory=Host)
     store: Store | None = None
     limits: Limits = Field(default_factory=Limits)
+    tenants: Tenants = Field(default_factory=Tenants)
     copies: Copy = Field(default_factory=Copy, alias="copy")
     # `copy` in the file; the attribute has another name because pydantic models have a method so
     # called.
@@ -345,9 +428,11 @@ def _names(model: type[BaseModel], path: FieldPath = ()) -> dict[FieldPath, list
     fields = {info.alias or name: info for name, info in model.model_fields.items()}
     found: dict[FieldPath, list[str]] = {path: list(fields)}
     for name, info in fields.items():
-        for kind in (info.annotation, *typing.get_args(info.annotation)):
+        kinds = typing.get_args(info.annotation)
+        inner = (*path, name, ANY_NAME) if typing.get_origin(info.annotation) is dict else None
+        for kind in (info.annotation, *kinds):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found |= _names(kind, (*path, name))
+                found |= _names(kind, inner or (*path, name))
     return found
 
 

@@ -33,7 +33,10 @@ _SECRET_NAME: Final = re.compile(
     r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
     re.IGNORECASE,
 )
-_OPAQUE_SECTION: Final = "storage_options"
+_OPAQUE: Final = frozenset({"storage_options", "salt"})
+"""Settings whose values no message repeats, whatever is wrong with them."""
+ANY_NAME: Final = "*"
+"""Stands in a path for the names that a mapping's owner chose."""
 _USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
 _QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
 MASK: Final = "***"
@@ -199,13 +202,13 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     place = f"{source.where(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
         parent = path[:-1]
-        valid = sorted(names.get(parent, ()))
+        valid = _valid(names, parent)
         near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
         suggestion = f"did you mean `{near[0]}`? " if near else ""
         section = f"`{dotted(parent)}`" if parent else "the top level"
         return f"{place}: unknown setting; {suggestion}{section} takes {', '.join(valid)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        valid = sorted(names.get(path, ()))
+        valid = _valid(names, path)
         takes = f" ({', '.join(valid)})" if valid else ""
         return f"{place}: expected indented settings{takes}, not a single value"
     message = error["msg"].removeprefix("Value error, ")
@@ -213,10 +216,15 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
         return f"{place}: must be given"
     value: object = error.get("input")
     # A message of this project's own has the value in it. A mapping may have secrets in it.
-    plain = isinstance(value, str | int | float) and _OPAQUE_SECTION not in path
+    plain = isinstance(value, str | int | float) and _OPAQUE.isdisjoint(path)
     if error["type"] == "value_error" or not plain:
         return f"{place}: {message}"
     return f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}"
+
+
+def _valid(names: Mapping[FieldPath, Sequence[str]], path: FieldPath) -> list[str]:
+    found = names.get(path, names.get((*path[:-1], ANY_NAME), ()))
+    return sorted(found)
 
 
 def mask_url(url: str) -> str:

@@ -112,11 +112,13 @@ class Segment:
 class Chunk:
     """A chunk with something in, or pinned for, the host tier. Compared by identity."""
 
-    __slots__ = ("detached", "hosted", "key", "parent", "pins", "realm", "segments")
+    __slots__ = ("detached", "hosted", "key", "parent", "pins", "realm", "segments", "tenant")
 
-    def __init__(self, realm: Realm, key: bytes) -> None:
+    def __init__(self, realm: Realm, key: bytes, tenant: bytes) -> None:
         self.realm = realm
         self.key = key
+        self.tenant = tenant
+        """Whose it is. The salt is in the key, so a key never changes its tenant."""
         self.parent = ZERO_KEY
         self.pins = 0
         self.hosted = 0
@@ -226,11 +228,11 @@ class Directory:
             self.realms[realm_id] = realm
         return realm
 
-    def open_chunk(self, realm: Realm, key: bytes) -> Chunk:
+    def open_chunk(self, realm: Realm, key: bytes, tenant: bytes = b"") -> Chunk:
         """The chunk's object, made where it has none. `settle` drops it when it is not needed."""
         chunk = realm.chunks.get(key)
         if chunk is None:
-            chunk = realm.chunks[key] = Chunk(realm, key)
+            chunk = realm.chunks[key] = Chunk(realm, key, tenant)
         return chunk
 
     def pin(self, chunk: Chunk) -> None:

@@ -47,8 +47,11 @@ from sidecar.lookups import Lookups
 from sidecar.outbox import Outbox
 from sidecar.protocol import Error, JobOutcome, Role
 from sidecar.store import StoreTier
+from sidecar.tenants import Tenants, TenantSnapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiers.policy.policy import Policy
 
 __all__ = ["Engine", "EngineLimits", "EngineSnapshot", "PendingWork", "SlotAllocator"]
@@ -116,13 +119,32 @@ class EngineSnapshot:
     pending: PendingWork
     draining: bool
     realms: tuple[RealmSnapshot, ...]
+    tenants: tuple[TenantSnapshot, ...]
+
+
+def _always(tenant: bytes, num_bytes: int) -> bool:  # noqa: ARG001
+    """No tenant has a limit in the store."""
+    return True
 
 
 class Engine:
-    """Decides. Feed it every event; carry out every command; tell it how each one ended."""
+    """Decides. Feed it every event; carry out every command; tell it how each one ended.
+
+    Args:
+        policy: the order of eviction of all chunks.
+        tenants: limits of tenants; none where it is left out.
+        admit_write: whether a tenant may have so many bytes more in the store.
+    """
 
     def __init__(
-        self, slots: SlotAllocator, policy: Policy, limits: EngineLimits, *, epoch: int
+        self,
+        slots: SlotAllocator,
+        policy: Policy,
+        limits: EngineLimits,
+        *,
+        epoch: int,
+        tenants: Tenants | None = None,
+        admit_write: Callable[[bytes, int], bool] = _always,
     ) -> None:
         self.counters = Counters()
         self._limits = limits
@@ -132,11 +154,13 @@ class Engine:
         self._draining = False
         self._outbox = Outbox(epoch)
         self._directory = Directory(readable=limits.store_reads)
+        self.tenants = Tenants() if tenants is None else tenants
         self._host = HostTier(
             self._directory,
             slots,
             policy,
             self.counters,
+            self.tenants,
             on_complete=self._chunk_complete,
             on_removed=self._chunk_removed,
         )
@@ -144,16 +168,19 @@ class Engine:
             self._directory,
             self._host,
             self.counters,
+            self.tenants,
             self._outbox.emit,
             writes_inflight_max=limits.writes_inflight_max,
             write_queue_chunks_max=limits.write_queue_chunks_max,
             quarantine_keys_max=limits.quarantine_keys_max,
+            admit=admit_write,
         )
         self._lookups = Lookups(
             self._directory,
             self._host,
             self._store,
             self.counters,
+            self.tenants,
             self._outbox.emit,
             epoch=epoch,
             reads_inflight_max=limits.reads_inflight_max,
@@ -165,6 +192,7 @@ class Engine:
             self._directory,
             self._host,
             self.counters,
+            self.tenants,
             self._outbox.emit,
             ended=self._job_ended,
             store_failed=self._lookups.store_failed,
@@ -272,6 +300,7 @@ class Engine:
         if self._leases.held(session_id) >= self._limits.leases_max_per_session:
             self.counters.leases_refused += 1
             return
+        self.tenants.counters(event.tenant).leases += 1
         keys = dict.fromkeys(event.keys)
         chunks = [chunk for chunk in map(realm.chunks.get, keys) if chunk is not None]
         for chunk in chunks:
@@ -353,6 +382,7 @@ class Engine:
                 )
                 for realm in realms
             ),
+            tenants=self.tenants.snapshot(),
         )
 
     def check(self) -> None:
@@ -363,6 +393,13 @@ class Engine:
         slots = [segment.slot for segment in everything if segment.slot >= 0]
         assert len(slots) == len(set(slots)), "a slot is used twice"
         assert set(slots) == self._host.allocated, "a slot is lost or unknown to the ledger"
+        charged: Counter[bytes] = Counter()
+        for segment in everything:
+            if segment.slot >= 0:
+                charged[segment.chunk.tenant] += self._host.slot_bytes(segment)
+        for account in self.tenants:
+            assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
+        assert not charged, "slots of a tenant without an account"
         running = Counter(self._jobs.running())
         running.update(self._store.running())
         running.update(self._lookups.running())

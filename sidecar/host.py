@@ -4,8 +4,12 @@ Owns the ledger of slots between the pool (which hands them out) and the directo
 what they hold), the eviction order's membership, and zombies: slots of chunks that were removed
 while a copy, read or write still ran on them. It does not decide what to store, read or write.
 
+A tenant at its limit makes room among its own chunks first, and only there; what it may have then
+competes with everybody's for free slots.
+
 Invariants: a slot is freed only when nothing runs on it; the slots that were allocated are those
-of the directory's segments plus those of the zombies; a chunk is known to the policy exactly
+of the directory's segments plus those of the zombies, and a tenant is charged for exactly the
+slots of its chunks; a chunk is known to the policy exactly
 while one of its segments is HOST and it is in the directory. (From its first segment, not its
 last: a chunk whose other ranks never come must be evictable, or it would stay for ever.)
 """
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sidecar.commands import Counters
+    from sidecar.tenants import Tenants
     from tiers.layout import ChunkLayout
     from tiers.policy.policy import Policy
 
@@ -50,6 +55,10 @@ class SlotAllocator(Protocol):
         """The class of an allocated slot."""
         ...
 
+    def slot_bytes(self, class_id: int) -> int:
+        """Bytes of one slot of a class."""
+        ...
+
 
 class HostTier:
     """Slots, and the chunks that they hold. `on_complete` and `on_removed` tell the others."""
@@ -60,6 +69,7 @@ class HostTier:
         slots: SlotAllocator,
         policy: Policy,
         counters: Counters,
+        tenants: Tenants,
         *,
         on_complete: Callable[[Chunk], None],
         on_removed: Callable[[Chunk], None],
@@ -68,6 +78,7 @@ class HostTier:
         self._slots = slots
         self._policy = policy
         self._counters = counters
+        self._tenants = tenants
         self._on_complete = on_complete
         self._on_removed = on_removed
         self.allocated: set[int] = set()
@@ -81,17 +92,29 @@ class HostTier:
     def touch(self, chunk: Chunk) -> None:
         """Tell the policy that a chunk was wanted."""
         if chunk.hosted and not chunk.detached:
-            self._policy.touch((chunk.realm.realm_id, chunk.key))
+            name = (chunk.realm.realm_id, chunk.key)
+            self._policy.touch(name)
+            own = self._tenants.order(chunk.tenant)
+            if own is not None:
+                own.touch(name)
+
+    def slot_bytes(self, segment: Segment) -> int:
+        """Bytes of the slot that this segment has or would get."""
+        return self._slots.slot_bytes(segment.chunk.realm.slot_classes[segment.rank])
 
     def reserve(self, segment: Segment, cause: Cause) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
         chunk = segment.chunk
         # Its other ranks' segments may be evictable; they are no price for this one's slot.
         self._directory.pin(chunk)
-        slot = self._allocate(chunk.realm.slot_classes[segment.rank])
+        num_bytes = self.slot_bytes(segment)
+        within = self._make_room(chunk.tenant, num_bytes)
+        slot = self._allocate(chunk.realm.slot_classes[segment.rank]) if within else None
         chunk.pins -= 1
         if slot is None:
+            self._count_dropped(chunk.tenant, cause, within=within)
             return False
+        self._tenants.charge(chunk.tenant, num_bytes)
         self._directory.move(segment, cause)
         segment.slot = slot
         segment.running = 1
@@ -109,7 +132,11 @@ class HostTier:
         self._directory.move(segment, Cause.ARRIVED)
         if chunk.hosted == 1:
             realm_id = chunk.realm.realm_id
-            self._policy.add((realm_id, chunk.key), (realm_id, parent))
+            name, before = (realm_id, chunk.key), (realm_id, parent)
+            self._policy.add(name, before)
+            own = self._tenants.order(chunk.tenant)
+            if own is not None:
+                own.add(name, before)
         if chunk.loadable:
             self._on_complete(chunk)
         return True
@@ -141,7 +168,7 @@ class HostTier:
             return
         self._counters.quarantined_host += 1
         if chunk.hosted:
-            self._policy.remove((chunk.realm.realm_id, chunk.key))
+            self._forget(chunk)
         self._directory.detach(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.ZOMBIE:
@@ -166,18 +193,54 @@ class HostTier:
         slot, segment.slot = segment.slot, -1
         self.allocated.remove(slot)
         self._slots.free(slot)
+        self._tenants.credit(segment.chunk.tenant, self.slot_bytes(segment))
+
+    def _forget(self, chunk: Chunk) -> None:
+        """Take a chunk out of the orders of eviction."""
+        name = (chunk.realm.realm_id, chunk.key)
+        self._policy.remove(name)
+        own = self._tenants.order(chunk.tenant)
+        if own is not None:
+            own.remove(name)
+
+    def _count_dropped(self, tenant: bytes, cause: Cause, *, within: bool) -> None:
+        counters, storing = self._counters, cause is Cause.GATHER
+        counters.stores_dropped_full += storing and within
+        counters.reads_dropped_full += not storing and within
+        counters.stores_dropped_quota += storing and not within
+        counters.reads_dropped_quota += not storing and not within
+        self._tenants.counters(tenant).dropped_quota += not within
+
+    def _make_room(self, tenant: bytes, num_bytes: int) -> bool:
+        """Have a tenant with a limit evict chunks of its own until it may have so much more."""
+        if self._tenants.quota(tenant).host_bytes_max is None:
+            return True
+        account = self._tenants.account(tenant)
+        assert account.quota.host_bytes_max is not None, "just looked up"
+        assert account.order is not None, "a tenant with a limit has an order"
+        left = account.quota.host_bytes_max - num_bytes
+        tries = 0
+        while 0 <= left < account.host_bytes and tries < EVICTIONS_PER_SLOT_MAX:
+            victim = self._victim(account.order, lambda _: True)
+            if victim is None:
+                break
+            self._evict(victim)
+            tries += 1
+        fits = account.host_bytes <= left
+        self._tenants.settle(tenant)
+        return fits
 
     def _allocate(self, class_id: int) -> int | None:
         slot = self._slots.allocate(class_id)
         if slot is None:
             # A victim of the same class gives exactly what is needed, whatever else it holds.
-            victim = self._victim(lambda chunk: self._has_slot_of(chunk, class_id))
+            victim = self._victim(self._policy, lambda chunk: self._has_slot_of(chunk, class_id))
             if victim is not None:
                 self._evict(victim)
                 slot = self._slots.allocate(class_id)
         tries = 0
         while slot is None and tries < EVICTIONS_PER_SLOT_MAX:
-            victim = self._victim(lambda _: True)
+            victim = self._victim(self._policy, lambda _: True)
             if victim is None:
                 return None
             self._evict(victim)
@@ -188,8 +251,8 @@ class HostTier:
             self.allocated.add(slot)
         return slot
 
-    def _victim(self, fits: Callable[[Chunk], bool]) -> Chunk | None:
-        names = cast("Iterator[tuple[int, bytes]]", self._policy.victims())
+    def _victim(self, order: Policy, fits: Callable[[Chunk], bool]) -> Chunk | None:
+        names = cast("Iterator[tuple[int, bytes]]", order.victims())
         for realm_id, key in islice(names, VICTIMS_SCANNED_MAX):
             chunk = self._directory.realms[realm_id].chunks[key]
             if chunk.pins == 0 and not chunk.busy and fits(chunk):
@@ -204,7 +267,8 @@ class HostTier:
 
     def _evict(self, chunk: Chunk) -> None:
         self._counters.chunks_evicted += 1
-        self._policy.remove((chunk.realm.realm_id, chunk.key))
+        self._tenants.counters(chunk.tenant).chunks_evicted += 1
+        self._forget(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.HOST:
                 self._directory.move(segment, Cause.EVICTED)

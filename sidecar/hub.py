@@ -33,6 +33,7 @@ from sidecar.realms import Realm, Realms
 from sidecar.router import Router, Sent
 from sidecar.session import Session, Sessions
 from sidecar.slots import PoolSlots
+from sidecar.tenants import Tenants
 from sidecar.watch import StoreWatch
 from tiers.policy import make as make_policy
 
@@ -73,7 +74,11 @@ class Hub:
         self.sessions = Sessions(config.limits.sessions_max, config.limits.jobs_inflight_max)
         self.slots = PoolSlots(pool)
         self.engine = Engine(
-            self.slots, make_policy(config.host.policy), _engine_limits(config), epoch=epoch
+            self.slots,
+            make_policy(config.host.policy),
+            _engine_limits(config),
+            epoch=epoch,
+            tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
         )
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
         self.watch = None if store is None else self._new_watch(store)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
+    from sidecar.tenants import Tenants
     from tiers.layout import ChunkLayout
 
 _OUTCOME_OF_COPY: Final = {
@@ -97,6 +98,7 @@ class Jobs:
         directory: Directory,
         host: HostTier,
         counters: Counters,
+        tenants: Tenants,
         emit: Callable[[Command], None],
         *,
         ended: Callable[[Job, JobOutcome], None],
@@ -105,6 +107,7 @@ class Jobs:
         self._directory = directory
         self._host = host
         self._counters = counters
+        self._tenants = tenants
         self._emit = emit
         self._ended = ended
         self._store_failed = store_failed
@@ -192,11 +195,13 @@ class Jobs:
             # Being stored or read counts as there: nothing that this job holds is needed any more.
             self._counters.stores_duplicate += 1
             return (Outcome.OK,)
-        chunk = self._directory.open_chunk(realm, piece.key)
+        if not accept:
+            self._counters.stores_dropped_draining += 1
+            return (Outcome.FULL,)
+        chunk = self._directory.open_chunk(realm, piece.key, piece.tenant)
         segment = chunk.segments[rank]
-        if not accept or not self._host.reserve(segment, Cause.GATHER):
+        if not self._host.reserve(segment, Cause.GATHER):
             self._directory.settle(chunk)
-            self._counters.stores_dropped_full += 1
             return (Outcome.FULL,)
         num_bytes = layout.payload_bytes(num_blocks)
         self._emit(
@@ -212,6 +217,7 @@ class Jobs:
                 parent=piece.parent,
                 token_ids=piece.token_ids,
                 block_ids=tuple(piece.block_ids),
+                tenant=chunk.tenant,
             )
         )
         return ()
@@ -238,6 +244,9 @@ class Jobs:
         if outcome is CopyOutcome.OK:
             self._counters.chunks_loaded += 1
             self._counters.bytes_loaded += copy.num_bytes
+            own = self._tenants.counters(copy.segment.chunk.tenant)
+            own.chunks_loaded += 1
+            own.bytes_loaded += copy.num_bytes
         elif outcome is CopyOutcome.CORRUPT:
             self._host.quarantine(copy.segment.chunk)
         return _OUTCOME_OF_COPY[outcome]
@@ -246,8 +255,11 @@ class Jobs:
         segment, chunk = copy.segment, copy.segment.chunk
         if outcome is CopyOutcome.OK:
             self._counters.bytes_stored += copy.num_bytes
+            own = self._tenants.counters(chunk.tenant)
+            own.bytes_stored += copy.num_bytes
             if self._host.arrived(segment, copy.num_blocks, copy.parent):
                 self._counters.chunks_stored += chunk.loadable
+                own.chunks_stored += chunk.loadable
                 return Outcome.OK
             # Another rank's part was found corrupt meanwhile, and the chunk went with it.
             self._counters.stores_failed += 1

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
     from sidecar.store import StoreTier
+    from sidecar.tenants import Tenants
 
 _READ_FAILURES: Final = {
     StoreOutcome.MISSING: Outcome.MISSING,
@@ -73,6 +74,7 @@ class Lookups:
         host: HostTier,
         store: StoreTier,
         counters: Counters,
+        tenants: Tenants,
         emit: Callable[[Command], None],
         *,
         epoch: int,
@@ -84,6 +86,7 @@ class Lookups:
         self._host = host
         self._store = store
         self._counters = counters
+        self._tenants = tenants
         self._emit = emit
         self._epoch = epoch
         self._reads_inflight_max = reads_inflight_max
@@ -117,13 +120,14 @@ class Lookups:
     def ask(self, session_id: int, realm: Realm, message: Lookup, now: float) -> None:
         """Start a lookup; it may be answered at once. The same id again replaces the first."""
         self._counters.lookups += 1
+        self._tenants.counters(message.tenant).lookups += 1
         self.release(session_id, message.lookup_id)
         own = self._by_session.setdefault(session_id, {})
         if self._draining or not self._make_room(own):
             self._counters.lookups_refused += 1
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
-        chunks = self._run(realm, message.keys)
+        chunks = self._run(realm, message.keys, message.tenant)
         wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
         deadline = now + wait_seconds
         lookup = PendingLookup(
@@ -154,14 +158,14 @@ class Lookups:
                 return True
         return False
 
-    def _run(self, realm: Realm, keys: list[bytes]) -> list[Chunk]:
+    def _run(self, realm: Realm, keys: list[bytes], tenant: bytes) -> list[Chunk]:
         run: dict[Chunk, None] = {}
         for key in keys:
             chunk = realm.chunks.get(key)
             if chunk is None or not chunk.loadable:
                 if not self._obtainable(realm, key, chunk):
                     break
-                chunk = self._directory.open_chunk(realm, key)
+                chunk = self._directory.open_chunk(realm, key, tenant)
             if chunk in run:
                 # No chain repeats a key; waiting twice for one chunk would only need care.
                 break
@@ -212,6 +216,7 @@ class Lookups:
                         rank=segment.rank,
                         slot=segment.slot,
                         key=chunk.key,
+                        tenant=chunk.tenant,
                     )
                 )
 
@@ -221,6 +226,7 @@ class Lookups:
         chunk = segment.chunk
         if event.outcome is StoreOutcome.OK:
             self._counters.bytes_read += event.num_bytes
+            self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes
             if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
                 self._counters.chunks_read += 1
             return

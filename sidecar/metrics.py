@@ -22,12 +22,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sidecar.protocol import PROTOCOL_VERSION
+from sidecar.tenants import TenantCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sidecar.hub import Hub
     from sidecar.realms import Realm
+    from sidecar.tenants import TenantSnapshot
 
 PREFIX: Final = "kvlake"
 
@@ -59,6 +61,7 @@ class HubCollector(Collector):
         """Every metric, as of now."""
         yield _gauge("info", "The running release; always 1", {(self._version,): 1}, ["version"])
         yield from self._engine()
+        yield from self._tenants()
         yield from self._host()
         yield from self._store()
         yield from self._sockets()
@@ -76,6 +79,18 @@ class HubCollector(Collector):
         pending = {(name,): value for name, value in dataclasses.asdict(now.pending).items()}
         yield _gauge("pending", "Work that has not ended, by kind", pending, ["kind"])
         yield _gauge("draining", "1 while the sidecar stops", {(): int(now.draining)})
+
+    def _tenants(self) -> Iterator[Metric]:
+        told = self._hub.engine.snapshot().tenants
+        labels = ["tenant"]
+        held = {(one.name,): one.host_bytes for one in told}
+        yield _gauge("tenant_host_bytes", "Bytes of slots, by named tenant", held, labels)
+        limits = {(one.name,): one.host_bytes_max or 0 for one in told}
+        yield _gauge("tenant_host_bytes_max", "Limit of it for each, 0: none", limits, labels)
+        for count in dataclasses.fields(TenantCounters):
+            values = {(one.name,): getattr(one.counters, count.name) for one in told}
+            about = f"Of each named tenant: {count.name.replace('_', ' ')}"
+            yield _counter(f"tenant_{count.name}", about, values, labels)
 
     def _host(self) -> Iterator[Metric]:
         stats = self._hub.pool.stats()
@@ -220,6 +235,7 @@ class Reporter:
                 | {"chunks_in_host": one.chunks_in_host, "chunks_in_store": one.chunks_in_store}
                 for one in now.realms
             ],
+            "tenants": [_tenant(one) for one in now.tenants],
             "sessions": self._sessions(),
         }
 
@@ -266,6 +282,12 @@ class Reporter:
             }
             for session in self._hub.sessions.all()
         ]
+
+
+def _tenant(tenant: TenantSnapshot) -> dict[str, object]:
+    told = dataclasses.asdict(tenant)
+    counters: dict[str, int] = told.pop("counters")
+    return {**told, **counters}
 
 
 def _realm(realm: Realm) -> dict[str, object]:

@@ -34,6 +34,7 @@ nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decod
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from typing import Final, TypeVar
 
@@ -43,7 +44,7 @@ from tiers.layout import KVLayout, Segment
 
 T = TypeVar("T")
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Raised by every incompatible change. Both sides refuse another version, by name."""
 
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -52,6 +53,7 @@ JOBS_PER_MESSAGE_MAX: Final = 4_096
 NAMESPACE_BYTES_MAX: Final = 65_536
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
+TENANT_BYTES: Final = 8
 FDS_PER_ATTACH_MAX: Final = 4
 
 
@@ -163,12 +165,14 @@ class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     `parent` is the key of the chunk before it, or 32 zero bytes at the start of a prompt.
     `block_ids` holds between 1 and `blocks_per_chunk` blocks; fewer make a partial chunk.
+    `tenant` is whose chunk it is: from `tenant_id`, empty for a request without a cache salt.
     """
 
     key: bytes
     parent: bytes
     token_ids: bytes
     block_ids: list[int]
+    tenant: bytes = b""
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -208,13 +212,16 @@ class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
     jobs: list[JobOutcome]
 
 
-class Lookup(msgspec.Struct, tag="lookup", frozen=True, forbid_unknown_fields=True):
+class Lookup(
+    msgspec.Struct, tag="lookup", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Bring `keys` (a chain, in order) from the object store to host memory, and lease them."""
 
     epoch: int
     lookup_id: int
     keys: list[bytes]
     deadline_ms: int
+    tenant: bytes = b""
 
 
 class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
@@ -226,12 +233,15 @@ class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_
     outcome: Outcome
 
 
-class Lease(msgspec.Struct, tag="lease", frozen=True, forbid_unknown_fields=True):
+class Lease(
+    msgspec.Struct, tag="lease", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Pin `keys` until every rank finished load job `lease_id`, a `Release`, or the deadline."""
 
     epoch: int
     lease_id: int
     keys: list[bytes]
+    tenant: bytes = b""
 
 
 class Release(msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True):
@@ -283,6 +293,17 @@ _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decode
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
 _attach_decoder: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
 _reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
+
+
+def tenant_id(cache_salt: str) -> bytes:
+    """The tenant of requests with this cache salt: 8 bytes, or none for requests without one.
+
+    The salt itself is a secret and is in no message: whoever knows it can ask for what its
+    tenant's requests left in the cache.
+    """
+    if not cache_salt:
+        return b""
+    return hashlib.sha256(b"kvlake tenant\0" + cache_salt.encode()).digest()[:TENANT_BYTES]
 
 
 class ProtocolError(ValueError):
@@ -378,6 +399,10 @@ def _check_keys(field: str, keys: list[bytes]) -> None:
         _require(len(key) == KEY_BYTES, field, len(key), f"a key has {KEY_BYTES} bytes")
 
 
+def _check_tenant(tenant: bytes) -> None:
+    _require(len(tenant) in (0, TENANT_BYTES), "tenant", len(tenant), f"0 or {TENANT_BYTES} bytes")
+
+
 def _check_client(message: ClientMessage) -> None:
     match message:
         case Submit():
@@ -401,11 +426,14 @@ def _check_client(message: ClientMessage) -> None:
                         len(chunk.token_ids),
                         "int32 bytes come in fours",
                     )
+                    _check_tenant(chunk.tenant)
         case Lookup():
             _check_keys("keys", message.keys)
+            _check_tenant(message.tenant)
             _require(message.deadline_ms >= 0, "deadline_ms", message.deadline_ms, "must be >= 0")
         case Lease():
             _check_keys("keys", message.keys)
+            _check_tenant(message.tenant)
         case Release():
             ids = len(message.lease_ids) + len(message.lookup_ids)
             _require(ids <= KEYS_PER_MESSAGE_MAX, "ids", ids, f"at most {KEYS_PER_MESSAGE_MAX}")

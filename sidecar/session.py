@@ -97,7 +97,9 @@ class Session:
             case Lookup():
                 return LookedUp(self.session_id, message)
             case Lease():
-                return LeaseTaken(self.session_id, message.lease_id, tuple(message.keys))
+                return LeaseTaken(
+                    self.session_id, message.lease_id, tuple(message.keys), message.tenant
+                )
             case Release():
                 return Released(
                     self.session_id, tuple(message.lease_ids), tuple(message.lookup_ids)

@@ -41,3 +41,7 @@ class PoolSlots:
     def class_of(self, offset: int) -> int:
         """See `SlotAllocator.class_of`."""
         return self._pool.class_of(offset)
+
+    def slot_bytes(self, class_id: int) -> int:
+        """See `SlotAllocator.slot_bytes`."""
+        return self._pool.slot_bytes(class_id)

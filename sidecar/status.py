@@ -81,7 +81,13 @@ def fetch(url: str, timeout_seconds: float) -> Document:
 
 def render(document: Document) -> str:
     """The document as a page of text."""
-    parts = [_head(document), _tiers(document), _traffic(document), _engines(document)]
+    parts = [
+        _head(document),
+        _tiers(document),
+        _tenants(document),
+        _traffic(document),
+        _engines(document),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -108,6 +114,28 @@ def _tiers(document: Document) -> str:
         about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
         rows.append(("store", store.get("chunks", 0), "-", about))
     return _table(rows)
+
+
+def _tenants(document: Document) -> str:
+    """Whose chunks fill host memory; left out where no request had a cache salt."""
+    rows: list[Sequence[object]] = [("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED")]
+    for one in document.get("tenants", []):
+        limit = one.get("host_bytes_max")
+        rows.append(
+            (
+                one.get("name", "?"),
+                approximate_size(one.get("host_bytes", 0)),
+                "-" if limit is None else approximate_size(limit),
+                approximate_size(one.get("bytes_stored", 0)),
+                one.get("chunks_evicted", 0),
+                one.get("dropped_quota", 0),
+            )
+        )
+    names = {row[0] for row in rows[1:]}
+    quiet = names <= {"unsalted", "other"} and all(
+        row[3] == approximate_size(0) for row in rows[1:] if row[0] == "other"
+    )
+    return "" if quiet else _table(rows)
 
 
 def _traffic(document: Document) -> str:

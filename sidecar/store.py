@@ -1,7 +1,8 @@
 """What the store holds and what is on its way there.
 
 Owns the queue of writes, the running writes, the answers to listings, and the bounded memory of
-quarantined objects. It does not own reads (`lookups.py`), nor the slots that it sends.
+quarantined objects. It does not own reads (`lookups.py`), nor the slots that it sends. Whether a
+tenant may have so many bytes more in the store is asked of `admit(tenant, num_bytes)`.
 
 Invariants: only a running write holds its slot; a pending one is forgotten, and counted, when its
 chunk leaves the host tier first. At most `writes_inflight_max` writes run. A quarantined object
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
+    from sidecar.tenants import Tenants
 
 
 class StoreTier:
@@ -30,15 +32,19 @@ class StoreTier:
         directory: Directory,
         host: HostTier,
         counters: Counters,
+        tenants: Tenants,
         emit: Callable[[Command], None],
         *,
         writes_inflight_max: int,
         write_queue_chunks_max: int,
         quarantine_keys_max: int,
+        admit: Callable[[bytes, int], bool],
     ) -> None:
         self._directory = directory
         self._host = host
         self._counters = counters
+        self._tenants = tenants
+        self._admit = admit
         self._emit = emit
         self._writes_inflight_max = writes_inflight_max
         self._write_queue_chunks_max = write_queue_chunks_max
@@ -71,6 +77,11 @@ class StoreTier:
             if not mask >> segment.rank & 1 and not segment.writing
         ]
         if not ranks:
+            return
+        num_bytes = sum(self._host.slot_bytes(chunk.segments[rank]) for rank in ranks)
+        if not self._admit(chunk.tenant, num_bytes):
+            self._counters.writes_refused_quota += 1
+            self._tenants.counters(chunk.tenant).writes_refused += 1
             return
         self._pending[chunk] = ranks
         while len(self._pending) > self._write_queue_chunks_max:
@@ -105,6 +116,7 @@ class StoreTier:
                 slot=segment.slot,
                 key=chunk.key,
                 num_blocks=segment.num_blocks,
+                tenant=chunk.tenant,
             )
         )
 
@@ -120,6 +132,7 @@ class StoreTier:
                 self._host.quarantine(chunk)
             return
         self._counters.bytes_written += event.num_bytes
+        self._tenants.wrote(chunk.tenant, event.num_bytes)
         if chunk.detached:
             # The chunk was found corrupt while it was being sent. A listing may offer what was
             # sent, and reading verifies it; this sidecar does not vouch for it.

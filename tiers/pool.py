@@ -265,6 +265,10 @@ class HostPool:
         """Class of an allocated slot. Raises `PoolError` for one that is not."""
         return self._slab_of(offset).slot_class.class_id
 
+    def slot_bytes(self, class_id: int) -> int:
+        """Bytes of one slot of a class."""
+        return self._classes[class_id].slot_bytes
+
     def stats(self) -> PoolStats:
         """What is used now."""
         classes = tuple(

@@ -19,6 +19,7 @@ import zmq
 from connector import client as client_module
 from connector.client import Attempt, Client, Session
 from sidecar.protocol import (
+    PROTOCOL_VERSION,
     Attach,
     Attached,
     Done,
@@ -50,7 +51,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def attach_of(role: Role = Role.SCHEDULER) -> Attach:
     return Attach(
-        version=1,
+        version=PROTOCOL_VERSION,
         role=role,
         engine_id="engine",
         rank=0,

@@ -28,6 +28,8 @@ from sidecar.protocol import (
     RemovedEvent,
     StoredEvent,
     Submit,
+    encode,
+    tenant_id,
 )
 from tests.connector.double import LIMITS, SALT, session_of
 from tests.connector.engine import (
@@ -115,6 +117,23 @@ class TestHits:
         # A miss sends nothing: no lookup, no lease.
         assert not engine.client.sent
         engine.check_idle()
+
+    def test_the_tenant_is_told_and_the_salt_is_not(self, engine: Engine) -> None:
+        seen(engine, salt="a salt that nobody may read")
+        engine.sidecar.demote(chain_of(engine, PROMPT, salt="a salt that nobody may read").keys[0])
+        request = request_of("a", PROMPT, max_tokens=1, salt="a salt that nobody may read")
+        engine.role.new_request(request)
+        engine.run(request)
+        tenant = tenant_id("a salt that nobody may read")
+        worker, scheduler = engine.ranks[0].client, engine.client
+        stored = [chunk for submit in worker.sent_of(Submit) for job in submit.stores
+                  for chunk in job.chunks]  # fmt: skip
+        assert {chunk.tenant for chunk in stored} == {tenant}
+        assert {lookup.tenant for lookup in scheduler.sent_of(Lookup)} == {tenant}
+        assert {lease.tenant for lease in scheduler.sent_of(Lease)} <= {tenant}
+        assert scheduler.sent_of(Lookup)
+        for message in (*worker.sent, *scheduler.sent):
+            assert b"nobody" not in encode(message)
 
     def test_all_chunks_and_the_tail(self, engine: Engine) -> None:
         seen(engine)

@@ -12,6 +12,7 @@ from connector.export import ExportedMemory
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import IDLE_WAIT_MS, WorkerRole
 from sidecar.protocol import (
+    PROTOCOL_VERSION,
     Attach,
     Done,
     Error,
@@ -67,7 +68,7 @@ class Rank:
 
     def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
         return Attach(
-            version=1,
+            version=PROTOCOL_VERSION,
             role=Role.WORKER,
             engine_id="e",
             rank=0,

@@ -289,11 +289,13 @@ class Worker(Client):
         """Overwrite all of the memory, so that nothing in it can be mistaken for a load."""
         self.memory[:] = 0xEE
 
-    def chunk(self, key: bytes, blocks: Sequence[int], parent: bytes = ROOT) -> StoreChunk:
+    def chunk(
+        self, key: bytes, blocks: Sequence[int], parent: bytes = ROOT, tenant: bytes = b""
+    ) -> StoreChunk:
         """A store of `blocks` under `key`, with token ids made up from the key."""
         count = len(blocks) * BLOCK_TOKENS
         tokens = np.arange(count, dtype="<i4") + key[0]
-        return StoreChunk(key, parent, tokens.tobytes(), list(blocks))
+        return StoreChunk(key, parent, tokens.tobytes(), list(blocks), tenant)
 
     def submit(
         self,
@@ -365,9 +367,9 @@ class Scheduler(Client):
         assert isinstance(message, LookupDone)
         return message
 
-    def lease(self, lease_id: int, keys: Sequence[bytes]) -> None:
+    def lease(self, lease_id: int, keys: Sequence[bytes], tenant: bytes = b"") -> None:
         """Pin chunks."""
-        self.send(Lease(self.epoch, lease_id, list(keys)))
+        self.send(Lease(self.epoch, lease_id, list(keys), tenant))
 
     def release(self, *lease_ids: int) -> None:
         """Unpin chunks."""

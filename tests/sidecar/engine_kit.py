@@ -51,8 +51,9 @@ from sidecar.protocol import (
 from tiers.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
+    from sidecar.tenants import Tenants
     from tiers.policy.policy import Policy
 
 T = TypeVar("T")
@@ -133,6 +134,9 @@ class SlabSlots:
         slab_class = self.slab_class[offset // self.slab_slots]
         assert slab_class is not None
         return slab_class
+
+    def slot_bytes(self, class_id: int) -> int:
+        return self._classes[class_id]
 
 
 class StrictLRU:
@@ -345,7 +349,13 @@ class World:
                 other.dead = True
 
     def store(
-        self, session_id: int, job_id: int, numbers: Sequence[int], *, blocks: int = 2
+        self,
+        session_id: int,
+        job_id: int,
+        numbers: Sequence[int],
+        *,
+        blocks: int = 2,
+        tenant: bytes = b"",
     ) -> list[Command]:
         chunks = [
             StoreChunk(
@@ -353,6 +363,7 @@ class World:
                 key(number - 1),
                 bytes(4 * BLOCK_TOKENS * blocks),
                 list(range(10 * number, 10 * number + blocks)),
+                tenant,
             )
             for number in numbers
         ]
@@ -367,10 +378,16 @@ class World:
         )
 
     def look_up(
-        self, session_id: int, lookup_id: int, numbers: Sequence[int], *, deadline_ms: int = 500
+        self,
+        session_id: int,
+        lookup_id: int,
+        numbers: Sequence[int],
+        *,
+        deadline_ms: int = 500,
+        tenant: bytes = b"",
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
-        return self.send(LookedUp(session_id, Lookup(EPOCH, lookup_id, keys, deadline_ms)))
+        return self.send(LookedUp(session_id, Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant)))
 
     def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
         return self.send(LeaseTaken(session_id, lease_id, tuple(key(n) for n in numbers)))
@@ -381,9 +398,11 @@ class World:
         by_key = {key(number): ranks for number, ranks in numbers.items()}
         return self.send(Listed(realm_id, by_key, complete))
 
-    def stored(self, session_id: int, job_id: int, numbers: Sequence[int]) -> None:
+    def stored(
+        self, session_id: int, job_id: int, numbers: Sequence[int], *, tenant: bytes = b""
+    ) -> None:
         """Store chunks of one rank, to the end, and write none of them."""
-        for command in self.store(session_id, job_id, numbers):
+        for command in self.store(session_id, job_id, numbers, tenant=tenant):
             if isinstance(command, Gather):
                 self.copied(command.copy_id)
 
@@ -404,11 +423,18 @@ class World:
 
 
 def make_world(
-    *, slabs: int = 8, slab_slots: int = 1, policy: Policy | None = None, **changes: Any
+    *,
+    slabs: int = 8,
+    slab_slots: int = 1,
+    policy: Policy | None = None,
+    tenants: Tenants | None = None,
+    admit_write: Callable[[bytes, int], bool] = lambda _tenant, _num_bytes: True,
+    **changes: Any,
 ) -> World:
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
     policy = StrictLRU() if policy is None else policy
-    return World(Engine(slots, policy, bounds, epoch=EPOCH), slots, policy, bounds)
+    engine = Engine(slots, policy, bounds, epoch=EPOCH, tenants=tenants, admit_write=admit_write)
+    return World(engine, slots, policy, bounds)
 
 
 def messages(commands: Sequence[Command], session_id: int) -> list[ServerMessage]:

@@ -238,7 +238,7 @@ def test_the_default_file_has_every_setting() -> None:
     text = (CONFIGS / "default.yaml").read_text()
     for section in (name for name in Config.model_fields if name != "store"):
         for name in type(getattr(Config(), section)).model_fields:
-            assert f"  {name}: " in text or f"  # {name}: " in text, f"{section}.{name}"
+            assert f"  {name}:" in text or f"  # {name}:" in text, f"{section}.{name}"
 
 
 def test_the_example_for_s3_is_valid() -> None:

@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from sidecar import tenants
 from sidecar.commands import (
     Command,
     CopyOutcome,
@@ -29,7 +30,8 @@ from sidecar.commands import (
     Tick,
 )
 from sidecar.protocol import Done, Events, LookupDone, Outcome, Role
-from tests.sidecar.engine_kit import World, key, make_world
+from sidecar.tenants import TenantRules, Tenants
+from tests.sidecar.engine_kit import World, key, layout, make_world
 from tiers.policy import make
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ Name = tuple[int, bytes]
 
 MAIN, OTHER = 0, 1
 """Two realms: OTHER has one rank and slots of another size, and competes for slabs."""
+
+TENANT = b"a tenant"
 
 PICK = st.integers(0, 1000)
 CHUNKS = st.one_of(
@@ -86,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         quarantine=st.integers(0, 3),
         bound=st.integers(1, 4),
         writes=st.booleans(),
+        quota=st.none() | st.integers(0, 4),
     )
     def start(
         self,
@@ -98,8 +103,12 @@ class EngineMachine(RuleBasedStateMachine):
         quarantine: int,
         bound: int,
         writes: bool,
+        quota: int | None,
     ) -> None:
+        slot_bytes = layout(0).payload_bytes(2)
+        limit = tenants.Quota(None if quota is None else quota * slot_bytes)
         self.world = make_world(
+            tenants=Tenants(TenantRules(named={TENANT: ("named", limit)}), lambda: make(policy)),
             slabs=slabs,
             slab_slots=slab_slots,
             policy=make(policy),
@@ -148,6 +157,9 @@ class EngineMachine(RuleBasedStateMachine):
         for pin in (*self.leases.values(), *self.answered.values()):
             assert not pin.names & lost, "a pinned chunk was evicted"
             pin.names &= held
+        for account in self.world.engine.tenants:
+            most = account.quota.host_bytes_max
+            assert most is None or account.host_bytes <= most, "a tenant is over its limit"
         self.held = held
         snapshot = self.world.engine.snapshot()
         assert snapshot.leases >= len(self.leases), "a lease ended early"
@@ -279,10 +291,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.jobs[session_id, job_id] = job
 
     @precondition(lambda self: self.has_worker)
-    @rule(pick=PICK, chunks=CHUNKS, blocks=st.sampled_from([1, 2, 2, 2]))
-    def store(self, pick: int, chunks: list[int], blocks: int) -> None:
+    @rule(
+        pick=PICK,
+        chunks=CHUNKS,
+        blocks=st.sampled_from([1, 2, 2, 2]),
+        tenant=st.sampled_from([b"", TENANT, b"someone."]),
+    )
+    def store(self, pick: int, chunks: list[int], blocks: int, tenant: bytes) -> None:
         session_id, job_id = choose(self.sessions(Role.WORKER), pick), self.next_id()
-        commands = self.world.store(session_id, job_id, chunks, blocks=blocks)
+        commands = self.world.store(session_id, job_id, chunks, blocks=blocks, tenant=tenant)
         self.submitted(session_id, job_id, chunks, commands)
         assert not self.draining or not self.jobs[session_id, job_id].copies
         self.absorb(commands)
