@@ -5,6 +5,7 @@
 #   make test     the whole test suite, real engines included
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
+#   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
 # Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine.
@@ -32,7 +33,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench clean FORCE
+.PHONY: help setup demo test check bench fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -106,7 +107,12 @@ check: setup
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
+# FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
+fuzz: setup
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[fuzz]"
+	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
+
 clean:
-	@rm -rf $(VENV) build dist *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
+	@rm -rf $(VENV) build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ from sidecar.protocol import (
     encode,
 )
 from sidecar.session import Session, check_shape
-from tiers.errors import PoolError
+from tiers.errors import LayoutError, PoolError
 
 if TYPE_CHECKING:
     import socket
@@ -184,7 +184,10 @@ class Admission:
         realm = hub.realms.join(attach)
         if attach.layout is not None:
             layout = attach.layout.chunk(attach.blocks_per_chunk)
-            learnt = realm.learn(attach.rank, layout)
+            try:
+                learnt = realm.learn(attach.rank, layout)
+            except LayoutError as error:
+                raise AttachRefused("layout", str(error)) from error
             try:
                 hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
             except PoolError as error:

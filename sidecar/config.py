@@ -34,6 +34,7 @@ from sidecar import tenants
 from sidecar.configfile import (
     ANY_NAME,
     MASK,
+    TEXT_BYTES_MAX,
     ConfigError,
     FieldPath,
     Source,
@@ -395,7 +396,9 @@ def load(path: str | Path | None, *, environment: Mapping[str, str] | None = Non
     if path is None:
         return Config()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # One byte more than is allowed tells a file that is too large, and no file is read whole.
+        with Path(path).open("rb") as file:
+            text = file.read(TEXT_BYTES_MAX + 1).decode()
     except FileNotFoundError as error:
         raise ConfigError(
             [f"{path}: no such file; configs/default.yaml is one to start from"]

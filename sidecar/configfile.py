@@ -6,7 +6,7 @@ is `sidecar/config.py`.
 
 Invariants: only YAML's safe types are built; the same key twice is an error, not the last one
 wins; no message repeats a password of a URL, a value below `storage_options`, or one whose name is
-unknown.
+unknown; whatever the text is, it takes bounded time and memory, and only `ConfigError` comes out.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ import difflib
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
 FieldPath: TypeAlias = tuple[str | int, ...]
+T = TypeVar("T")
 
 _VARIABLE: Final = re.compile(
-    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
+    # Without its bound, a row of `${A:-` is searched to its end from each of them.
+    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]{0,1024}))?\}|(?P<bad>\$\{)"
 )
+TEXT_BYTES_MAX: Final = 256 * 1024
+"""The largest file that ships has 5 KiB."""
+NODES_MAX: Final = 10_000
+"""Values of a file, those that aliases repeat counted each time."""
+DEPTH_MAX: Final = 32
+PROBLEMS_MAX: Final = 20
+PROBLEM_CHARACTERS_MAX: Final = 1000
 _SECRET_NAME: Final = re.compile(
     r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
     re.IGNORECASE,
@@ -46,8 +55,11 @@ class ConfigError(Exception):
     """A configuration cannot be used. `problems` are sentences, one for each thing to fix."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        told = [problem[:PROBLEM_CHARACTERS_MAX] for problem in problems[:PROBLEMS_MAX]]
+        if len(problems) > PROBLEMS_MAX:
+            told.append(f"and {len(problems) - PROBLEMS_MAX} more; mend these first")
+        super().__init__("\n".join(told))
+        self.problems = tuple(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +87,23 @@ def read_source(text: str, name: str, environment: Mapping[str, str] | None = No
     Raises:
         ConfigError: for bad YAML, a key that stands twice, or an unset variable without default.
     """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        value: object = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError([_yaml_problem(name, error)]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{name}: not YAML: {error}"]) from error
-    except RecursionError as error:
-        raise ConfigError([f"{name}: nested too deeply to be a configuration"]) from error
+    size_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if size_bytes > TEXT_BYTES_MAX:
+        raise ConfigError(
+            [f"{name}: {size_bytes} bytes; a configuration has at most {TEXT_BYTES_MAX}"]
+        )
+    loader = _parsed(name, lambda: yaml.SafeLoader(text))
+    root = _parsed(name, loader.get_single_node)
     if root is None:
         return Source(name)
-    if not isinstance(root, yaml.MappingNode) or not isinstance(value, dict):
-        place = f"{name}:{root.start_mark.line + 1}"
-        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
     problems: list[str] = []
     lines: dict[FieldPath, int] = {}
-    _walk(root, (), lines, name, problems)
+    # Before any value is built: what aliases and `<<` multiply is counted first.
+    _Walk(name, lines, problems).visit(root, ())
+    value: object = _parsed(name, lambda: loader.construct_document(root))
+    if not isinstance(value, dict):
+        place = f"{name}:{root.start_mark.line + 1}"
+        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
     expanded = _expand(
         cast("object", value),
         (),
@@ -102,6 +114,27 @@ def read_source(text: str, name: str, environment: Mapping[str, str] | None = No
     if problems:
         raise ConfigError(problems)
     return Source(name, cast("dict[str, object]", expanded), lines)
+
+
+def _parsed(name: str, step: Callable[[], T]) -> T:
+    try:
+        return step()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError([_yaml_problem(name, error)]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{name}: not YAML: {error}"]) from error
+    except RecursionError as error:
+        raise ConfigError([_too_deep(name)]) from error
+    except Exception as error:
+        # PyYAML converts a scalar as its tag or its looks say and lets what that raises through:
+        # ValueError for 2001-13-45, IndexError for `!!int ""`, AttributeError, KeyError.
+        raise ConfigError(
+            [f"{name}: not YAML: a value is not what it looks like ({error}); put it in quotes"]
+        ) from error
+
+
+def _too_deep(place: str) -> str:
+    return f"{place}: nested too deeply to be a configuration"
 
 
 def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
@@ -118,29 +151,54 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
     return f"{where}: not YAML: {said or error}{hint}"
 
 
-def _walk(
-    node: yaml.Node,
-    path: FieldPath,
-    lines: dict[FieldPath, int],
-    name: str,
-    problems: list[str],
-) -> None:
-    if isinstance(node, yaml.MappingNode):
+class _Walk:
+    """Goes over every value once for each time that it stands in the result, and notes its line."""
+
+    def __init__(self, name: str, lines: dict[FieldPath, int], problems: list[str]) -> None:
+        self._name = name
+        self._lines = lines
+        self._problems = problems
+        self._nodes = 0
+
+    def visit(self, node: yaml.Node, path: FieldPath) -> None:
+        """Note what is below `path`. Raises `ConfigError` where there is no end, or too much."""
+        line = node.start_mark.line + 1
+        place = f"{self._name}:{line}"
+        self._nodes += 1
+        if len(path) > DEPTH_MAX:
+            raise ConfigError([_too_deep(place)])
+        if self._nodes > NODES_MAX:
+            raise ConfigError([f"{place}: more than {NODES_MAX} values to be a configuration"])
+        if isinstance(node, yaml.MappingNode):
+            self._mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._lines[(*path, index)] = item.start_mark.line + 1
+                self.visit(item, (*path, index))
+        elif not _plain_text(str(node.value)):
+            self._problems.append(
+                f"{place}: {dotted(path)}: has a character that no setting can hold; remove it"
+            )
+
+    def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> None:
         seen: set[str] = set()
         for key_node, value_node in node.value:
             key = str(key_node.value)
             line = key_node.start_mark.line + 1
             if key in seen and key != "<<":
-                problems.append(
-                    f"{name}:{line}: {dotted((*path, key))} stands twice; keep one of the two"
+                self._problems.append(
+                    f"{self._name}:{line}: {dotted((*path, key))} stands twice; keep one of the two"
                 )
+            if not _plain_text(key):
+                self._problems.append(f"{self._name}:{line}: a key has a character without meaning")
             seen.add(key)
-            lines[(*path, key)] = line
-            _walk(value_node, (*path, key), lines, name, problems)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[(*path, index)] = item.start_mark.line + 1
-            _walk(item, (*path, index), lines, name, problems)
+            self._lines[(*path, key)] = line
+            self.visit(value_node, (*path, key))
+
+
+def _plain_text(text: str) -> bool:
+    """Whether it can be written down and handed to the kernel: no NUL, no half of a surrogate."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _expand(

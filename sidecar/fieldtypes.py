@@ -23,7 +23,12 @@ from sidecar.units import (
 
 
 def _path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) and value else value
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{value!r} has no such user's home; write an absolute path") from error
 
 
 def _number(value: object) -> object:

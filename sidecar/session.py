@@ -33,6 +33,7 @@ from sidecar.protocol import (
     Submit,
     decode_client,
 )
+from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
@@ -266,3 +267,7 @@ def check_shape(attach: Attach) -> None:
             "layout",
             f"memory.size_bytes={memory.size_bytes}: the layout has size_bytes={layout.size_bytes}",
         )
+    try:
+        layout.chunk(attach.blocks_per_chunk)
+    except LayoutError as error:
+        raise AttachRefused("layout", str(error)) from error

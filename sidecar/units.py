@@ -14,6 +14,9 @@ _NUMBER: Final = r"(?P<number>\d+(?:\.\d+)?)"
 _SIZE: Final = re.compile(rf"^{_NUMBER}\s*(?P<unit>[A-Za-z]*)$")
 _DURATION: Final = re.compile(rf"^{_NUMBER}\s*(?P<unit>[A-Za-z]*)$")
 
+SIZE_BYTES_MAX: Final = 1 << 60
+"""More than there is, and less than a file's size may be."""
+
 SIZE_UNITS: Final[dict[str, int]] = {
     "B": 1,
     "KiB": 1 << 10,
@@ -25,6 +28,8 @@ SIZE_UNITS: Final[dict[str, int]] = {
     "GB": 10**9,
     "TB": 10**12,
 }
+DURATION_SECONDS_MAX: Final = 10**9
+"""Some thirty years."""
 DURATION_UNITS: Final[dict[str, float]] = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 _SIZE_LOOKUP: Final = {name.lower(): factor for name, factor in SIZE_UNITS.items()} | {"": 1}
@@ -43,6 +48,8 @@ def parse_size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ValueError(f"{value} is negative; a size is 0 or more bytes")
+        if value > SIZE_BYTES_MAX:
+            raise ValueError(_too_large(value))
         return value
     match = _SIZE.match(value.strip()) if isinstance(value, str) else None
     factor = _SIZE_LOOKUP.get(match["unit"].lower()) if match else None
@@ -52,9 +59,15 @@ def parse_size(value: object) -> int:
             'such as "8GiB"'
         )
     size_bytes = float(match["number"]) * factor
+    if size_bytes > SIZE_BYTES_MAX:
+        raise ValueError(_too_large(value))
     if size_bytes != math.floor(size_bytes):
         raise ValueError(f"{value!r} is not a whole number of bytes; use a smaller unit")
     return int(size_bytes)
+
+
+def _too_large(value: object) -> str:
+    return f"{str(value)[:32]!r} is more than {format_size(SIZE_BYTES_MAX)}; no machine has that"
 
 
 def parse_duration(value: object) -> float:
@@ -64,8 +77,11 @@ def parse_duration(value: object) -> float:
         ValueError: for anything else, negative numbers included.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if value < 0 or not math.isfinite(value):
-            raise ValueError(f"{value} is not a duration; it must be 0 or more seconds")
+        # Compared first: an integer may have more digits than a float can.
+        if not 0 <= value <= DURATION_SECONDS_MAX:
+            raise ValueError(
+                f"{str(value)[:32]} is not a duration; it must be 0 to {DURATION_SECONDS_MAX} s"
+            )
         return float(value)
     match = _DURATION.match(value.strip()) if isinstance(value, str) else None
     factor = _DURATION_LOOKUP.get(match["unit"]) if match else None
@@ -74,7 +90,12 @@ def parse_duration(value: object) -> float:
             f"{value!r} is not a duration; write a number and one of "
             f'{", ".join(DURATION_UNITS)}, such as "500ms"'
         )
-    return float(match["number"]) * factor
+    seconds = float(match["number"]) * factor
+    if seconds > DURATION_SECONDS_MAX:
+        raise ValueError(
+            f"{str(value)[:32]!r} is not a duration; it must be at most {DURATION_SECONDS_MAX} s"
+        )
+    return seconds
 
 
 def format_size(size_bytes: int) -> str:

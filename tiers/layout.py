@@ -38,6 +38,10 @@ LAYERS_MAX: Final = 1024
 HEADS_MAX: Final = 65_536
 BLOCK_TOKENS_MAX: Final = 65_536
 BLOCKS_PER_CHUNK_MAX: Final = 65_536
+CHUNK_TOKENS_MAX: Final = 65_536
+"""A chunk's token ids are in its image's header, which is kept in memory for each length."""
+BLOCK_ENTRIES_MAX: Final = 1 << 24
+"""(layer, head, token) of one block: a plan that copies them has 8 bytes for each."""
 CONTENT_BYTES_MAX: Final = 1 << 24
 NUM_BLOCKS_MAX: Final = 1 << 31
 SIZE_BYTES_MAX: Final = 1 << 47
@@ -136,6 +140,18 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require_range("blocks_per_chunk", self.blocks_per_chunk, 1, BLOCKS_PER_CHUNK_MAX)
         _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
         _require_kind(self.dtype, self.encoding, self.content_bytes)
+        _require_range(
+            "blocks_per_chunk * block_tokens",
+            self.blocks_per_chunk * self.block_tokens,
+            1,
+            CHUNK_TOKENS_MAX,
+        )
+        _require_range(
+            "layers * heads * block_tokens",
+            self.block_payload_bytes // self.content_bytes,
+            1,
+            BLOCK_ENTRIES_MAX,
+        )
         payload_bytes = self.blocks_per_chunk * self.block_payload_bytes
         if payload_bytes > PAYLOAD_BYTES_MAX:
             raise LayoutError(

@@ -103,6 +103,12 @@ def test_every_problem_is_told_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
+LAUGHS = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+"""A value of nine times nine times nine..., in a few hundred bytes."""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -113,10 +119,30 @@ def test_every_problem_is_told_at_once() -> None:
         ("host: {size: 1GiB}\nhost: {size: 2GiB}", "f.yaml:2: host stands twice"),
         ("store: {url: ${BUCKET}}", 'a variable needs quotes: "${NAME}"'),
         ("a: !!python/object/apply:os.getcwd []", "f.yaml:1"),
+        # From here on: what fuzzing found. Each was a traceback, or took minutes or the memory.
+        ("host: {size: 2001-13-45}", "a value is not what it looks like (month must be in 1..12)"),
+        ("host: {size: !!int ''}", "put it in quotes"),
+        ("host: {prefault: !!bool x}", "put it in quotes"),
+        ("host: {size: !!timestamp 1}", "put it in quotes"),
+        ("!!set {host}", "expected sections such as `host:`"),
+        ("host: &a [*a]", "nested too deeply"),
+        (LAUGHS, "more than 10000 values"),
+        (LAUGHS.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "10000"),
+        ("#" * (1 << 18) + "#", "262145 bytes; a configuration has at most 262144"),
+        ('host: {directory: "/a\\0b"}', "has a character that no setting can hold"),
+        ('log: {"\\ud800": 1}', "a key has a character without meaning"),
+        ("host: {directory: ~no-such-user/x}", "has no such user's home"),
+        (f"host: {{size: '{'9' * 400}TiB'}}", "is more than 1048576TiB"),
+        (f"host: {{size: {'9' * 400}}}", "is more than 1048576TiB"),
+        (f"store: {{url: s3://b, refresh_seconds: '{'9' * 400}'}}", "at most 1000000000 s"),
+        (f"store: {{url: s3://b, refresh_seconds: {'9' * 400}}}", "0 to 1000000000 s"),
+        ("log: {level: '" + "${A:-" * 40_000 + "'}", "and 39980 more; mend these first"),
     ],
 )
 def test_bad_yaml_is_told_with_its_line(text: str, said: str) -> None:
-    assert said in problem(text)
+    told = problem(text)
+    assert said in told
+    assert len(told) < 30_000
 
 
 def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:

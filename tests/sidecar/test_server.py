@@ -47,7 +47,7 @@ from tests.sidecar.client import (
     open_fds,
 )
 from tiers.index import FLAG_HOST, FLAG_STORE
-from tiers.layout import Segment
+from tiers.layout import KVLayout, Segment
 from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier
 from tiers.wrap import FaultRates, Faulty
@@ -397,7 +397,8 @@ def test_another_version_is_refused_by_name(sidecar: RunningSidecar) -> None:
         ({"namespace": b"[1]"}, "namespace", "object"),
         ({"namespace": b"{"}, "namespace", "not JSON"),
         ({"rank": 3}, "field", "rank=3"),
-        ({"blocks_per_chunk": 65536}, "pool", "host.size"),
+        ({"blocks_per_chunk": 4096}, "pool", "host.size"),
+        ({"blocks_per_chunk": 65536}, "layout", "blocks_per_chunk * block_tokens=1048576"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(
@@ -406,6 +407,32 @@ def test_what_does_not_fit_is_refused_in_words(
     error = refused(lambda: Worker(sidecar.path, layout=layout_of(), **changes))
     assert (error.code, words in error.message) == (code, True), error
     assert sidecar.status()["sockets"]["attaches_refused"] == {code: 1}
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of("fine"), [0]) is Outcome.OK
+
+
+@pytest.mark.parametrize(
+    ("content_bytes", "block_tokens", "blocks_per_chunk", "words"),
+    [
+        # Each of them ended the sidecar once: fuzzing found them.
+        (1 << 20, 16, 4096, "over the 2147483647 that Arrow can hold"),
+        (1, 1, 4, "block_payload_bytes=1"),
+    ],
+)
+def test_a_geometry_that_has_no_image_is_refused(
+    sidecar: RunningSidecar,
+    content_bytes: int,
+    block_tokens: int,
+    blocks_per_chunk: int,
+    words: str,
+) -> None:
+    layout = KVLayout(
+        Segment(0, 1, 0, 1), 1, block_tokens, content_bytes, "uint8", "plain", 1 << 25, (0,), 0, 0,
+        content_bytes,
+    )  # fmt: skip
+    changes = {"block_tokens": block_tokens, "blocks_per_chunk": blocks_per_chunk}
+    error = refused(lambda: Worker(sidecar.path, layout=layout, **changes))
+    assert (error.code, words in error.message) == ("layout", True), error
     with Worker(sidecar.path) as worker:
         assert worker.store(1, key_of("fine"), [0]) is Outcome.OK
 

@@ -310,3 +310,15 @@ def test_a_rank_without_a_segment_of_its_own_is_told_why(
 ) -> None:
     with pytest.raises(LayoutError, match=said):
         head_segment(4, heads, rank, size)
+
+
+def test_a_chunk_has_a_bounded_number_of_tokens() -> None:
+    # Fuzzing found an attach that took 8 GiB for the ids of 2,147,418,112 tokens.
+    with pytest.raises(LayoutError, match=r"blocks_per_chunk \* block_tokens=65552: .* 65536"):
+        ChunkLayout(Segment(0, 1, 0, 1), 4097, 16, 8, "uint8", "raw")
+    assert ChunkLayout(Segment(0, 1, 0, 1), 4096, 16, 8, "uint8", "raw")
+
+
+def test_a_block_has_a_bounded_number_of_entries() -> None:
+    with pytest.raises(LayoutError, match=r"layers \* heads \* block_tokens=17408000: .* 16777216"):
+        ChunkLayout(Segment(0, 1, 0, 17_408), 1, 1000, 8, "uint8", "raw")
