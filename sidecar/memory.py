@@ -10,8 +10,6 @@ is at least as large as it was said to be, and sealed against shrinking (`tiers/
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import functools
 import logging
 import mmap
@@ -28,6 +26,7 @@ from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
 from tiers.filesystems import run_to_end
 from tiers.memfd import check_sealed
+from tiers.prefault import populate
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""
-_MADV_POPULATE_WRITE: Final = 23
 
-_libc = ctypes.CDLL(None, use_errno=True)
 # One at a time, beside the threads that copy: engines attach rarely and copies must not wait.
 _prefaulting = anyio.CapacityLimiter(1)
 _logger = logging.getLogger("kvlake.memory")
@@ -103,17 +100,11 @@ class WorkerMemory:
                     return
 
     def _populate(self, start: int) -> bool:
-        length = min(PREFAULT_BYTES_PER_CALL, len(self._map) - start)
-        address = self.view.ctypes.data + start
-        # By hand: mmap.madvise() holds the GIL, and this takes milliseconds.
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:  # EINVAL: a kernel before 5.14, which cannot do this
-                _logger.warning(
-                    "KV memory is not mapped ahead", extra=fields(reason=os.strerror(code))
-                )
+        try:
+            return populate(self.view[start : start + PREFAULT_BYTES_PER_CALL])
+        except OSError as error:
+            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
             return False
-        return True
 
     def end(self) -> None:
         """The session is over: unmap once the running copies have ended."""

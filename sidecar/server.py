@@ -101,9 +101,14 @@ async def serve(
 def _open_pool(config: Config) -> HostPool:
     path = config.host.directory / f"kvlake-{os.getuid()}-{config.runtime.name}.pool"
     try:
-        return HostPool.open(path, config.host.size, prefault=config.host.prefault)
+        pool = HostPool.open(path, config.host.size, prefault=config.host.prefault)
     except PoolError as error:
         raise StartError(f"host: {error}") from error
+    if pool.emptied:
+        _logger.warning("host memory starts empty", extra=fields(path=path, reason=pool.emptied))
+    for offset in pool.recovered.offsets.tolist():
+        pool.free(offset)
+    return pool
 
 
 def _close_pool(pool: HostPool) -> None:

@@ -1,176 +1,111 @@
-"""The host pool: fixed slots in one named shared mapping.
+"""The host pool: fixed slots in one named shared mapping that outlives its process.
 
-Owns the file behind the mapping, the lock that makes one process its owner, and which ranges of it
-are allocated. Does not own what the slots hold, nor when one may be freed: the engine frees a slot
-only when no copy runs on it (rule 3 of the design).
+Owns the file behind the mapping, the lock that makes one process its owner, which ranges of it
+are allocated, and what the file says about that (`pool_table.py`). Does not own what the slots
+hold, nor when one may be freed: the engine frees a slot only when no copy runs on it (rule 3 of
+the design).
 
 Slots of one size form a class. Classes cut *slabs* from the pool, runs of slots of one size; a
 slab whose last slot is freed goes back and can serve another class. `allocate` and `free` are
 O(1), but for the first and last slot of a slab, which search the list of free extents.
 
-Files: `<path>` is the memory, `<path>.lock` the record of the owner's pid, which the owner holds
-locked (flock: the kernel drops it when the owner dies, also across pid namespaces). A pool whose
-owner died is taken over: its file is replaced by an empty one. What was in it is given up, because
-nothing says how far the copies had come that ran when the owner was killed.
+A slot is allocated, filled by somebody, sealed, touched whenever it is used, and freed. A pool
+whose owner died, or left it on purpose, is taken over: slots that were sealed are allocated still,
+and `recovered` lists them; all others are free. Where the file is of another size, version or boot,
+or contradicts itself, it is replaced by an empty one, and `emptied` says why.
+
+Files: `<path>` is the memory, `<path>.lock` the record of its owner (`pool_lock.py`).
 
 Invariants: slots never overlap and start on a page; all of the file is backed by memory before the
 pool is handed out, so that a full file system is an error at start and never a SIGBUS; a file
-without an owner's record beside it is not ours and is never removed. One thread.
+without an owner's record beside it is not ours and is never removed. One thread, but `populate`.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
-from collections import OrderedDict
-from dataclasses import dataclass
+import stat
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.pool_lock import (
+    Owner,
+    lock_path_of,
+    owner_of,
+    read_boot_id,
+    remove_files,
+    take_lock,
+    write_owner,
+)
+from tiers.pool_table import (
+    PAGE_BYTES,
+    TAG_BYTES,
+    PoolTable,
+    SealedSlots,
+    SlabEntry,
+    TableShape,
+    refusal,
+)
+from tiers.prefault import populate
+from tiers.slabs import Extents, PoolStats, Slab, SlotClass
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
 
-PAGE_BYTES: Final = 4096
+    Bytes = npt.NDArray[np.uint8]
+
 CLASSES_MAX: Final = 4096
+POPULATE_BYTES_PER_CALL: Final = 16 << 20
 
 _SLAB_BYTES_MAX: Final = 16 << 20
 """A slab of small slots is no larger: the fewer slots it has, the sooner it is empty again."""
 _SLABS_PER_POOL_MIN: Final = 16
-_PREFAULT_BYTES_PER_CALL: Final = 64 << 20
-_MADV_POPULATE_WRITE: Final = 23
-_LOCK_MAGIC: Final = "kvlake pool of pid"
-_LOCK_ATTEMPTS_MAX: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ClassStats:
-    """Slots of one size. `slots_free` counts those in slabs that the class has now."""
-
-    class_id: int
-    slot_bytes: int
-    slabs: int
-    slots_used: int
-    slots_free: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Where the pool's memory is: in allocated slots, in slabs, in neither."""
-
-    size_bytes: int
-    used_bytes: int
-    slab_bytes: int
-    classes: tuple[ClassStats, ...]
-
-
-class _Slab:
-    """A run of equal slots. Slots that were never used are counted, not listed."""
-
-    __slots__ = ("base", "freed", "fresh", "slot_class", "slots", "used")
-
-    def __init__(self, base: int, slots: int, slot_class: _SlotClass) -> None:
-        self.base = base
-        self.slots = slots
-        self.slot_class = slot_class
-        self.used = 0
-        self.fresh = 0
-        self.freed: list[int] = []
-
-    def take(self) -> int:
-        self.used += 1
-        if self.freed:
-            return self.freed.pop()
-        self.fresh += 1
-        return self.base + (self.fresh - 1) * self.slot_class.slot_bytes
-
-
-class _SlotClass:
-    """Slots of one size; `open` are its slabs with room, in the order in which they got it."""
-
-    __slots__ = ("class_id", "open", "slabs", "slot_bytes", "slots", "used")
-
-    def __init__(self, class_id: int, slot_bytes: int) -> None:
-        self.class_id = class_id
-        self.slot_bytes = slot_bytes
-        # Ordered: its first is found in O(1), a dict steps over what was deleted in front of it.
-        self.open: OrderedDict[int, _Slab] = OrderedDict()
-        self.slabs = 0
-        self.slots = 0
-        self.used = 0
-
-
-class _Extents:
-    """Free ranges between the slabs, sorted, with neighbours joined."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._starts = [0]
-        self._sizes = [size_bytes]
-
-    def take(self, unit_bytes: int, units_max: int) -> tuple[int, int] | None:
-        """The first range with room for `units_max` units, or else the longest one's units."""
-        best, best_units = -1, 0
-        for place, size in enumerate(self._sizes):
-            units = min(size // unit_bytes, units_max)
-            if units > best_units:
-                best, best_units = place, units
-                if units == units_max:
-                    break
-        if not best_units:
-            return None
-        start, taken = self._starts[best], unit_bytes * best_units
-        if taken == self._sizes[best]:
-            del self._starts[best], self._sizes[best]
-        else:
-            self._starts[best] += taken
-            self._sizes[best] -= taken
-        return start, best_units
-
-    def give(self, start: int, size_bytes: int) -> None:
-        """Put a range back."""
-        place = bisect.bisect_left(self._starts, start)
-        if place < len(self._starts) and start + size_bytes == self._starts[place]:
-            size_bytes += self._sizes[place]
-            del self._starts[place], self._sizes[place]
-        if place and self._starts[place - 1] + self._sizes[place - 1] == start:
-            self._sizes[place - 1] += size_bytes
-        else:
-            self._starts.insert(place, start)
-            self._sizes.insert(place, size_bytes)
+_FILE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HostPool:
     """An open pool. Make one with `HostPool.open`."""
 
-    def __init__(self, path: Path, lock_fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, lock_fd: int, mapping: mmap.mmap, size_bytes: int) -> None:
         self.path = path
-        self.size_bytes = len(mapping)
+        self.size_bytes = size_bytes
+        self.recovered = SealedSlots.none()
+        """What was sealed when this process took the pool over."""
+        self.emptied = ""
+        """Why a file that was there was not taken over; empty if it was, or there was none."""
         self._lock_fd = lock_fd
         self._map = mapping
-        self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
-        self._extents = _Extents(self.size_bytes)
-        self._classes: list[_SlotClass] = []
+        shape = TableShape.of(size_bytes)
+        file: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        self._memory: Bytes | None = file[shape.table_bytes :]
+        self._table = PoolTable(file, shape)
+        self._extents = Extents(size_bytes)
+        self._records = Extents(shape.records_max)
+        self._entries = list(range(shape.slabs_max - 1, -1, -1))
+        self._classes: list[SlotClass] = []
         self._class_ids: dict[int, int] = {}
         self._slab_bytes = 0
+        self._sequence = 1
         # Every allocated slot, and its slab: what is not in here cannot be freed.
-        self._allocated: dict[int, _Slab] = {}
+        self._allocated: dict[int, Slab] = {}
 
     @classmethod
     def open(cls, path: Path, size_bytes: int, *, prefault: bool = True) -> HostPool:
-        """Become the owner of the pool at `path`, empty and `size_bytes` large.
+        """Become the owner of the pool at `path`, `size_bytes` large.
 
         Args:
             path: the file; its directory exists, and should be on a tmpfs (/dev/shm).
-            size_bytes: rounded down to whole pages.
-            prefault: map all pages now, which takes about 0.25 s per GiB, instead of at first use.
+            size_bytes: rounded down to whole pages. The file is larger by its table: by 0.2 %, and
+                by half a megabyte at least.
+            prefault: map all pages of a new file now, which takes about 0.25 s per GiB, instead of
+                at first use. A file that is taken over is mapped by `populate`, any time later.
 
         Raises:
             PoolError: another process owns it, the file system has no room, or the file is not one
@@ -179,16 +114,13 @@ class HostPool:
         size_bytes -= size_bytes % PAGE_BYTES
         if size_bytes <= 0:
             raise PoolError(f"size_bytes={size_bytes}: a pool has at least {PAGE_BYTES} bytes")
-        lock_path = path.with_name(path.name + ".lock")
-        lock_fd = _take_lock(lock_path)
+        lock_path = lock_path_of(path)
+        lock_fd = take_lock(lock_path)
         try:
-            _remove_stale(path, lock_fd)
-            _write_owner(lock_fd)
-            mapping = _create_mapping(path, size_bytes, prefault=prefault)
-            return cls(path, lock_fd, mapping)
+            return cls._open(path, size_bytes, lock_fd, prefault=prefault)
         except BaseException as error:
             # A record without a pool, or an empty one, is of no use to anybody.
-            if not os.path.lexists(path) or not _owner_of(lock_fd):
+            if not os.path.lexists(path) or owner_of(lock_fd) is None:
                 lock_path.unlink(missing_ok=True)
             os.close(lock_fd)
             if isinstance(error, OSError):
@@ -197,9 +129,73 @@ class HostPool:
                 ) from error
             raise
 
+    @classmethod
+    def _open(cls, path: Path, size_bytes: int, lock_fd: int, *, prefault: bool) -> HostPool:
+        there = os.path.lexists(path)
+        if there:
+            _require_ours(path, lock_fd)
+        # Before the file is made: memory without an owner's record would be nobody's.
+        write_owner(lock_fd, Owner.current())
+        emptied = ""
+        if there:
+            mapping, emptied = _map_existing(path, size_bytes)
+            if mapping is not None:
+                pool = cls(path, lock_fd, mapping, size_bytes)
+                if pool._recover():
+                    return pool
+                emptied = "its table of slabs contradicts itself"
+                del pool, mapping
+            path.unlink()
+        mapping = _create_mapping(path, TableShape.of(size_bytes).file_bytes, size_bytes)
+        pool = cls(path, lock_fd, mapping, size_bytes)
+        pool.emptied = emptied
+        pool._table.format(read_boot_id())
+        if prefault:
+            for start in range(0, size_bytes, POPULATE_BYTES_PER_CALL):
+                pool.populate(start)
+        return pool
+
+    def _recover(self) -> bool:
+        """Take the slabs and sealed slots over that the file tells of. False if it is damaged."""
+        slabs = self._table.slabs()
+        if slabs is None or not all(map(_plausible, slabs)):
+            return False
+        ranges = [(slab.base, slab.slots * slab.slot_bytes) for slab in slabs]
+        runs = [(slab.first_record, slab.slots) for slab in slabs]
+        sizes = {slab.slot_bytes for slab in slabs}
+        if len(sizes) > CLASSES_MAX or not (
+            self._extents.claim(ranges) and self._records.claim(runs)
+        ):
+            return False
+        self.recovered = self._table.sealed(slabs)
+        if len(self.recovered):
+            self._sequence = int(self.recovered.used.max())
+        taken = {slab.entry for slab in slabs}
+        self._entries = [entry for entry in self._entries if entry not in taken]
+        sealed = set(self.recovered.offsets.tolist())
+        for found in slabs:
+            self._recover_slab(found, sealed)
+        return True
+
+    def _recover_slab(self, found: SlabEntry, sealed: set[int]) -> None:
+        slot_class = self._classes[self.register_class(found.slot_bytes)]
+        slab = Slab(found.base, found.slots, slot_class, found.entry, found.first_record)
+        slab.fresh = found.slots
+        self._slab_bytes += slab.size_bytes
+        for offset in range(found.base, found.base + slab.size_bytes, found.slot_bytes):
+            if offset in sealed:
+                self._allocated[offset] = slab
+                slab.used += 1
+            else:
+                slab.freed.append(offset)
+                self._table.free_slot(slab.record_of(offset))
+        slot_class.add(slab)
+        if not slab.used:
+            self._remove_slab(slab)
+
     @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """All of the pool, as bytes. A slot is `memory[offset : offset + slot_bytes]`."""
+    def memory(self) -> Bytes:
+        """All slots, as bytes. A slot is `memory[offset : offset + slot_bytes]`."""
         if self._memory is None:
             raise PoolError(f"pool {self.path} is closed")
         return self._memory
@@ -225,7 +221,7 @@ class HostPool:
                 "already; restart the sidecar to forget those that are no longer used"
             )
         class_id = self._class_ids[rounded] = len(self._classes)
-        self._classes.append(_SlotClass(class_id, rounded))
+        self._classes.append(SlotClass(class_id, rounded))
         return class_id
 
     def allocate(self, class_id: int) -> int | None:
@@ -241,11 +237,37 @@ class HostPool:
         if slab.used == slab.slots:
             del slot_class.open[slab.base]
         self._allocated[offset] = slab
+        self._table.open_slot(slab.record_of(offset))
         return offset
+
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        """Note whose a slot is, in at most TAG_BYTES bytes; before it is sealed, for good."""
+        record = self._slab_of(offset).record_of(offset)
+        if len(tag) > TAG_BYTES or not self._table.is_open(record):
+            raise PoolError(
+                f"tag={tag.hex()} of offset={offset}: a tag has up to {TAG_BYTES} bytes and is set "
+                "before the slot is sealed"
+            )
+        self._table.tag_slot(record, tag)
+
+    def seal(self, offset: int) -> None:
+        """Say that a slot is whole and will not change: it may come back after a restart."""
+        self._sequence += 1
+        self._table.seal_slot(self._slab_of(offset).record_of(offset), self._sequence)
+
+    def unseal(self, offset: int) -> None:
+        """Say that a slot is not to come back, though it is not free yet."""
+        self._table.open_slot(self._slab_of(offset).record_of(offset))
+
+    def touch(self, offset: int) -> None:
+        """Note that a sealed slot was used now."""
+        self._sequence += 1
+        self._table.touch_slot(self._slab_of(offset).record_of(offset), self._sequence)
 
     def free(self, offset: int) -> None:
         """Give a slot back. Raises `PoolError` for one that is not allocated."""
         slab = self._slab_of(offset)
+        self._table.free_slot(slab.record_of(offset))
         del self._allocated[offset]
         slot_class = slab.slot_class
         slab.freed.append(offset)
@@ -253,13 +275,8 @@ class HostPool:
         slot_class.used -= 1
         if slab.used:
             slot_class.open[slab.base] = slab
-            return
-        slot_class.open.pop(slab.base, None)
-        slot_class.slabs -= 1
-        slot_class.slots -= slab.slots
-        slab_bytes = slab.slots * slot_class.slot_bytes
-        self._slab_bytes -= slab_bytes
-        self._extents.give(slab.base, slab_bytes)
+        else:
+            self._remove_slab(slab)
 
     def class_of(self, offset: int) -> int:
         """Class of an allocated slot. Raises `PoolError` for one that is not."""
@@ -271,52 +288,81 @@ class HostPool:
 
     def stats(self) -> PoolStats:
         """What is used now."""
-        classes = tuple(
-            ClassStats(one.class_id, one.slot_bytes, one.slabs, one.used, one.slots - one.used)
-            for one in self._classes
-        )
+        classes = tuple(one.stats() for one in self._classes)
         used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
         return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
 
-    def close(self, *, unlink: bool = True) -> tuple[int, ...]:
-        """Give up the memory and the lock; returns the slots that were never freed. Idempotent.
+    def populate(self, start: int) -> None:
+        """Map the pages of the next POPULATE_BYTES_PER_CALL bytes, without the GIL.
+
+        In any thread, while the pool is open. Raises `OSError` where that fails.
+        """
+        piece = self.memory[start : start + POPULATE_BYTES_PER_CALL]
+        if not populate(piece):
+            # Kernels before 5.14: touching a page maps it.
+            piece[::PAGE_BYTES].max(initial=0)
+
+    def close(self, *, keep: bool = False) -> tuple[int, ...]:
+        """Give up the lock, and the memory too unless `keep` and something is sealed. Idempotent.
 
         Call it when no copy runs. The mapping itself goes when the last array over it does.
-
-        Args:
-            unlink: remove the files. If not, their memory stays in use until the next owner
-                empties them.
+        Returns the slots that were never freed; with `keep`, those that were never sealed either.
         """
         if self._memory is None:
             return ()
-        leaked = tuple(sorted(self._allocated))
+        unsealed = [
+            offset
+            for offset, slab in self._allocated.items()
+            if self._table.is_open(slab.record_of(offset))
+        ]
+        keep = keep and len(unsealed) < len(self._allocated)
+        leaked = tuple(sorted(unsealed if keep else self._allocated))
         self._memory = None
         self._allocated.clear()
+        del self._table
         with contextlib.suppress(BufferError):
             self._map.close()
         try:
-            if unlink:
-                # The lock file last: without it, a pool file would be nobody's.
-                self.path.unlink(missing_ok=True)
-                self.path.with_name(self.path.name + ".lock").unlink(missing_ok=True)
+            if keep:
+                write_owner(self._lock_fd, Owner(0))
+            else:
+                remove_files(self.path)
         finally:
             os.close(self._lock_fd)
         return leaked
 
-    def _add_slab(self, slot_class: _SlotClass) -> _Slab | None:
+    def _add_slab(self, slot_class: SlotClass) -> Slab | None:
+        if not self._entries:
+            return None
         slab_bytes_max = min(_SLAB_BYTES_MAX, self.size_bytes // _SLABS_PER_POOL_MIN)
         slots_max = max(1, slab_bytes_max // slot_class.slot_bytes)
-        found = self._extents.take(slot_class.slot_bytes, slots_max)
+        run = self._records.take(1, slots_max)
+        if run is None:
+            return None
+        first_record, records = run
+        found = self._extents.take(slot_class.slot_bytes, records)
+        base, slots = found or (0, 0)
+        if slots < records:
+            self._records.give(first_record + slots, records - slots)
         if found is None:
             return None
-        base, slots = found
-        slab = slot_class.open[base] = _Slab(base, slots, slot_class)
-        slot_class.slabs += 1
-        slot_class.slots += slots
-        self._slab_bytes += slots * slot_class.slot_bytes
+        slab = Slab(base, slots, slot_class, self._entries.pop(), first_record)
+        self._table.add_slab(
+            SlabEntry(slab.entry, base, slot_class.slot_bytes, slots, first_record)
+        )
+        slot_class.add(slab)
+        self._slab_bytes += slab.size_bytes
         return slab
 
-    def _slab_of(self, offset: int) -> _Slab:
+    def _remove_slab(self, slab: Slab) -> None:
+        self._table.remove_slab(slab.entry)
+        slab.slot_class.remove(slab)
+        self._slab_bytes -= slab.size_bytes
+        self._entries.append(slab.entry)
+        self._records.give(slab.first_record, slab.slots)
+        self._extents.give(slab.base, slab.size_bytes)
+
+    def _slab_of(self, offset: int) -> Slab:
         slab = self._allocated.get(offset)
         if slab is None:
             raise PoolError(
@@ -326,86 +372,59 @@ class HostPool:
         return slab
 
 
-def _take_lock(lock_path: Path) -> int:
-    """Open and lock the owner's record, or raise `PoolError`."""
-    try:
-        return _lock_file(lock_path)
-    except OSError as error:
-        raise PoolError(
-            f"cannot lock {lock_path}: {error}; choose another host.directory or runtime.name, or "
-            "remove the file if it is not in use"
-        ) from error
-
-
-def _lock_file(lock_path: Path) -> int:
-    for _ in range(_LOCK_ATTEMPTS_MAX):
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock_fd = os.open(lock_path, flags, 0o600)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An owner that closed in between removed the file that we have just locked.
-            record = os.fstat(lock_fd)
-            if os.path.samestat(record, os.stat(lock_path)):
-                if record.st_size and not _owner_of(lock_fd):
-                    raise FileExistsError(errno.EEXIST, "it is no owner's record")  # noqa: TRY301
-                return lock_fd
-        except BlockingIOError as error:
-            owner = _owner_of(lock_fd) or "unknown"
-            os.close(lock_fd)
-            raise PoolError(
-                f"pool is in use: {lock_path} is locked by process {owner}; stop that sidecar, or "
-                "give this one another runtime.name or host.directory"
-            ) from error
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        os.close(lock_fd)
-    raise PoolError(f"pool is in use: {lock_path} changed owners {_LOCK_ATTEMPTS_MAX} times")
-
-
-def _remove_stale(path: Path, lock_fd: int) -> None:
-    """Remove the memory of an owner that died. Its record says that the file is a pool."""
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or not path.is_file() or not _owner_of(lock_fd):
+def _require_ours(path: Path, lock_fd: int) -> None:
+    """Raise `PoolError` for a file that no owner's record vouches for, or of another user."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or owner_of(lock_fd) is None:
         raise PoolError(
             f"{path} exists and was not made by kvlake (no owner in {path.name}.lock); choose "
             "another host.directory or runtime.name, or remove it yourself"
         )
-    path.unlink()
+    if found.st_uid != os.geteuid():
+        raise PoolError(
+            f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; choose another "
+            "host.directory or runtime.name"
+        )
 
 
-def _write_owner(lock_fd: int) -> None:
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, f"{_LOCK_MAGIC} {os.getpid()}\n".encode(), 0)
+def _plausible(slab: SlabEntry) -> bool:
+    return slab.slots > 0 and slab.slot_bytes > 0 and not (slab.base | slab.slot_bytes) % PAGE_BYTES
 
 
-def _owner_of(lock_fd: int) -> str:
-    """Pid in an owner's record; empty where the file holds something else."""
-    record = os.pread(lock_fd, 64, 0).decode(errors="replace").strip()
-    magic, _, pid = record.rpartition(" ")
-    return pid if magic == _LOCK_MAGIC and pid.isdigit() else ""
+def _map_existing(path: Path, size_bytes: int) -> tuple[mmap.mmap | None, str]:
+    """Map a file of ours, or say why it cannot be taken over."""
+    shape = TableShape.of(size_bytes)
+    fd = os.open(path, _FILE_FLAGS)
+    try:
+        found = os.fstat(fd)
+        first: Bytes = np.frombuffer(os.pread(fd, PAGE_BYTES, 0), dtype=np.uint8)
+        reason = refusal(first, found.st_size, read_boot_id())
+        if reason:
+            return None, reason
+        if found.st_size != shape.file_bytes:
+            return None, f"it was made for another host.size, with {found.st_size} bytes in all"
+        if found.st_blocks * 512 < found.st_size:
+            return None, "it has holes: not all of it is backed by memory"
+        return mmap.mmap(fd, found.st_size), ""
+    finally:
+        os.close(fd)
 
 
-def _create_mapping(path: Path, size_bytes: int, *, prefault: bool) -> mmap.mmap:
+def _create_mapping(path: Path, file_bytes: int, size_bytes: int) -> mmap.mmap:
     file_system = os.statvfs(path.parent)
     room = file_system.f_bavail * file_system.f_frsize
     no_room = (
-        f"size_bytes={size_bytes}: the file system of {path.parent} has {room} bytes left; lower "
-        f"host.size, choose another host.directory, or enlarge it "
+        f"size_bytes={size_bytes} ({file_bytes} with its table): the file system of {path.parent} "
+        f"has {room} bytes left; lower host.size, choose another host.directory, or enlarge it "
         f"(mount -o remount,size=... {path.parent})"
     )
     # A tmpfs that is mounted without a limit reports no blocks at all.
-    if room < size_bytes and file_system.f_blocks:
+    if room < file_bytes and file_system.f_blocks:
         raise PoolError(no_room)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        mapping = mmap.mmap(fd, size_bytes)
-        if prefault:
-            _prefault(mapping)
+        os.posix_fallocate(fd, 0, file_bytes)
+        return mmap.mmap(fd, file_bytes)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
@@ -413,17 +432,3 @@ def _create_mapping(path: Path, size_bytes: int, *, prefault: bool) -> mmap.mmap
         raise
     finally:
         os.close(fd)
-    return mapping
-
-
-def _prefault(mapping: mmap.mmap) -> None:
-    """Map every page, in pieces, so that other threads get a turn in between."""
-    for start in range(0, len(mapping), _PREFAULT_BYTES_PER_CALL):
-        length = min(_PREFAULT_BYTES_PER_CALL, len(mapping) - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # Kernels before 5.14: touching a page maps it.
-            np.frombuffer(mapping, dtype=np.uint8)[start : start + length : PAGE_BYTES].max()
