@@ -1,0 +1,141 @@
+"""Load or recompute: whether a hit in the object store is worth waiting for, and for how long.
+
+Owns the estimate of what reading costs now, and two rules:
+
+* Before anything is read: a run is read if that is expected to end before the engine would have
+  computed it. Both costs grow with the length of the run, so a part of it is never better than
+  all of it or nothing.
+* While it is read: estimates err, and stores stall. At every moment a request has waited no longer
+  than what is ready saves it, plus `regret_max` of what computing everything would have taken. So a
+  store that is slower than the engine costs at most that fraction, however wrong the estimate was:
+  the ski-rental bound, with the price of skis falling as chunks arrive.
+
+The estimate is that of BBR (Cardwell et al. 2016): of the last reads the shortest time and the
+largest delivery rate, where the rate of a read is what all reads delivered between its start and
+its end. Both are optimistic on purpose: the second rule bounds what optimism costs, while nothing
+would ever correct a pessimist who does not read.
+
+Does not own lookups, reads or the clock (`lookups.py`); it is told. Pure.
+
+Invariant: without a measured prefill rate nothing is refused and no wait is cut short: the
+deadline of the lookup is then the only bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+SAMPLES_MAX: Final = 32
+"""Reads that the estimate looks back on."""
+
+PROBE_EVERY: Final = 16
+"""Of so many refused runs one is read all the same, to see whether the store got faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do about a run of chunks that only the store holds."""
+
+    read: bool
+    """False: the engine computes the run sooner than it could be read."""
+    compute_seconds_per_chunk: float
+    """What a ready chunk saves; 0 where it is not known."""
+    regret_seconds_max: float
+    """What waiting may cost beyond what it saves."""
+
+    def patience_seconds(self, ready: int, limit_seconds: float) -> float:
+        """How long the run may have been waited for in all, with `ready` leading chunks there."""
+        if self.compute_seconds_per_chunk <= 0:
+            return limit_seconds
+        saved = ready * self.compute_seconds_per_chunk
+        return min(limit_seconds, saved + self.regret_seconds_max)
+
+
+class ReadStart(NamedTuple):
+    """What to remember of a read until it ends."""
+
+    moment: float
+    delivered_bytes: int
+    running: int
+
+
+class _Sample(NamedTuple):
+    seconds: float
+    bytes_per_second: float
+    running: int
+
+
+class Planner:
+    """Keeps the rates and plans runs.
+
+    Args:
+        reads_inflight_max: reads that run at the same time.
+        regret_max: fraction of the time to compute a run that waiting for it may cost in vain.
+    """
+
+    def __init__(self, *, reads_inflight_max: int, regret_max: float) -> None:
+        self._inflight_max = reads_inflight_max
+        self._regret_max = regret_max
+        self._samples: deque[_Sample] = deque(maxlen=SAMPLES_MAX)
+        self._delivered_bytes = 0
+        self._running = 0
+        self._refused = 0
+
+    def read_started(self, now: float) -> ReadStart:
+        """A read was issued; hand the answer to `read_ended`."""
+        self._running += 1
+        return ReadStart(now, self._delivered_bytes, self._running)
+
+    def read_ended(self, start: ReadStart, now: float, num_bytes: int) -> None:
+        """A read ended with `num_bytes`; one that brought nothing (0) is no measurement."""
+        self._running -= 1
+        seconds = now - start.moment
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        self._delivered_bytes += num_bytes
+        rate = (self._delivered_bytes - start.delivered_bytes) / seconds
+        self._samples.append(_Sample(seconds, rate, start.running))
+
+    def plan(
+        self,
+        num_chunks: int,
+        num_tokens: int,
+        num_bytes: int,
+        queued: int,
+        prefill_tokens_per_second: float,
+    ) -> Plan:
+        """Decide on a run of which `num_chunks` chunks have to be read.
+
+        `num_tokens` and `num_bytes` are those of these chunks, `queued` counts the chunks that wait
+        or are read already, the prefill rate is the engine's own measurement, 0 where it has none.
+        """
+        if num_chunks <= 0 or prefill_tokens_per_second <= 0:
+            return Plan(read=True, compute_seconds_per_chunk=0.0, regret_seconds_max=0.0)
+        compute_seconds = num_tokens / prefill_tokens_per_second
+        read = self.read_seconds(num_chunks, num_bytes, queued) <= compute_seconds
+        if not read:
+            self._refused += 1
+            read = self._refused % PROBE_EVERY == 0
+        return Plan(read, compute_seconds / num_chunks, self._regret_max * compute_seconds)
+
+    def read_seconds(self, num_chunks: int, num_bytes: int, queued: int) -> float:
+        """When the last of a run's chunks would be there; 0 where nothing was measured yet."""
+        if not self._samples:
+            return 0.0
+        latency_seconds = min(sample.seconds for sample in self._samples)
+        behind_bytes = num_bytes / num_chunks * (queued + num_chunks - 1)
+        return latency_seconds + behind_bytes / self._rate(queued + num_chunks)
+
+    def _rate(self, wanted: int) -> float:
+        """Bytes per second that `wanted` reads together may be expected to have."""
+        fastest = max(self._samples, key=lambda sample: sample.bytes_per_second)
+        widest = max(self._samples, key=lambda sample: (sample.running, sample.bytes_per_second))
+        running = min(wanted, self._inflight_max)
+        if widest.running >= running:
+            return fastest.bytes_per_second
+        # So many have not run at once lately: until they have, more reads are taken for faster.
+        return max(
+            fastest.bytes_per_second, widest.bytes_per_second * running / max(1, widest.running)
+        )
