@@ -26,6 +26,8 @@ class Hit:
     end_tokens: int
     wanted: list[bytes]
     """Keys right behind the run that only the store holds."""
+    first_wanted_tokens: int
+    """Where the first of them begins."""
     wanted_tokens: int
     """Where the run would end with them."""
 
@@ -55,7 +57,8 @@ class HitFinder:
         if tail_key is not None and (wanted or tail_blocks > blocks):
             wanted = [*wanted, tail_key]
             wanted_tokens += tail_blocks * geometry.block_tokens
-        return Hit(max(end_tokens, local_tokens), wanted, wanted_tokens)
+        first_wanted_tokens = last * geometry.chunk_tokens
+        return Hit(max(end_tokens, local_tokens), wanted, first_wanted_tokens, wanted_tokens)
 
     def _partial(
         self, state: RequestState, session: Session, index: int, tiers: int

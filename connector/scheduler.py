@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from connector.lookup import HitFinder
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
+from connector.rate import PrefillRate
 from connector.requests import (
     Geometry,
     PendingLookup,
@@ -78,6 +79,7 @@ class SchedulerRole:
         self._clock = clock
         self._requests = Requests(namespace_digest, geometry)
         self._finder = HitFinder(geometry)
+        self._rate = PrefillRate()
         self._stores = Stores(geometry, world_size, clock=clock)
         self._lookups: dict[int, RequestState] = {}
         self._plan = StepPlan()
@@ -141,7 +143,15 @@ class SchedulerRole:
             return
         lookup_id = self._new_id()
         wait_ms = session.limits.lookup_wait_ms_max
-        lookup = Lookup(session.epoch, lookup_id, hit.wanted, wait_ms, state.tenant)
+        lookup = Lookup(
+            session.epoch,
+            lookup_id,
+            hit.wanted,
+            wait_ms,
+            state.tenant,
+            hit.wanted_tokens - hit.first_wanted_tokens,
+            self._rate.tokens_per_second,
+        )
         if self._client.send(session, lookup):
             self.stats.lookups_sent += 1
             state.from_store_keys.update(hit.wanted)
@@ -246,6 +256,7 @@ class SchedulerRole:
             block_ids_of: all block ids of a scheduled request, in order.
         """
         self._poll()
+        self._rate.step(self._clock(), sum(scheduled.values()))
         if self._settings.writes:
             for request_id, num_tokens in scheduled.items():
                 state = self._requests.get(request_id)

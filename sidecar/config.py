@@ -43,7 +43,7 @@ from sidecar.configfile import (
     masked,
     read_source,
 )
-from sidecar.fieldtypes import Count, Directory, Duration, Flag, ReadMode, Size, WriteMode
+from sidecar.fieldtypes import Count, Directory, Duration, Flag, Ratio, ReadMode, Size, WriteMode
 from sidecar.protocol import tenant_id
 from sidecar.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.units import format_duration
@@ -205,6 +205,8 @@ class Store(_Section):
     """Objects read at the same time."""
     write_queue_chunks_max: Count = Field(default=1024, ge=1, le=1_000_000)
     """Chunks that wait to be written; beyond it the write is dropped, the chunk stays in memory."""
+    regret_max: Ratio = Field(default=0.04, ge=0, le=10)
+    """Of the time to compute a prompt, the part that waiting for the store may cost in vain."""
     deadline_seconds_max: Duration = Field(default=30.0, ge=0.01)
     """Longest that one request to the store may take, retries included."""
     retries_max: Count = Field(default=3, ge=0, le=100)

@@ -68,6 +68,8 @@ class EngineLimits:
     lease_ttl_seconds_max: float
     lookups_max_per_session: int
     quarantine_keys_max: int
+    regret_max: float
+    """Fraction of the time to compute a run that waiting for the store may cost in vain."""
     store_writes: bool
     store_reads: bool
 
@@ -186,6 +188,7 @@ class Engine:
             reads_inflight_max=limits.reads_inflight_max,
             lookups_max_per_session=limits.lookups_max_per_session,
             ttl_seconds_max=limits.lease_ttl_seconds_max,
+            regret_max=limits.regret_max,
         )
         self._leases = Leases(self._directory, ttl_seconds_max=limits.lease_ttl_seconds_max)
         self._jobs = Jobs(
@@ -216,7 +219,7 @@ class Engine:
             case Written():
                 self._store.ended(event)
             case ReadDone():
-                self._lookups.read_ended(event)
+                self._lookups.read_ended(event, now)
             case Listed():
                 self._store.listed(event)
             case Tick():
@@ -225,7 +228,7 @@ class Engine:
             case Draining():
                 self._draining = True
                 self._lookups.drain()
-        self._lookups.pump()
+        self._lookups.pump(now)
         self._store.pump()
         return self._flush()
 

@@ -36,6 +36,13 @@ def _number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
+def _real(value: object) -> object:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _flag(value: object) -> object:
     return (
         {"true": True, "false": False}.get(value.lower(), value)
@@ -74,6 +81,7 @@ Directory = Annotated[
     Path, BeforeValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})
 ]
 Count = Annotated[int, BeforeValidator(_number)]
+Ratio = Annotated[float, BeforeValidator(_real)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 WriteMode = Annotated[
     Literal["through", "off"],

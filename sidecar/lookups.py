@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
 from sidecar.directory import Cause, SegmentState
+from sidecar.planner import UNKNOWN, Plan, Planner, ReadStart
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
 if TYPE_CHECKING:
@@ -43,26 +44,49 @@ class PendingLookup:
 
     __slots__ = (
         "answered",
+        "asked",
         "chunks",
-        "deadline",
         "expires",
+        "first_missing",
+        "lead",
         "lookup_id",
         "outcome",
+        "plan",
         "session_id",
+        "wait_seconds",
         "waits",
     )
 
     def __init__(
-        self, session_id: int, lookup_id: int, chunks: list[Chunk], deadline: float, expires: float
+        self,
+        session_id: int,
+        lookup_id: int,
+        chunks: list[Chunk],
+        plan: Plan,
+        *,
+        asked: float,
+        wait_seconds: float,
+        expires: float,
     ) -> None:
         self.session_id = session_id
         self.lookup_id = lookup_id
         self.chunks = chunks
-        self.deadline = deadline
+        self.plan = plan
+        self.asked = asked
+        self.wait_seconds = wait_seconds
         self.expires = expires
+        self.lead = _leading(chunks, 0)
+        """Leading chunks of the run that are in host memory."""
+        self.first_missing = self.lead
         self.waits: set[Chunk] = set()
         self.outcome = Outcome.OK
         self.answered = False
+
+    @property
+    def deadline(self) -> float:
+        """When it is answered with what is there: later, the more is there."""
+        ready = self.lead - self.first_missing
+        return self.asked + self.plan.patience_seconds(ready, self.wait_seconds)
 
 
 class Lookups:
@@ -81,6 +105,7 @@ class Lookups:
         reads_inflight_max: int,
         lookups_max_per_session: int,
         ttl_seconds_max: float,
+        regret_max: float,
     ) -> None:
         self._directory = directory
         self._host = host
@@ -92,6 +117,8 @@ class Lookups:
         self._reads_inflight_max = reads_inflight_max
         self._lookups_max_per_session = lookups_max_per_session
         self._ttl_seconds_max = ttl_seconds_max
+        self._planner = Planner(reads_inflight_max=reads_inflight_max, regret_max=regret_max)
+        self._starts: dict[int, ReadStart] = {}
         self._by_session: dict[int, dict[int, PendingLookup]] = {}
         self._waiters: dict[Chunk, list[PendingLookup]] = {}
         self._queue: deque[Segment] = deque()
@@ -128,10 +155,22 @@ class Lookups:
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
         chunks = self._run(realm, message.keys, message.tenant)
+        plan = self._plan(realm, message, chunks)
+        if not plan.read:
+            self._counters.lookups_recomputed += 1
+            refused = chunks[_leading(chunks, 0) :]
+            del chunks[len(chunks) - len(refused) :]
+            for chunk in refused:
+                self._directory.settle(chunk)
         wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
-        deadline = now + wait_seconds
         lookup = PendingLookup(
-            session_id, message.lookup_id, chunks, deadline, deadline + self._ttl_seconds_max
+            session_id,
+            message.lookup_id,
+            chunks,
+            plan,
+            asked=now,
+            wait_seconds=wait_seconds,
+            expires=now + wait_seconds + self._ttl_seconds_max,
         )
         own[message.lookup_id] = lookup
         for chunk in chunks:
@@ -147,6 +186,24 @@ class Lookups:
             if not chunk.loadable and not lookup.answered:
                 self._queue_reads(chunk)
         self._answer_if_over(lookup)
+
+    def _plan(self, realm: Realm, message: Lookup, chunks: list[Chunk]) -> Plan:
+        """Weigh reading what the run lacks against computing the run from there on."""
+        first = _leading(chunks, 0)
+        missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
+        if not missing:
+            return UNKNOWN
+        layouts = [layout for layout in realm.layouts if layout is not None]
+        chunk_bytes = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
+        num_chunks = len(chunks) - first
+        return self._planner.plan(
+            num_chunks,
+            message.num_tokens * num_chunks // len(message.keys),
+            reads=len(missing) * realm.world_size,
+            read_bytes=len(missing) * chunk_bytes,
+            queued=len(self._queue) + len(self._running),
+            prefill_tokens_per_second=message.prefill_tokens_per_second,
+        )
 
     def _make_room(self, own: dict[int, PendingLookup]) -> bool:
         """Below the limit; what was answered long ago gives way to what is asked now."""
@@ -194,7 +251,7 @@ class Lookups:
                 segment.read_queued = True
                 self._queue.append(segment)
 
-    def pump(self) -> None:
+    def pump(self, now: float) -> None:
         """Start as many reads as may run."""
         while self._queue and len(self._running) < self._reads_inflight_max:
             segment = self._queue.popleft()
@@ -209,6 +266,7 @@ class Lookups:
             else:
                 self._last_read_id += 1
                 self._running[self._last_read_id] = segment
+                self._starts[self._last_read_id] = self._planner.read_started(now)
                 self._emit(
                     Read(
                         read_id=self._last_read_id,
@@ -220,9 +278,10 @@ class Lookups:
                     )
                 )
 
-    def read_ended(self, event: ReadDone) -> None:
+    def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended, well or not; lookups that waited for it go on."""
         segment = self._running.pop(event.read_id)
+        self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
         chunk = segment.chunk
         if event.outcome is StoreOutcome.OK:
             self._counters.bytes_read += event.num_bytes
@@ -249,6 +308,7 @@ class Lookups:
         """Every rank's segment is in the host tier."""
         for lookup in self._waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
+            lookup.lead = _leading(lookup.chunks, lookup.lead)
             self._answer_if_over(lookup)
 
     def store_failed(self, chunk: Chunk) -> None:
@@ -285,9 +345,8 @@ class Lookups:
             self._answer(lookup)
 
     def _answer(self, lookup: PendingLookup) -> None:
-        ready = 0
-        while ready < len(lookup.chunks) and lookup.chunks[ready].loadable:
-            ready += 1
+        # From the start: what was ready may have been found corrupt since.
+        ready = _leading(lookup.chunks, 0)
         if ready < len(lookup.chunks) and lookup.outcome is Outcome.OK:
             # Only a chunk that was there and turned out corrupt leaves such a gap.
             lookup.outcome = Outcome.CORRUPT
@@ -352,3 +411,11 @@ class Lookups:
     def _answer_with_what_is_there(self, lookup: PendingLookup) -> None:
         lookup.outcome = Outcome.MISSING
         self._answer(lookup)
+
+
+def _leading(chunks: list[Chunk], known: int) -> int:
+    """How many chunks of a run, from its start, are in host memory; `known` are known to be."""
+    ready = known
+    while ready < len(chunks) and chunks[ready].loadable:
+        ready += 1
+    return ready

@@ -53,6 +53,10 @@ class Plan:
         return min(limit_seconds, saved + self.regret_seconds_max)
 
 
+UNKNOWN: Final = Plan(read=True, compute_seconds_per_chunk=0.0, regret_seconds_max=0.0)
+"""Nothing is known of the engine: read, and let the deadline bound it."""
+
+
 class ReadStart(NamedTuple):
     """What to remember of a read until it ends."""
 
@@ -102,31 +106,38 @@ class Planner:
         self,
         num_chunks: int,
         num_tokens: int,
-        num_bytes: int,
+        *,
+        reads: int,
+        read_bytes: int,
         queued: int,
         prefill_tokens_per_second: float,
     ) -> Plan:
-        """Decide on a run of which `num_chunks` chunks have to be read.
+        """Decide on a run.
 
-        `num_tokens` and `num_bytes` are those of these chunks, `queued` counts the chunks that wait
-        or are read already, the prefill rate is the engine's own measurement, 0 where it has none.
+        Args:
+            num_chunks: chunks of the run, from the first that is not in host memory on.
+            num_tokens: tokens of these chunks: what the engine would compute otherwise.
+            reads: objects that have to be read for them.
+            read_bytes: bytes of these objects.
+            queued: objects that wait to be read, or are read, already.
+            prefill_tokens_per_second: the engine's own measurement; 0 where it has none yet.
         """
-        if num_chunks <= 0 or prefill_tokens_per_second <= 0:
-            return Plan(read=True, compute_seconds_per_chunk=0.0, regret_seconds_max=0.0)
+        if num_chunks <= 0 or reads <= 0 or num_tokens <= 0 or prefill_tokens_per_second <= 0:
+            return UNKNOWN
         compute_seconds = num_tokens / prefill_tokens_per_second
-        read = self.read_seconds(num_chunks, num_bytes, queued) <= compute_seconds
+        read = self.read_seconds(reads, read_bytes, queued) <= compute_seconds
         if not read:
             self._refused += 1
             read = self._refused % PROBE_EVERY == 0
         return Plan(read, compute_seconds / num_chunks, self._regret_max * compute_seconds)
 
-    def read_seconds(self, num_chunks: int, num_bytes: int, queued: int) -> float:
-        """When the last of a run's chunks would be there; 0 where nothing was measured yet."""
+    def read_seconds(self, reads: int, read_bytes: int, queued: int) -> float:
+        """When the last of a run's objects would be there; 0 where nothing was measured yet."""
         if not self._samples:
             return 0.0
         latency_seconds = min(sample.seconds for sample in self._samples)
-        behind_bytes = num_bytes / num_chunks * (queued + num_chunks - 1)
-        return latency_seconds + behind_bytes / self._rate(queued + num_chunks)
+        behind_bytes = read_bytes / reads * (queued + reads - 1)
+        return latency_seconds + behind_bytes / self._rate(queued + reads)
 
     def _rate(self, wanted: int) -> float:
         """Bytes per second that `wanted` reads together may be expected to have."""

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import struct
 from typing import Final, TypeVar
 
@@ -222,6 +223,10 @@ class Lookup(
     keys: list[bytes]
     deadline_ms: int
     tenant: bytes = b""
+    num_tokens: int = 0
+    """Tokens of all keys together; 0: not said, and then nothing is weighed against computing."""
+    prefill_tokens_per_second: float = 0.0
+    """What the engine measured of itself; 0: nothing yet."""
 
 
 class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
@@ -431,6 +436,10 @@ def _check_client(message: ClientMessage) -> None:
             _check_keys("keys", message.keys)
             _check_tenant(message.tenant)
             _require(message.deadline_ms >= 0, "deadline_ms", message.deadline_ms, "must be >= 0")
+            _require(message.num_tokens >= 0, "num_tokens", message.num_tokens, "must be >= 0")
+            rate = message.prefill_tokens_per_second
+            # Written so that NaN fails too.
+            _require(0 <= rate < math.inf, "prefill_tokens_per_second", rate, "finite, >= 0")
         case Lease():
             _check_keys("keys", message.keys)
             _check_tenant(message.tenant)

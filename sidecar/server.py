@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from tiers.wrap import Metered
 
 TICK_SECONDS: Final = 0.05
+TICK_SECONDS_WAITED_FOR: Final = 0.01
+"""While requests wait for the store: what they wait in vain is a part of their first token."""
+
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
 
@@ -220,7 +223,7 @@ class Server:
             self._hub.feed(Tick())
             now = self._hub.engine.snapshot()
             if now.leases or now.lookups:
-                await anyio.sleep(TICK_SECONDS)
+                await anyio.sleep(TICK_SECONDS_WAITED_FOR if now.lookups else TICK_SECONDS)
                 continue
             self._hub.deadlines = anyio.Event()
             with anyio.move_on_after(TICK_SECONDS_IDLE):

@@ -304,7 +304,7 @@ class TestFound:
             "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
             "ours = [m for m in sys.modules if m.startswith(('sidecar', 'tiers'))]\n"
             "allowed = {'sidecar', 'sidecar.protocol', 'tiers', 'tiers.errors', 'tiers.fence',\n"
-            "           'tiers.index', 'tiers.layout'}\n"
+            "           'tiers.index', 'tiers.layout', 'tiers.memfd'}\n"
             "assert set(ours) <= allowed, set(ours) - allowed\n"
             "import connector.plugin\n"
         )

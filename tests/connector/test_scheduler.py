@@ -382,6 +382,17 @@ class TestStoreOnly:
         source = engine.scheduler.connector_prefix_cache_stats
         assert source is not None
 
+    def test_says_how_fast_the_engine_computes(self, engine: Engine) -> None:
+        self.demoted(engine, first=2)
+        engine.role._rate.step(engine.clock.now - 1.0, 512)
+        engine.role._rate.step(engine.clock.now, 0)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (lookup,) = engine.client.sent_of(Lookup)
+        assert lookup.num_tokens == CACHED - 2 * CHUNK_TOKENS
+        assert lookup.prefill_tokens_per_second == 512
+        engine.finish(request)
+        engine.settle()
+
     def test_an_answer_that_falls_short(self, engine: Engine) -> None:
         self.demoted(engine)
         request = engine.add(request_of("a", PROMPT, max_tokens=1))

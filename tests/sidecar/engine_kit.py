@@ -87,6 +87,7 @@ def limits(**changes: Any) -> EngineLimits:
         lease_ttl_seconds_max=10.0,
         lookups_max_per_session=8,
         quarantine_keys_max=8,
+        regret_max=0.04,
         store_writes=True,
         store_reads=True,
     )
@@ -385,9 +386,12 @@ class World:
         *,
         deadline_ms: int = 500,
         tenant: bytes = b"",
+        num_tokens: int = 0,
+        prefill: float = 0.0,
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
-        return self.send(LookedUp(session_id, Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant)))
+        lookup = Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill)
+        return self.send(LookedUp(session_id, lookup))
 
     def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
         return self.send(LeaseTaken(session_id, lease_id, tuple(key(n) for n in numbers)))

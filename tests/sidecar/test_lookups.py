@@ -152,6 +152,43 @@ def test_lookup_past_its_deadline_gets_what_is_there_and_the_read_still_lands() 
     assert world.engine.counters.lookups_expired == 1
 
 
+def test_lookup_waits_no_longer_than_what_is_ready_saves() -> None:
+    world, _, scheduler = looking()
+    world.listed(dict.fromkeys((1, 2), RANK_0))
+    # The engine would compute the two chunks in a second, so waiting may cost 40 ms in vain.
+    commands = world.look_up(
+        scheduler, 1, [1, 2], deadline_ms=5000, num_tokens=1000, prefill=1000.0
+    )
+    reads = only(commands, Read)
+    world.now = 0.039
+    assert messages(world.send(Tick()), scheduler) == []
+    world.read_done(reads[0].read_id)
+    # The first chunk saves half a second, which the second may take.
+    world.now = 0.5 + 0.039
+    assert messages(world.send(Tick()), scheduler) == []
+    world.now = 0.5 + 0.041
+    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.MISSING)
+    assert world.engine.counters.lookups_expired == 1
+    world.read_done(reads[1].read_id)
+
+
+def test_lookup_of_a_store_slower_than_the_engine_is_answered_at_once() -> None:
+    world, worker, scheduler = looking()
+    world.stored(worker, 1, [1])
+    world.listed(dict.fromkeys((2, 3, 4), RANK_0))
+    [read] = only(world.look_up(scheduler, 1, [2]), Read)
+    world.now = 3.0
+    world.read_done(read.read_id)
+    # A read took three seconds; the engine computes the run in a fraction of one.
+    commands = world.look_up(scheduler, 2, [1, 3, 4], num_tokens=768, prefill=10_000.0)
+    assert only(commands, Read) == []
+    assert messages(commands, scheduler) == answer(2, 1, Outcome.OK)
+    assert world.engine.counters.lookups_recomputed == 1
+    # An engine that is slower still reads them.
+    commands = world.look_up(scheduler, 3, [1, 3, 4], num_tokens=768, prefill=50.0)
+    assert [read.key for read in only(commands, Read)] == [key(3), key(4)]
+
+
 def test_lookup_without_a_slot_is_answered_full() -> None:
     world, worker, scheduler = looking(slabs=1, store_writes=False)
     world.stored(worker, 1, [1])

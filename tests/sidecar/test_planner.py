@@ -64,10 +64,22 @@ def make(**changes: float) -> Planner:
     return Planner(reads_inflight_max=16, regret_max=changes.get("regret_max", REGRET))
 
 
+def plan_of(planner: Planner, count: int, *, queued: int = 0, prefill: float = 10_000.0) -> Plan:
+    """The plan for a run of which nothing is in host memory."""
+    return planner.plan(
+        count,
+        count * CHUNK_TOKENS,
+        reads=count,
+        read_bytes=count * CHUNK_BYTES,
+        queued=queued,
+        prefill_tokens_per_second=prefill,
+    )
+
+
 def test_reads_when_nothing_is_known() -> None:
     planner = make()
-    assert planner.plan(4, 4 * CHUNK_TOKENS, 4 * CHUNK_BYTES, 0, 1000.0).read
-    plan = planner.plan(4, 4 * CHUNK_TOKENS, 4 * CHUNK_BYTES, 0, 0.0)
+    assert plan_of(planner, 4, prefill=1000.0).read
+    plan = plan_of(planner, 4, prefill=0.0)
     assert plan.read
     assert plan.patience_seconds(0, 0.5) == 0.5, "without a prefill rate only the deadline counts"
 
@@ -76,16 +88,15 @@ def test_a_fast_store_is_read_and_a_slow_one_is_not() -> None:
     for latency, rate, expected in ((0.02, 1e9, True), (0.02, 1e5, False), (30.0, 1e9, False)):
         planner, store = make(), StoreModel(latency, rate)
         store.read(planner, 16)
-        plan = planner.plan(16, 16 * CHUNK_TOKENS, 16 * CHUNK_BYTES, 0, 10_000.0)
+        plan = plan_of(planner, 16)
         assert plan.read is expected, (latency, rate)
 
 
 def test_a_long_queue_makes_a_store_slow() -> None:
     planner, store = make(), StoreModel(0.02, 1e8)
     store.read(planner, 16)
-    arguments = 8, 8 * CHUNK_TOKENS, 8 * CHUNK_BYTES
-    assert planner.plan(*arguments, 0, 10_000.0).read
-    assert not planner.plan(*arguments, 200, 10_000.0).read
+    assert plan_of(planner, 8).read
+    assert not plan_of(planner, 8, queued=200).read
 
 
 def test_single_reads_say_little_about_many() -> None:
@@ -93,17 +104,16 @@ def test_single_reads_say_little_about_many() -> None:
     for _ in range(SAMPLES_MAX):
         store.read(planner, 1)
     # One after the other they took 100 ms each; sixteen at once take hardly more.
-    assert planner.plan(16, 16 * CHUNK_TOKENS, 16 * CHUNK_BYTES, 0, 10_000.0).read
+    assert plan_of(planner, 16).read
 
 
 def test_a_store_that_recovers_is_found_out() -> None:
     planner = make()
     StoreModel(5.0, 1e9).read(planner, 16)
-    run = 4, 4 * CHUNK_TOKENS, 4 * CHUNK_BYTES, 0, 10_000.0
-    refused = [planner.plan(*run).read for _ in range(PROBE_EVERY)]
+    refused = [plan_of(planner, 4).read for _ in range(PROBE_EVERY)]
     assert refused == [False] * (PROBE_EVERY - 1) + [True]
     StoreModel(0.01, 1e9).read(planner, 4)
-    assert planner.plan(*run).read
+    assert plan_of(planner, 4).read
 
 
 def test_reads_that_bring_nothing_measure_nothing() -> None:
@@ -138,7 +148,7 @@ def test_waiting_costs_at_most_the_regret(
     planner = make()
     if learnt is not None:
         StoreModel(*learnt).read(planner, 16)
-    plan = planner.plan(count, count * CHUNK_TOKENS, count * CHUNK_BYTES, 0, prefill)
+    plan = plan_of(planner, count, prefill=prefill)
     compute = count * CHUNK_TOKENS / prefill
     if not plan.read:
         return
