@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 import anyio
+import anyio.abc
 
 from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, close_fds
 from sidecar.logs import fields
@@ -53,15 +54,36 @@ class Admission:
         self._hub = hub
         self._endpoint = endpoint
         self._connections = 0
+        self._listener: socket.socket | None = None
+        self._listening = anyio.CancelScope()
 
     async def run(self, listener: socket.socket, accepting: anyio.CancelScope) -> None:
-        """Serve connections until cancelled; `accepting` ends earlier, those that are here stay."""
-        async with anyio.create_task_group() as tasks:
-            with accepting:
-                while True:
-                    sock = await self._accept(listener)
-                    if sock is not None:
-                        tasks.start_soon(self._serve, sock)
+        """Serve connections until cancelled; `accepting` ends earlier, those that are here stay.
+
+        Owns `listener` from here on.
+        """
+        self._listener = listener
+        try:
+            async with anyio.create_task_group() as tasks:
+                with accepting:
+                    while True:
+                        await self._accept_all(self._listener, tasks)
+        finally:
+            self._listener.close()
+
+    def move_to(self, listener: socket.socket) -> None:
+        """Accept on another listener from now on; those that are connected stay."""
+        self._listener = listener
+        self._listening.cancel()
+
+    async def _accept_all(self, listener: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        """Accept until `move_to`, then close the listener."""
+        with anyio.CancelScope() as self._listening:
+            while True:
+                sock = await self._accept(listener)
+                if sock is not None:
+                    tasks.start_soon(self._serve, sock)
+        listener.close()
 
     async def _accept(self, listener: socket.socket) -> socket.socket | None:
         await anyio.wait_readable(listener)

@@ -5,8 +5,7 @@ Owns the command line and how a result is printed. What a command does is elsewh
 needed, so that `kvlake --help` is quick and the connector's environment, which lacks the
 sidecar's packages, gets a sentence rather than a traceback.
 
-Exit codes: 0 done; 1 the answer is no (a damaged file, an unreachable sidecar); 2 the command or
-the configuration must be changed.
+What the exit code says stands in `exits.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
+from sidecar.exits import Exit
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sidecar.config import Config
     from sidecar.server import ServerInfo
-
-EXIT_OK: Final = 0
-EXIT_NO: Final = 1
-EXIT_USAGE: Final = 2
 
 _DESCRIPTION: Final = """\
 kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
@@ -40,7 +37,10 @@ first steps:
   kvlake run -- vllm serve MODEL               an engine with a sidecar, in one command
   kvlake status                                what the sidecar holds and does
 
-`kvlake COMMAND --help` tells more about each command.
+`kvlake COMMAND --help` tells more about each command. Exit codes: 0 done, 1 the answer is no,
+2 change the command or the configuration, 3 the sidecar could not start, 4 it stopped with chunks
+unwritten, 5 a second signal ended it, 70 a bug (docs/operations.md has the table). `run` ends with
+the engine's own code.
 """
 _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG: Final = 1
@@ -53,6 +53,14 @@ _Options: TypeAlias = Any
 
 class UsageError(Exception):
     """The command cannot be carried out as it was given; the message says what to change."""
+
+    code = Exit.USAGE
+
+
+class NotStarted(UsageError):
+    """What the sidecar needs to start is not to be had here and now."""
+
+    code = Exit.START
 
 
 def say(text: str) -> None:
@@ -67,13 +75,16 @@ def complain(text: str) -> None:
 
 def _load(path: Path | None) -> Config:
     from sidecar.config import ConfigError, load
+    from sidecar.redaction import conceal
 
     try:
-        return load(path)
+        config = load(path)
     except ConfigError as error:
         raise UsageError(
             "\n".join(("the configuration cannot be used:", *error.problems))
         ) from error
+    conceal(config.secrets())
+    return config
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -107,7 +118,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         return anyio.run(main)
     except StartError as error:
-        raise UsageError(str(error)) from error
+        raise NotStarted(str(error)) from error
 
 
 def _end_with_parent(parent_pid: int) -> None:
@@ -126,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         return run(config, serve_command(options.config), cast("list[str]", options.command))
     except LaunchError as error:
-        raise UsageError(str(error)) from error
+        raise (NotStarted if error.code is Exit.START else UsageError)(str(error)) from error
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -135,20 +146,28 @@ def _demo(options: argparse.Namespace) -> int:
     if options.model_only is not None:
         path = demo.write_model(options.model_only)
         say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
-        return EXIT_OK
-    return int(demo.main(json=options.json) or EXIT_OK)
+        return Exit.OK
+    return int(demo.main(json=options.json) or Exit.OK)
 
 
 def _status(options: argparse.Namespace) -> int:
+    from sidecar.secretfiles import SecretFileError, read_secret
     from sidecar.status import StatusError, fetch, render, url_of
 
     try:
-        document = fetch(options.url or url_of(_load(options.config)), options.timeout)
+        config = None if options.url else _load(options.config)
+        url = options.url if config is None else url_of(config)
+        token = "" if config is None else config.http.secret_token()
+        if options.token_file is not None:
+            token = read_secret(options.token_file, "--token-file")
+        document = fetch(url, options.timeout, token)
+    except SecretFileError as error:
+        raise UsageError(str(error)) from error
     except StatusError as error:
         complain(str(error))
-        return EXIT_NO
+        return Exit.NO
     say(json.dumps(document, indent=2) if options.json else render(document))
-    return EXIT_OK
+    return Exit.OK
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -163,7 +182,7 @@ def _inspect(options: argparse.Namespace) -> int:
         say(json.dumps([finding.document() for finding in findings], indent=2))
     else:
         say("\n".join(finding.text() for finding in findings))
-    return EXIT_OK if all(finding.intact for finding in findings) else EXIT_NO
+    return Exit.OK if all(finding.intact for finding in findings) else Exit.NO
 
 
 def _tenant_id(options: argparse.Namespace) -> int:
@@ -178,20 +197,34 @@ def _tenant_id(options: argparse.Namespace) -> int:
     if not salt:
         raise UsageError(f"the {where} is empty; it must hold the cache salt")
     say(tenant_id(salt).hex())
-    return EXIT_OK
+    return Exit.OK
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    import zmq
+
+    from sidecar.secretfiles import SecretFileError, write_secret
+
+    _, secret = zmq.curve_keypair()
+    try:
+        write_secret(options.out, secret.decode())
+    except SecretFileError as error:
+        raise UsageError(str(error)) from error
+    say(f"{options.out}: a new secret, readable by its owner only")
+    return Exit.OK
 
 
 def _config_check(options: argparse.Namespace) -> int:
     _load(options.file)
     say(f"{options.file}: ok")
-    return EXIT_OK
+    return Exit.OK
 
 
 def _config_show(options: argparse.Namespace) -> int:
     from sidecar.config import show
 
     say(show(_load(options.file)))
-    return EXIT_OK
+    return Exit.OK
 
 
 def _config_schema(options: argparse.Namespace) -> int:
@@ -199,7 +232,7 @@ def _config_schema(options: argparse.Namespace) -> int:
     from sidecar.config import schema
 
     say(schema())
-    return EXIT_OK
+    return Exit.OK
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -217,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_running(commands)
     _add_looking(commands)
+    _add_keygen(commands)
     _add_tenant(commands)
     _add_config(commands)
     return top
@@ -275,6 +309,12 @@ def _add_looking(commands: _Commands) -> None:
     status.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
     )
+    status.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the token of http.token_file (default: that of the configuration)",
+    )
     status.add_argument("--json", action="store_true", help="print it as JSON")
     status.set_defaults(command_function=_status)
 
@@ -290,6 +330,17 @@ def _add_looking(commands: _Commands) -> None:
     _add_config_option(inspect, help_text="take the store's storage_options for URLs from here")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(command_function=_inspect)
+
+
+def _add_keygen(commands: _Commands) -> None:
+    keygen = commands.add_parser(
+        "keygen",
+        help="make a secret: a key for jobs over TCP, or a token for HTTP",
+        description="Write a new random secret to a file that only its owner can read, for "
+        "runtime.curve_secret_key_file or http.token_file. A file that is there is not replaced.",
+    )
+    keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
+    keygen.set_defaults(command_function=_keygen)
 
 
 def _add_tenant(commands: _Commands) -> None:
@@ -362,16 +413,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{package} is not installed; the sidecar's packages are an extra: "
             'pip install "kvlake[sidecar]" (and s3, gcs or azure for that store)'
         )
-        return EXIT_USAGE
+        return Exit.USAGE
     except UsageError as error:
         complain(str(error))
-        return EXIT_USAGE
+        return error.code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (`| head`) had enough. Standard output goes nowhere now, also at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return Exit.OK
+    except Exception as error:
+        from sidecar.logs import story_whole
+
+        complain(f"a bug ended this command, please report it:\n{story_whole(error)}")
+        return Exit.INTERNAL
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ error.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -42,9 +43,12 @@ from sidecar.configfile import (
     mask_url,
     masked,
     read_source,
+    secrets_in,
+    secrets_of_url,
 )
 from sidecar.fieldtypes import Count, Directory, Duration, Flag, Ratio, ReadMode, Size, WriteMode
 from sidecar.protocol import tenant_id
+from sidecar.secretfiles import read_secret
 from sidecar.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.units import format_duration
 
@@ -353,9 +357,39 @@ class Http(_Section):
     """Metrics, health and status over HTTP."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to listen on; there is no authentication, so keep it inside."""
+    """Address to listen on; one that is not loopback needs a token."""
     port: Count = Field(default=9321, ge=0, le=65_535)
     """Port to listen on; 0 takes any that is free."""
+    token: SecretStr | None = Field(default=None, min_length=16, max_length=1024)
+    """Who asks for metrics or status must send it; a secret, so take it from the environment."""
+    token_file: Directory | None = None
+    """A file that holds the token, readable by its owner only; `kvlake keygen` makes one."""
+
+    @field_validator("token_file")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else _require_absolute(value)
+
+    @field_serializer("token", when_used="json")
+    def _mask(self, value: SecretStr | None) -> str | None:
+        return None if value is None else MASK
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Http:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both given; keep one of them")
+        if self.token is None and self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host} can be reached from other machines; listen on 127.0.0.1, or "
+                "give http.token_file (made by `kvlake keygen --out FILE`) or http.token"
+            )
+        return self
+
+    def secret_token(self) -> str:
+        """The token, or nothing where none is needed. Raises `SecretFileError`."""
+        if self.token_file is not None:
+            return read_secret(self.token_file, "http.token_file")
+        return "" if self.token is None else self.token.get_secret_value()
 
 
 class Log(_Section):
@@ -381,6 +415,30 @@ class Config(_Section):
     # called.
     http: Http = Field(default_factory=Http)
     log: Log = Field(default_factory=Log)
+
+    def secrets(self) -> set[str]:
+        """Every secret that the configuration holds, for masking whatever repeats one."""
+        found = {
+            one.salt.get_secret_value()
+            for one in self.tenants.named.values()
+            if one.salt is not None
+        }
+        if self.http.token is not None:
+            found.add(self.http.token.get_secret_value())
+        if self.store is not None:
+            found |= secrets_of_url(self.store.url)
+            found |= secrets_in(self.store.storage_options)
+        return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that only this machine reaches. Other names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _require_absolute(value: Path) -> Path:

@@ -42,7 +42,7 @@ _SECRET_NAME: Final = re.compile(
     r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
     re.IGNORECASE,
 )
-_OPAQUE: Final = frozenset({"storage_options", "salt"})
+_OPAQUE: Final = frozenset({"storage_options", "salt", "token"})
 """Settings whose values no message repeats, whatever is wrong with them."""
 ANY_NAME: Final = "*"
 """Stands in a path for the names that a mapping's owner chose."""
@@ -296,6 +296,39 @@ def mask_url(url: str) -> str:
         return match[0] if plain else f"{match['scheme']}{MASK}@"
 
     return _QUERY.sub(f"?{MASK}", _USERINFO.sub(replace, url))
+
+
+def secrets_of_url(url: str) -> set[str]:
+    """What `mask_url` would leave out: the password (or the user, where it is alone), the query."""
+    found: set[str] = set()
+    if mask_url(url) == url:
+        return found
+    for match in _USERINFO.finditer(url):
+        user, colon, password = match["user"].partition(":")
+        found.add(password if colon else user)
+    _, _, query = url.partition("?")
+    found.update(value for _, _, value in (part.partition("=") for part in query.split("&")))
+    return found - {""}
+
+
+def secrets_in(value: object, name: str = "") -> set[str]:
+    """Every text in `value` that `masked` would leave out."""
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value)
+        return {
+            one for key, item in items.items() for one in secrets_in(item, _secret(name) or key)
+        }
+    if isinstance(value, list):
+        return {one for item in cast("list[object]", value) for one in secrets_in(item, name)}
+    if isinstance(value, bool) or value is None:
+        return set()
+    if _SECRET_NAME.search(name):
+        return {str(value)}
+    return secrets_of_url(value) if isinstance(value, str) else set()
+
+
+def _secret(name: str) -> str:
+    return name if _SECRET_NAME.search(name) else ""
 
 
 def masked(value: object, name: str = "") -> object:

@@ -104,6 +104,8 @@ class Copies:
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
         self._running = 0
         self._loads_running = 0
+        self._begun: list[float] = []
+        """When each copy that runs now began (monotonic seconds), oldest first."""
 
     @property
     def loads_pending(self) -> int:
@@ -114,6 +116,10 @@ class Copies:
     def pending(self) -> int:
         """Groups that have not ended."""
         return len(self._waiting) + len(self._loads) + len(self._stores) + self._running
+
+    def stuck_seconds(self, now: float) -> float:
+        """How long no copy thread has been free to begin a copy; 0 while one is."""
+        return now - self._begun[-1] if len(self._begun) >= self._threads else 0.0
 
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
@@ -186,12 +192,15 @@ class Copies:
                 continue
             self._running += 1
             self._loads_running += group.is_load
+            begun = time.monotonic()
+            self._begun.append(begun)
             try:
                 with group.memory.in_use() as mapped:
                     ended = await self._copy(group, mapped=mapped)
             finally:
                 self._running -= 1
                 self._loads_running -= group.is_load
+                self._begun.remove(begun)
             if ended is None:
                 # The worker was revoking at that moment. Its lock lasts microseconds, or as long
                 # as it is stopped: back to the gate, where the deadline bounds it.

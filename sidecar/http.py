@@ -1,6 +1,7 @@
-"""HTTP on loopback: /metrics, /healthz, /readyz, /status. Read-only, no authentication.
+"""HTTP: /metrics, /healthz, /readyz, /status. Read-only; on loopback, or with a token.
 
-Owns the listening TCP socket and the routes. Does not own what they say (`metrics.py`).
+Owns the listening TCP socket, its connections and their limits, the routes, and who may ask. Does
+not own what they say (`metrics.py`, `watchdog.py`).
 
 Served by aiohttp's `AppRunner` on the sidecar's own loop. Chosen over uvicorn with starlette,
 which runs under anyio but replaces the process's signal handlers while it serves and ends the
@@ -8,44 +9,82 @@ process when it cannot bind; aiohttp does neither when asked, says which port it
 there already wherever s3fs is. Its connection tasks are its own and are ended by `stop`, which
 the server's task group waits for.
 
-Invariants: /healthz answers as long as the loop turns; /readyz is 200 exactly while engines can
-attach, and says in its body what is degraded; nothing here changes anything.
+Invariants:
+
+* /healthz answers as long as the loop turns; /readyz is 200 exactly while engines can attach and
+  be served, and says in its body what is wrong; nothing here changes anything.
+* With a token, whoever does not give it learns from /healthz and /readyz only which is which: codes
+  but no reasons, since probes of an orchestrator have no token and reasons name places.
+* A connection lasts `CONNECTION_SECONDS_MAX` at most, whatever it does, and there are never more
+  than `CONNECTIONS_MAX`: a client that sends its request byte by byte cannot use up descriptors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import hmac
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from aiohttp import web
 
 from sidecar.attach import StartError
+from sidecar.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from sidecar.metrics import Reporter
+    from sidecar.watchdog import Watchdog
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-REQUEST_BYTES_MAX: Final = 64 * 1024
+BODY_BYTES_MAX: Final = 4096
+"""Of a request. No route reads one."""
+LINE_BYTES_MAX: Final = 4096
+"""Of the request line and of each header; aiohttp takes at most 128 headers."""
 SHUTDOWN_SECONDS_MAX: Final = 1.0
+CONNECTIONS_MAX: Final = 64
+CONNECTION_SECONDS_MAX: Final = 30.0
+SWEEP_SECONDS: Final = 1.0
+KEEPALIVE_SECONDS_MAX: Final = 15.0
+LINGER_SECONDS_MAX: Final = 1.0
+
+
+class _TurnedAway(asyncio.Protocol):
+    """A connection too many: closed as soon as it is there."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast("asyncio.Transport", transport).abort()
 
 
 class HttpServer:
-    """The server; `url` is known once it is started."""
+    """The server; `url` is known once it is started.
 
-    def __init__(self, host: str, port: int, reporter: Reporter) -> None:
+    It starts first of all, so that /healthz and /readyz answer while the rest is made ready; what
+    there is to tell is given to it later (`report`).
+    """
+
+    def __init__(self, host: str, port: int, watchdog: Watchdog, *, token: str = "") -> None:
         self._host = host
         self._port = port
-        self._reporter = reporter
-        application = web.Application(client_max_size=REQUEST_BYTES_MAX)
+        self._watchdog = watchdog
+        self._token = token.encode()
+        self._reporter: Reporter | None = None
+        self._server: asyncio.Server | None = None
+        self._url = ""
+        self._begun: dict[web.RequestHandler, float] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self.connections_refused = 0
+        self.requests_refused = 0
+        """Requests without the token."""
+        application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.add_routes(
             [
-                web.get("/metrics", _answered(self._metrics)),
-                web.get("/healthz", _answered(self._health)),
-                web.get("/readyz", _answered(self._readiness)),
-                web.get("/status", _answered(self._status)),
+                web.get("/metrics", self._guarded(self._metrics)),
+                web.get("/healthz", self._health),
+                web.get("/readyz", self._readiness),
+                web.get("/status", self._guarded(self._status)),
             ]
         )
         self._runner = web.AppRunner(
@@ -53,13 +92,20 @@ class HttpServer:
             handle_signals=False,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS_MAX,
+            keepalive_timeout=KEEPALIVE_SECONDS_MAX,
+            lingering_time=LINGER_SECONDS_MAX,
+            max_line_size=LINE_BYTES_MAX,
+            max_field_size=LINE_BYTES_MAX,
         )
 
     async def start(self) -> None:
         """Bind and serve. Raises `StartError` where the address cannot be had."""
         await self._runner.setup()
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            self._server = await loop.create_server(
+                self._protocol, self._host, self._port, backlog=CONNECTIONS_MAX
+            )
         except OSError as error:
             await self._runner.cleanup()
             remedy = "choose another http.port, or 0 for any that is free"
@@ -68,41 +114,94 @@ class HttpServer:
             raise StartError(
                 f"http.host={self._host}, http.port={self._port} cannot be bound: {error}; {remedy}"
             ) from error
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+        self._sweep()
 
     @property
     def url(self) -> str:
         """Where it answers."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+        return self._url
+
+    def report(self, reporter: Reporter | None) -> None:
+        """Answer from this reporter; None: there is nothing to tell (yet, or any more)."""
+        self._reporter = reporter
 
     async def stop(self) -> None:
         """Close the socket and every connection."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
 
-    def _metrics(self) -> web.Response:
-        return web.Response(body=self._reporter.metrics(), headers={"Content-Type": METRICS_TYPE})
+    # --- connections -----------------------------------------------------------------------
 
-    def _health(self) -> web.Response:
+    def _protocol(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        if server is None or len(self._begun) >= CONNECTIONS_MAX:
+            self.connections_refused += 1
+            return _TurnedAway()
+        handler = server()
+        self._begun[handler] = asyncio.get_running_loop().time()
+        return handler
+
+    def _sweep(self) -> None:
+        """Forget connections that have ended, and end those whose time is over."""
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        here = set(server.connections) if server is not None else set[web.RequestHandler]()
+        now = loop.time()
+        for handler, begun in list(self._begun.items()):
+            if handler not in here:
+                del self._begun[handler]
+            elif now - begun > CONNECTION_SECONDS_MAX:
+                handler.force_close()
+        self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    # --- routes ----------------------------------------------------------------------------
+
+    def _authorized(self, request: web.Request) -> bool:
+        if not self._token:
+            return True
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # In constant time: how long it takes must not say how much of it is right.
+        same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
+        return same and scheme.lower() == "bearer"
+
+    def _guarded(
+        self, answer: Callable[[Reporter], web.Response]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            if not self._authorized(request):
+                self.requests_refused += 1
+                return web.Response(
+                    status=401,
+                    text="this address needs the token of http.token: Authorization: Bearer ...\n",
+                    headers={"WWW-Authenticate": 'Bearer realm="kvlake"'},
+                )
+            if self._reporter is None:
+                return _json(self._watchdog.readiness()[1], status=503)
+            return answer(self._reporter)
+
+        return handler
+
+    def _metrics(self, reporter: Reporter) -> web.Response:
+        body = redacted(reporter.metrics().decode()).encode()
+        return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
+
+    def _status(self, reporter: Reporter) -> web.Response:
+        return _json(reporter.status())
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        del request  # the same for everybody
         return web.Response(text="ok\n")
 
-    def _readiness(self) -> web.Response:
-        ready, document = self._reporter.readiness()
-        return _json(document, status=200 if ready else 503)
-
-    def _status(self) -> web.Response:
-        return _json(self._reporter.status())
-
-
-def _answered(
-    answer: Callable[[], web.Response],
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        del request  # every answer is the same for everybody
-        return answer()
-
-    return handler
+    async def _readiness(self, request: web.Request) -> web.StreamResponse:
+        told = self._watchdog.readiness(reasons=self._authorized(request))
+        return _json(told[1], status=200 if told[0] else 503)
 
 
 def _json(document: object, *, status: int = 200) -> web.Response:
-    text = json.dumps(document, indent=2) + "\n"
+    text = redacted(json.dumps(document, indent=2)) + "\n"
     return web.Response(text=text, status=status, content_type="application/json")

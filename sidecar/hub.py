@@ -55,6 +55,8 @@ class Census:
     sessions_opened: int = 0
     frames_received: int = 0
     replies_dropped: int = 0
+    sockets_renewed: int = 0
+    """Socket files that were made again after somebody had removed them."""
     connections_cut: int = 0
     """Connections that ended, or were ended, before they had attached."""
     attaches_refused: Counter[str] = field(default_factory=Counter[str])

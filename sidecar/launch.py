@@ -12,6 +12,8 @@ Invariants:
   process, because the children have no terminal.
 * The sidecar never outlives this process (the kernel ends it), and is given `drain_seconds_max`
   and some grace to end by itself before it is killed.
+* Of the two children neither speaks to the service manager: this process is the service's main one,
+  says READY once the engine is started, and feeds the manager's watchdog as long as it turns.
 * Restarts of a sidecar back off to at most `RESTART_SECONDS_MAX`; the engine serves on meanwhile.
 """
 
@@ -30,6 +32,9 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
+
+from sidecar.exits import Exit
+from sidecar.notify import Notifier, without_notify
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -59,6 +64,10 @@ _PREFAULT_BYTES_PER_SECOND_MIN: Final = 256 << 20
 
 class LaunchError(Exception):
     """The command cannot be started; the message says what to change."""
+
+    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def say(text: str) -> None:
@@ -194,7 +203,8 @@ class Sidecar:
                 if left <= 0:
                     raise LaunchError(
                         f"the sidecar was not ready after {self.ready_seconds_max:.0f} s; see its "
-                        "lines above. A large host.size starts faster with host.prefault: false"
+                        "lines above. A large host.size starts faster with host.prefault: false",
+                        Exit.START,
                     )
                 readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
                 if wakeup.fileno() in readable:
@@ -206,7 +216,10 @@ class Sidecar:
                         return
                     assert self._process is not None
                     code = self._process.wait()
-                    raise LaunchError(f"the sidecar ended with code {code}; see its lines above")
+                    raise LaunchError(
+                        f"the sidecar ended with code {code}; see its lines above",
+                        Exit.START if code == Exit.START else Exit.USAGE,
+                    )
 
     def _spawn(self, ready_fd: int | None) -> None:
         command = list(self._command)
@@ -221,6 +234,7 @@ class Sidecar:
             stdout=sys.stderr.fileno(),
             pass_fds=() if ready_fd is None else (ready_fd,),
             start_new_session=True,
+            env=without_notify(os.environ),
         )
 
     def watch(self) -> float | None:
@@ -316,25 +330,36 @@ def run(config: Config, serve: Sequence[str], command: Sequence[str]) -> int:
         raise LaunchError(f"{command[0]}: no such command; is vLLM installed in this environment?")
     engine_command = with_connector(command, config)
     sidecar = Sidecar(config, serve)
+    notifier = Notifier()
     with _signals() as wakeup:
         try:
+            notifier.status("starting the sidecar")
+            notifier.extend(sidecar.ready_seconds_max)
             sidecar.start(wakeup)
             say(f"the sidecar is ready; starting {shlex.join(engine_command)}")
-            return _run_engine(engine_command, sidecar, wakeup)
+            return _run_engine(engine_command, sidecar, wakeup, notifier)
         except Interrupted as interrupted:
             return 128 + interrupted.number
         finally:
+            notifier.stopping("the sidecar drains")
+            notifier.extend(config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS)
             sidecar.stop(wakeup)
 
 
-def _run_engine(command: Sequence[str], sidecar: Sidecar, wakeup: socket.socket) -> int:
+def _run_engine(
+    command: Sequence[str], sidecar: Sidecar, wakeup: socket.socket, notifier: Notifier
+) -> int:
     try:
-        engine = subprocess.Popen(command, start_new_session=True)
+        engine = subprocess.Popen(command, start_new_session=True, env=without_notify(os.environ))
     except OSError as error:
         raise LaunchError(f"{command[0]}: cannot be started: {error}") from error
     try:
+        notifier.ready("the engine runs, with a sidecar beside it")
+        beat = None if notifier.watchdog_seconds is None else notifier.watchdog_seconds / 3
         while (code := engine.poll()) is None:
-            readable, _, _ = select.select([wakeup], [], [], sidecar.watch())
+            notifier.alive()
+            times = [seconds for seconds in (sidecar.watch(), beat) if seconds is not None]
+            readable, _, _ = select.select([wakeup], [], [], min(times, default=None))
             if readable:
                 number = _forwarded(wakeup)
                 if number is not None:

@@ -4,7 +4,8 @@ Owns the two formatters and the set-up of the root of kvlake's loggers. Does not
 module, files or rotation: lines go to standard error and whoever runs the sidecar keeps them.
 
 Invariants: one record is one line, whatever its fields hold (keys of chunks are shown as short
-hex, text is quoted when it needs to be); a field never overwrites time, level, logger or event.
+hex, text is quoted when it needs to be); a field never overwrites time, level, logger or event;
+known secrets are masked (`redaction.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import logging
 import sys
 import traceback
 from typing import Final, Literal
+
+from sidecar.redaction import redacted
 
 LOGGER: Final = "kvlake"
 FIELD_CHARACTERS_MAX: Final = 2_000
@@ -42,12 +45,17 @@ def story_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-FIELD_CHARACTERS_MAX:]
 
 
+def story_whole(error: BaseException) -> str:
+    """An error's whole traceback as text, known secrets masked: for one that ends the process."""
+    return redacted("".join(traceback.format_exception(error)))
+
+
 def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return value[:_BYTES_SHOWN_MAX].hex()
     if value is None or isinstance(value, bool | int | float):
         return value
-    text = str(value)
+    text = redacted(str(value))
     if len(text) > FIELD_CHARACTERS_MAX:
         text = text[:FIELD_CHARACTERS_MAX] + "..."
     return text
@@ -70,10 +78,10 @@ class TextFormatter(logging.Formatter):
         """One line; a traceback is folded into it as the field `traceback`."""
         values = _of(record)
         if record.exc_info:
-            values["traceback"] = self.formatException(record.exc_info)
+            values["traceback"] = redacted(self.formatException(record.exc_info))
         shown = "".join(f" {name}={_quoted(value)}" for name, value in values.items())
         head = f"{_time(record)} {record.levelname} {record.name}"
-        return f"{head}: {_one_line(record.getMessage())}{shown}"
+        return f"{head}: {_one_line(redacted(record.getMessage()))}{shown}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -83,12 +91,12 @@ class JsonFormatter(logging.Formatter):
         """One line of JSON: time, level, logger, event, then the fields."""
         values = _of(record)
         if record.exc_info:
-            values["traceback"] = self.formatException(record.exc_info)
+            values["traceback"] = redacted(self.formatException(record.exc_info))
         own = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": redacted(record.getMessage()),
         }
         return json.dumps(values | own, ensure_ascii=False)
 
@@ -111,3 +119,8 @@ def configure(level: str, style: Literal["text", "json"]) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    # What libraries warn of takes the same way, so that their secrets are masked too. Their debug
+    # lines hold whole requests, signatures included, and are not shown at any level.
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)

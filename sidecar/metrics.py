@@ -23,13 +23,16 @@ from prometheus_client.registry import Collector
 
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.tenants import TenantCounters
+from sidecar.watchdog import PROBLEMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from sidecar.http import HttpServer
     from sidecar.hub import Hub
     from sidecar.realms import Realm
     from sidecar.tenants import TenantSnapshot
+    from sidecar.watchdog import Watchdog
 
 PREFIX: Final = "kvlake"
 
@@ -138,6 +141,7 @@ class HubCollector(Collector):
         yield _gauge("sessions", "Attached clients", roles, ["role"])
         census = hub.census
         yield _counter("sessions_opened", "Clients that attached", {(): census.sessions_opened})
+        yield _counter("sockets_renewed", "Sockets made again", {(): census.sockets_renewed})
         yield _counter("connections_cut", "Ended unattached", {(): census.connections_cut})
         yield _counter("frames_received", "Messages from clients", {(): census.frames_received})
         yield _counter("replies_dropped", "Answers without a taker", {(): census.replies_dropped})
@@ -167,35 +171,48 @@ def _gauge(
     return family
 
 
-class Reporter:
-    """Renders a hub: metrics, status, readiness."""
+class WatchdogCollector(Collector):
+    """Whether engines can be served, and what keeps them from it."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, watchdog: Watchdog, http: HttpServer) -> None:
+        self._watchdog = watchdog
+        self._http = http
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, as of now."""
+        now = self._watchdog
+        ready, _ = now.readiness(reasons=False)
+        yield _gauge("ready", "1 while engines can attach and be served", {(): int(ready)})
+        found = {(code,): 0 for code in PROBLEMS} | {(one.code,): 1 for one in now.problems()}
+        yield _gauge("problem", "1 while this is wrong, by code", found, ["code"])
+        yield _gauge("loop_lag_seconds", "How late the event loop was", {(): now.lag_seconds})
+        most = {(): now.lag_seconds_max}
+        yield _gauge("loop_lag_seconds_max", "The latest that the event loop ever was", most)
+        refused = {("connection",): self._http.connections_refused}
+        refused["token",] = self._http.requests_refused
+        yield _counter("http_refused", "HTTP connections and requests refused", refused, ["why"])
+
+
+class Reporter:
+    """Renders a hub: metrics and status."""
+
+    def __init__(self, hub: Hub, watchdog: Watchdog, http: HttpServer) -> None:
         self._hub = hub
+        self._watchdog = watchdog
         self._started = time.monotonic()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(HubCollector(hub))
+        self._registry.register(WatchdogCollector(watchdog, http))
 
     def metrics(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether engines should attach, and in what state each part is."""
-        hub = self._hub
-        store: dict[str, object] | None = None
-        if hub.watch is not None:
-            health = hub.watch.health
-            store = {"state": health.state, "reason": health.reason}
-        degraded = store is not None and store["state"] != "ok"
-        state = "draining" if hub.draining else "degraded" if degraded else "ok"
-        return not hub.draining, {"state": state, "pool": "ok", "sockets": "ok", "store": store}
-
     def status(self) -> dict[str, object]:
         """Everything that `kvlake status` shows."""
         hub = self._hub
         now = hub.engine.snapshot()
-        ready, readiness = self.readiness()
+        ready, readiness = self._watchdog.readiness()
         counters = dataclasses.asdict(hub.engine.counters)
         return {
             "version": version(),
@@ -206,6 +223,7 @@ class Reporter:
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "ready": ready,
             "state": readiness["state"],
+            "problems": readiness["problems"],
             "tiers": {"host": self._host_tier(now.chunks_in_host), "store": self._store_tier()},
             "hits": {
                 "chunks_loaded": counters["chunks_loaded"],

@@ -59,6 +59,8 @@ class Router:
         uids: Sequence[int] = (),
     ) -> None:
         self.endpoint = f"ipc://{path}"
+        self._path = path
+        self._mode = mode
         self._received = received
         self._broke = broke
         self._context = zmq.Context(io_threads=1)
@@ -83,6 +85,14 @@ class Router:
         self._loop.add_reader(self._fd, self._drain)
         # What arrived between bind and here has rung the bell already.
         self._check()
+
+    def bind_again(self) -> None:
+        """Make the socket file anew after somebody removed it; connected peers notice nothing.
+
+        The old listener stays beside it: ending that one would remove the new file, later.
+        """
+        self._socket.bind(self.endpoint)
+        self._path.chmod(self._mode)
 
     def send(self, routing_id: bytes, payload: bytes) -> Sent:
         """Queue one message for a peer, or say why not."""

@@ -55,21 +55,40 @@ class RuntimeDirectory:
         self.attach_path = self.path / "attach.sock"
         self.jobs_path = self.path / "jobs.sock"
         self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
+        self._mode = MODE_PASSABLE if shared else MODE_OWN
+        self._shared = shared
+        self._strict = strict_parents
         longest = len(os.fsencode(self.attach_path))
         if longest > _SOCKET_PATH_BYTES_MAX:
             raise StartError(
                 f"runtime.directory: {self.attach_path} has {longest} bytes and a Unix socket path "
                 f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
             )
-        mode = MODE_PASSABLE if shared else MODE_OWN
-        _make(directory, mode)
-        _make(self.path, mode)
-        _check_own(self.path)
-        if stat.S_IMODE(self.path.lstat().st_mode) != mode:
-            self.path.chmod(mode)
-        _check_parents(directory, strict=strict_parents, shared=shared)
+        self._make()
         self._lock_fd = self._take_lock()
         self.remove_sockets()
+
+    def held(self) -> bool:
+        """Whether the directory is still there and its lock still ours."""
+        try:
+            found = os.lstat(self.path / "lock")
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._lock_fd))
+
+    def retake(self) -> None:
+        """Make a directory again that was removed under us. Raises `StartError`, `OSError`."""
+        self._make()
+        lock_fd, self._lock_fd = self._lock_fd, self._take_lock()
+        os.close(lock_fd)
+
+    def _make(self) -> None:
+        _make(self.path.parent, self._mode)
+        _make(self.path, self._mode)
+        _check_own(self.path)
+        if stat.S_IMODE(self.path.lstat().st_mode) != self._mode:
+            self.path.chmod(self._mode)
+        _check_parents(self.path.parent, strict=self._strict, shared=self._shared)
 
     def _take_lock(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -96,7 +115,8 @@ class RuntimeDirectory:
 
     def close(self) -> None:
         """Remove the sockets and let go of the directory."""
-        self.remove_sockets()
+        if self.held():
+            self.remove_sockets()
         os.close(self._lock_fd)
 
 

@@ -35,13 +35,19 @@ import pyarrow as pa
 from sidecar.admission import Admission
 from sidecar.attach import StartError, listen
 from sidecar.commands import Tick
+from sidecar.exits import Exit
 from sidecar.http import HttpServer
 from sidecar.hub import Hub
 from sidecar.logs import fields
 from sidecar.metrics import Reporter
+from sidecar.notify import Notifier
+from sidecar.redaction import conceal
 from sidecar.router import Router
 from sidecar.runtimedir import RuntimeDirectory
+from sidecar.secretfiles import SecretFileError
 from sidecar.storage import WrapStore, open_store
+from sidecar.upkeep import Upkeep
+from sidecar.watchdog import Phase, Watchdog
 from tiers.errors import PoolError, TierError
 from tiers.pool import HostPool
 
@@ -78,7 +84,7 @@ async def serve(
     *,
     ready: Callable[[ServerInfo], None] | None = None,
     wrap_store: WrapStore | None = None,
-) -> int:
+) -> Exit:
     """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
 
     Run it with `anyio.run` on the asyncio backend. `ready` is called once, when every socket is
@@ -87,7 +93,10 @@ async def serve(
     # Their pools would take the engine's cores; what copies and hashes has its own threads.
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    with contextlib.ExitStack() as stack:
+    conceal(config.secrets())
+    async with contextlib.AsyncExitStack() as stack:
+        watchdog = Watchdog(Notifier())
+        stack.callback(watchdog.stop)
         directory = RuntimeDirectory(
             config.runtime.directory,
             config.runtime.name,
@@ -95,10 +104,24 @@ async def serve(
             strict_parents=config.runtime.strict_parents,
         )
         stack.callback(directory.close)
+        token = _secret(config.http.secret_token)
+        http = HttpServer(config.http.host, config.http.port, watchdog, token=token)
+        await http.start()
+        stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
         pool = await anyio.to_thread.run_sync(_open_pool, config)
         stack.callback(_close_pool, pool)
-        return await Server(config, directory, pool, store).run(ready)
+        return await Server(config, directory, pool, store, http, watchdog).run(ready)
+
+
+def _secret(read: Callable[[], str]) -> str:
+    """A secret from where the configuration says, masked from now on. Raises `StartError`."""
+    try:
+        secret = read()
+    except SecretFileError as error:
+        raise StartError(str(error)) from error
+    conceal([secret])
+    return secret
 
 
 def _open_pool(config: Config) -> HostPool:
@@ -124,7 +147,13 @@ class Server:
     """One sidecar's life."""
 
     def __init__(
-        self, config: Config, directory: RuntimeDirectory, pool: HostPool, store: Metered | None
+        self,
+        config: Config,
+        directory: RuntimeDirectory,
+        pool: HostPool,
+        store: Metered | None,
+        http: HttpServer,
+        watchdog: Watchdog,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -132,11 +161,15 @@ class Server:
         self._store = store
         # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
         self._hub = Hub(config, pool, store, epoch=time.time_ns())
+        self._http = http
+        self._watchdog = watchdog
+        self._watchdog.broke = self._break
         self._stopping = anyio.Event()
         self._broken: BaseException | None = None
 
-    async def run(self, ready: Callable[[ServerInfo], None] | None) -> int:
+    async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
         """Serve until told to stop, drain, and take everything down."""
+        ended = Exit.OK
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
@@ -150,39 +183,43 @@ class Server:
             )
             stack.callback(router.close)
             self._hub.connect(router)
-            http = HttpServer(self._config.http.host, self._config.http.port, Reporter(self._hub))
-            await http.start()
-            stack.push_async_callback(http.stop)
+            self._http.report(Reporter(self._hub, self._watchdog, self._http))
+            stack.callback(self._http.report, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)
             async with anyio.create_task_group() as tasks:
                 await self._start(tasks)
                 accepting = anyio.CancelScope()
                 admission = Admission(self._hub, router.endpoint)
+                upkeep = Upkeep(self._hub, self._directory, admission, router)
+                self._watchdog.add(upkeep.check)
+                self._watchdog.mend(upkeep.mend)
                 tasks.start_soon(admission.run, listener, accepting)
                 info = ServerInfo(
                     epoch=self._hub.epoch,
                     attach_path=self._directory.attach_path,
                     endpoint=router.endpoint,
-                    http_url=http.url,
+                    http_url=self._http.url,
                     stop=_stopper(self._stopping),
                 )
                 _logger.info(
                     "serving",
                     extra=fields(attach=info.attach_path, http=info.http_url, epoch=info.epoch),
                 )
+                self._watchdog.enter(Phase.SERVING)
                 if ready is not None:
                     ready(info)
                 await self._stopping.wait()
+                self._watchdog.enter(Phase.DRAINING)
                 accepting.cancel()
                 self._directory.attach_path.unlink(missing_ok=True)
                 if self._broken is None:
-                    await self._drain()
+                    ended = await self._drain()
                 self._hub.end()
                 tasks.cancel_scope.cancel()
         if self._broken is not None:
             raise self._broken
-        return 0
+        return ended
 
     async def _start(self, tasks: anyio.abc.TaskGroup) -> None:
         await tasks.start(self._hub.mover.run)
@@ -215,7 +252,7 @@ class Server:
         """End the process now: threads may be copying, so nothing is unmapped first."""
         self._directory.remove_sockets()
         self._pool.path.unlink(missing_ok=True)
-        os._exit(1)
+        os._exit(Exit.AT_ONCE)
 
     async def _tick(self) -> None:
         """Let time pass for the engine: finely while something ends with it, else rarely."""
@@ -229,7 +266,7 @@ class Server:
             with anyio.move_on_after(TICK_SECONDS_IDLE):
                 await self._hub.deadlines.wait()
 
-    async def _drain(self) -> None:
+    async def _drain(self) -> Exit:
         """Finish what was begun, within `limits.drain_seconds_max`."""
         self._hub.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max):
@@ -237,7 +274,7 @@ class Server:
         left = self._hub.engine.pending_work()
         if left.idle:
             _logger.info("drained")
-            return
+            return Exit.OK
         _logger.warning(
             "drained in part: limits.drain_seconds_max is over",
             extra=fields(
@@ -246,6 +283,7 @@ class Server:
                 reads_left=left.reads_running + left.reads_queued,
             ),
         )
+        return Exit.LOSS
 
 
 def _stopper(stopping: anyio.Event) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sidecar.units import approximate_size
@@ -53,18 +54,30 @@ def url_of(config: Config) -> str:
     return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
 
 
-def fetch(url: str, timeout_seconds: float) -> Document:
+def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
     """The status document of the sidecar at `url`. Raises `StatusError`."""
     if not url.startswith(("http://", "https://")):
         raise StatusError(f"{url!r} is no address; write http://HOST:PORT")
     target = f"{url.rstrip('/').removesuffix('/status')}/status"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(target)  # noqa: S310 (the scheme was checked above)
+    if token:
+        # Unredirected: a server that sends us elsewhere must not send the token along.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with opener.open(target, timeout=timeout_seconds) as answer:
+        with opener.open(request, timeout=timeout_seconds) as answer:
             body: bytes = answer.read(DOCUMENT_BYTES_MAX)
         document: object = json.loads(body)
     except urllib.error.HTTPError as error:
         error.close()
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise StatusError(
+                f"{target} needs a token, and "
+                + ("takes another one" if token else "none was given")
+                + "; use --config with the sidecar's own file, or --token-file"
+            ) from error
+        if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise StatusError(f"{target}: the sidecar is starting or ending, ask again") from error
         raise StatusError(f"{target} answered {error.code}; is that a kvlake sidecar?") from error
     except (OSError, ValueError) as error:
         reason: object = error.reason if isinstance(error, urllib.error.URLError) else error

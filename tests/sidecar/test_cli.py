@@ -221,8 +221,11 @@ def test_another_server_is_not_taken_for_a_sidecar(
     monkeypatch.setattr(_Answer, "body", body)
     with pytest.raises(StatusError, match="is that a kvlake sidecar"):
         fetch(address, 5)
+    monkeypatch.setattr(_Answer, "status", 500)
+    with pytest.raises(StatusError, match="answered 500"):
+        fetch(address, 5)
     monkeypatch.setattr(_Answer, "status", 503)
-    with pytest.raises(StatusError, match="answered 503"):
+    with pytest.raises(StatusError, match="is starting or ending"):
         fetch(address, 5)
     with pytest.raises(StatusError, match="is no address"):
         fetch("localhost:9321", 5)
@@ -235,9 +238,9 @@ def test_an_empty_document_is_shown_too() -> None:
 
 def test_the_address_comes_from_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("http: {host: 0.0.0.0, port: 1234}")
+    file.write_text("http: {host: 0.0.0.0, port: 1234, token: 0123456789abcdef}")
     assert url_of(load(file)) == "http://127.0.0.1:1234"
-    file.write_text("http: {host: '::', port: 1234}")
+    file.write_text("http: {host: '::', port: 1234, token: 0123456789abcdef}")
     assert url_of(load(file)) == "http://[::1]:1234"
     file.write_text("http: {port: 0}")
     with pytest.raises(StatusError, match="the port was chosen at start"):

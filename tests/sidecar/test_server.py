@@ -23,6 +23,7 @@ import zmq
 from sidecar import protocol, realms, router
 from sidecar.attach import StartError
 from sidecar.engine import Engine
+from sidecar.exits import Exit
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     LoadChunk,
@@ -557,7 +558,9 @@ def test_unwell_store_leaves_the_host_tier_working(short_directory: Path) -> Non
         sidecar.wait_until(lambda now: now["tiers"]["store"]["state"] == "unwell")
         readiness = json.loads(sidecar.get("/readyz"))
         assert readiness["state"] == "degraded"
-        assert "injected" in readiness["store"]["reason"]
+        (problem,) = readiness["problems"]
+        assert (problem["code"], problem["serious"]) == ("store", False)
+        assert "injected" in problem["reason"]
         assert b"kvlake_store_well 0.0" in sidecar.get("/metrics")
         assert worker.store(1, key_of("anyway"), [0]) is Outcome.OK
         assert worker.load(2, key_of("anyway"), [1]) is Outcome.OK
@@ -594,7 +597,7 @@ def test_drain_is_bounded_and_tells_what_is_lost(
         for number in range(3):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
         sidecar.stop()
-    assert sidecar.code == 0
+    assert sidecar.code is Exit.LOSS
     (record,) = [one for one in caplog.records if "drained in part" in one.getMessage()]
     assert record.__dict__["kvlake_fields"]["writes_lost"] == 3
 
@@ -672,7 +675,7 @@ def test_second_signal_ends_it_at_once(short_directory: Path) -> None:
             time.sleep(0.01)
         sidecar.process.send_signal(signal.SIGTERM)
         assert worker.at_end()
-    assert sidecar.end() == 1
+    assert sidecar.end() == Exit.AT_ONCE
     assert [name for name in left_in(short_directory) if not name.endswith(".lock")] == []
 
 

@@ -1,0 +1,75 @@
+"""Files that hold one secret: read only if nobody else could have, written so that nobody else can.
+
+Owns the checks of such a file and its making. Does not own what the secret is for.
+
+Invariants: no message has any of the content in it; a file is never replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET_BYTES_MAX: Final = 4096
+
+
+class SecretFileError(Exception):
+    """The file cannot be used; the message says what to change."""
+
+
+def read_secret(path: Path, setting: str) -> str:
+    """The secret in a file, without white space around it. `setting` names it in errors.
+
+    Raises:
+        SecretFileError: it is missing, empty, too large, or others can read or write it.
+    """
+    place = f"{setting}={path}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise SecretFileError(f"{place}: cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise SecretFileError(f"{place}: is not a file")
+        # A secret that an orchestrator mounts for us belongs to root, and we read it by its group.
+        mounted = found.st_uid == 0 and os.geteuid() != 0
+        if stat.S_IMODE(found.st_mode) & (0o027 if mounted else 0o077):
+            raise SecretFileError(
+                f"{place}: mode {stat.S_IMODE(found.st_mode):04o} lets others at it; take the "
+                f"secret in it as known and make another, then chmod 600 {path}"
+            )
+        data = os.read(fd, SECRET_BYTES_MAX + 1)
+    finally:
+        os.close(fd)
+    if len(data) > SECRET_BYTES_MAX:
+        raise SecretFileError(f"{place}: has more than {SECRET_BYTES_MAX} bytes; is it that file?")
+    try:
+        text = data.decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise SecretFileError(f"{place}: is not plain text; is it that file?") from None
+    if not text:
+        raise SecretFileError(f"{place}: is empty")
+    return text
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Make a file that only its owner can read. Raises `SecretFileError` where there is one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileExistsError as error:
+        raise SecretFileError(
+            f"{path} exists, and is not replaced: what uses it would stop working; choose another "
+            "place, or remove it first"
+        ) from error
+    except OSError as error:
+        raise SecretFileError(f"{path} cannot be written: {error.strerror}") from error
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        # Not left to the umask, which may forbid its owner too.
+        os.fchmod(fd, 0o600)
+        file.write(f"{text}\n")

@@ -1,0 +1,118 @@
+"""Upkeep: what the sidecar needs from its surroundings, looked at again and again while it serves.
+
+Owns the checks of the runtime directory, the sockets, the pool's files and the copy threads, and
+putting a removed socket back. Does not own any of these, nor what follows from a problem
+(`watchdog.py`).
+
+Invariants: a socket is made again only in a directory whose lock is ours, so two sidecars never
+fight over one; looking costs a handful of `lstat` calls and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from sidecar.attach import StartError, listen
+from sidecar.logs import fields
+from sidecar.watchdog import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.admission import Admission
+    from sidecar.hub import Hub
+    from sidecar.router import Router
+    from sidecar.runtimedir import RuntimeDirectory
+
+COPY_SECONDS_STUCK: Final = 10.0
+"""A copy moves at most 64 MiB: tens of milliseconds, or a second on a machine that swaps."""
+
+_logger = logging.getLogger("kvlake.server")
+
+
+class FileMark:
+    """Remembers which file a path named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity = _identity(path)
+
+    def same(self) -> bool:
+        """Whether the path still names that file."""
+        return self._identity is not None and _identity(self.path) == self._identity
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+class Upkeep:
+    """Checks of one sidecar that serves. Make it when everything is there."""
+
+    def __init__(
+        self, hub: Hub, directory: RuntimeDirectory, admission: Admission, router: Router
+    ) -> None:
+        self._hub = hub
+        self._directory = directory
+        self._admission = admission
+        self._router = router
+        self._attach = FileMark(directory.attach_path)
+        self._jobs = FileMark(directory.jobs_path)
+        pool = hub.pool.path
+        self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
+
+    def check(self) -> Iterator[Problem]:
+        """What is wrong now."""
+        if not self._directory.held():
+            yield Problem(
+                "runtime_directory",
+                f"{self._directory.path} was removed, or another sidecar has it; restart this one",
+            )
+        for mark in (self._attach, self._jobs):
+            if not mark.same():
+                yield Problem("socket", f"{mark.path} was removed; no engine can attach")
+        stuck = self._hub.copies.stuck_seconds(time.monotonic())
+        if stuck > COPY_SECONDS_STUCK:
+            yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
+        for mark in self._pool:
+            if not mark.same():
+                yield Problem(
+                    "pool",
+                    f"{mark.path} was removed: engines are served, but its memory is freed only "
+                    "when this sidecar ends, and nothing of it outlives that",
+                    serious=False,
+                )
+        watch = self._hub.watch
+        if watch is not None and watch.health.state != "ok":
+            reason = f"the store is {watch.health.state}: {watch.health.reason}"
+            yield Problem("store", reason, serious=False)
+
+    def mend(self) -> None:
+        """Make removed sockets again, where the directory is still ours or can be had again."""
+        lost = [mark for mark in (self._attach, self._jobs) if not mark.same()]
+        if not lost:
+            return
+        try:
+            if not self._directory.held():
+                self._directory.retake()
+            for mark in lost:
+                mark.path.unlink(missing_ok=True)
+                if mark is self._attach:
+                    mode = self._directory.socket_mode
+                    self._admission.move_to(listen(mark.path, mode))
+                    self._attach = FileMark(mark.path)
+                else:
+                    self._router.bind_again()
+                    self._jobs = FileMark(mark.path)
+                self._hub.census.sockets_renewed += 1
+                _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
+        except (OSError, StartError) as error:
+            # Told by `check`, and tried again with the next beat.
+            _logger.debug("a socket cannot be made again", extra=fields(error=error))

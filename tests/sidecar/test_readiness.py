@@ -1,0 +1,232 @@
+"""/readyz over the real sidecar: 200 exactly while engines can attach and be served."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from sidecar import server, upkeep, watchdog
+from sidecar.attach import StartError
+from sidecar.copies import Copies
+from sidecar.metrics import Reporter
+from sidecar.protocol import Outcome
+from sidecar.server import ServerInfo
+from sidecar.watchdog import PROBLEMS
+from tests.sidecar.client import (
+    WAIT_SECONDS_MAX,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
+from tiers.pool import HostPool
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
+    with RunningSidecar(config_in(short_directory)) as running:
+        yield running
+
+
+def readyz(url: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def codes(document: dict[str, Any]) -> list[str]:
+    assert all(one["reason"] for one in document["problems"])
+    return [one["code"] for one in document["problems"]]
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def works(sidecar: RunningSidecar) -> None:
+    with (
+        Worker(sidecar.path, engine_id="again") as worker,
+        Scheduler(sidecar.path, engine_id="again"),
+    ):
+        assert worker.store(1, key_of("again"), [0]) is Outcome.OK
+
+
+def test_ready(sidecar: RunningSidecar) -> None:
+    status, document = readyz(sidecar.info.http_url)
+    assert (status, document) == (200, {"state": "ok", "ready": True, "problems": []})
+    metrics = sidecar.get("/metrics").decode()
+    assert "kvlake_ready 1.0" in metrics
+    for code in PROBLEMS:
+        assert f'kvlake_problem{{code="{code}"}} 0.0' in metrics
+
+
+def test_not_ready_while_the_host_memory_is_made_ready(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    going_on = threading.Event()
+    slow = HostPool.open
+
+    def open_slowly(*args: Any, **kwargs: Any) -> HostPool:
+        assert going_on.wait(WAIT_SECONDS_MAX)
+        return slow(*args, **kwargs)
+
+    monkeypatch.setattr(HostPool, "open", open_slowly)
+    told: list[ServerInfo] = []
+    config = config_in(short_directory, http={"port": port})
+    thread = threading.Thread(
+        target=lambda: anyio.run(lambda: server.serve(config, ready=told.append))
+    )
+    thread.start()
+
+    def answers() -> bool:
+        try:
+            urllib.request.urlopen(f"{url}/healthz", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    wait_for(answers)
+    status, document = readyz(url)
+    assert (status, document["state"], codes(document)) == (503, "starting", ["starting"])
+    for page in ("metrics", "status"):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{url}/{page}", timeout=5)
+    going_on.set()
+    wait_for(lambda: readyz(url)[0] == 200)
+    told[0].stop()
+    thread.join(WAIT_SECONDS_MAX)
+
+
+@pytest.mark.parametrize("name", ["attach.sock", "jobs.sock"])
+def test_a_removed_socket_is_made_again(sidecar: RunningSidecar, name: str) -> None:
+    with Worker(sidecar.path) as old:
+        assert old.store(1, key_of("old"), [0]) is Outcome.OK
+        (sidecar.path.parent / name).unlink()
+        wait_for(lambda: sidecar.status()["ready"])
+        wait_for(lambda: (sidecar.path.parent / name).exists())
+        works(sidecar)
+        assert b"kvlake_sockets_renewed_total 1.0" in sidecar.get("/metrics")
+        assert old.load(2, key_of("old"), [1]) is Outcome.OK, "who was attached notices nothing"
+
+
+def test_a_socket_that_cannot_be_made_again_is_unready(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep.Upkeep, "mend", lambda _: None)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        sidecar.path.unlink()
+        status, document = readyz(sidecar.info.http_url)
+        assert (status, document["state"], codes(document)) == (503, "unready", ["socket"])
+        assert str(sidecar.path) in document["problems"][0]["reason"]
+        assert b'kvlake_problem{code="socket"} 1.0' in sidecar.get("/metrics")
+
+
+def test_a_removed_runtime_directory_is_made_again(sidecar: RunningSidecar) -> None:
+    shutil.rmtree(sidecar.path.parent)
+    assert readyz(sidecar.info.http_url)[0] in (200, 503)
+    wait_for(lambda: sidecar.path.exists() and readyz(sidecar.info.http_url)[0] == 200)
+    works(sidecar)
+
+
+def test_a_directory_that_another_sidecar_took_is_left_to_it(
+    sidecar: RunningSidecar, short_directory: Path
+) -> None:
+    home = sidecar.path.parent
+    home.rename(short_directory / "moved")
+    other = config_in(short_directory, host={"directory": short_directory})
+    try:
+        with RunningSidecar(other) as successor:
+            wait_for(lambda: readyz(sidecar.info.http_url)[0] == 503)
+            assert "runtime_directory" in codes(readyz(sidecar.info.http_url)[1])
+            works(successor)
+            assert readyz(successor.info.http_url)[0] == 200
+    except StartError:
+        # The first one was quicker and has its directory again.
+        works(sidecar)
+
+
+@pytest.mark.parametrize("suffix", ["", ".lock"])
+def test_a_removed_pool_file_is_told_and_engines_are_served(
+    sidecar: RunningSidecar, short_directory: Path, suffix: str
+) -> None:
+    (path,) = (short_directory / "pool").glob(f"*.pool{suffix}")
+    path.unlink()
+    status, document = readyz(sidecar.info.http_url)
+    assert (status, document["state"], codes(document)) == (200, "degraded", ["pool"])
+    assert str(path) in document["problems"][0]["reason"]
+    works(sidecar)
+
+
+def test_copies_that_hang_are_unready(
+    sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copies, "stuck_seconds", lambda *_: 60.0)
+    status, document = readyz(sidecar.info.http_url)
+    assert (status, codes(document)) == (503, ["copies"])
+    assert "60 s" in document["problems"][0]["reason"]
+
+
+def test_a_loop_that_stood_still_is_unready_until_it_turns(
+    sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", 0.2)
+    seen: list[float] = []
+    whole = watchdog.Watchdog.problems
+
+    def note(self: watchdog.Watchdog) -> list[watchdog.Problem]:
+        found = whole(self)
+        seen.extend(self.lag_seconds for problem in found if problem.code == "loop")
+        return found
+
+    monkeypatch.setattr(watchdog.Watchdog, "problems", note)
+
+    # Whatever holds the loop: here, an answer that takes its time.
+    def slowly(_: Reporter) -> dict[str, object]:
+        time.sleep(1.5)
+        return {}
+
+    monkeypatch.setattr(Reporter, "status", slowly)
+    sidecar.get("/status")
+    wait_for(lambda: bool(seen))
+    assert max(seen) > 0.2
+    monkeypatch.undo()
+    wait_for(lambda: readyz(sidecar.info.http_url)[0] == 200)
+    (most,) = re.findall(rb"kvlake_loop_lag_seconds_max ([0-9.e+]+)", sidecar.get("/metrics"))
+    assert float(most) > 0.2
+
+
+def test_health_is_liveness_only(sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copies, "stuck_seconds", lambda *_: 60.0)
+    assert sidecar.get("/healthz") == b"ok\n"
+
+
+def test_looking_leaves_no_descriptor_behind(sidecar: RunningSidecar) -> None:
+    readyz(sidecar.info.http_url)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        readyz(sidecar.info.http_url)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
