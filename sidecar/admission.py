@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from sidecar.hub import Hub
     from sidecar.memory import WorkerMemory
+    from sidecar.realms import Realm
 
 ATTACH_SECONDS_MAX: Final = 5.0
 """A client that has connected but not attached after this long is cut off."""
@@ -203,22 +204,35 @@ class Admission:
 
     def _join(self, attach: Attach, connection: Connection, memory: WorkerMemory | None) -> Session:
         hub = self._hub
+        known = hub.realms.find(attach) is not None
         realm = hub.realms.join(attach)
-        if attach.layout is not None:
-            layout = attach.layout.chunk(attach.blocks_per_chunk)
-            try:
-                learnt = realm.learn(attach.rank, layout)
-            except LayoutError as error:
-                raise AttachRefused("layout", str(error)) from error
-            try:
-                hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
-            except PoolError as error:
-                if learnt:
-                    del realm.ranks[attach.rank]
-                raise AttachRefused("pool", str(error)) from error
-            if learnt and hub.watch is not None:
-                hub.watch.learnt(realm)
+        try:
+            self._learn(realm, attach)
+        except AttachRefused:
+            # There are only so many realms: refused clients must not use them up.
+            if not known:
+                hub.realms.forget(realm)
+            raise
         return hub.sessions.open(attach, connection, realm, memory)
+
+    def _learn(self, realm: Realm, attach: Attach) -> None:
+        """Take a worker's geometry, or leave the realm and the pool as they were."""
+        hub = self._hub
+        if attach.layout is None:
+            return
+        layout = attach.layout.chunk(attach.blocks_per_chunk)
+        try:
+            learnt = realm.learn(attach.rank, layout)
+        except LayoutError as error:
+            raise AttachRefused("layout", str(error)) from error
+        try:
+            hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
+        except PoolError as error:
+            if learnt:
+                del realm.ranks[attach.rank]
+            raise AttachRefused("pool", str(error)) from error
+        if learnt and hub.watch is not None:
+            hub.watch.learnt(realm)
 
     def _attached(self, session: Session) -> Attached:
         realm = session.realm

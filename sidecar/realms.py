@@ -110,6 +110,12 @@ class Realms:
             self._by_id[realm.realm_id] = realm
         return realm
 
+    def forget(self, realm: Realm) -> None:
+        """Undo the `join` that made this realm; no session, and so no chunk, may be of it."""
+        identity = next(key for key, one in self._by_identity.items() if one is realm)
+        del self._by_identity[identity], self._by_id[realm.realm_id]
+        realm.index.close()
+
     def _make(self, attach: Attach) -> Realm:
         _require_json_object(attach.namespace)
         if len(self._by_id) >= REALMS_MAX:

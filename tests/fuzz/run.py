@@ -13,15 +13,19 @@ is put in the corpus; the exit code is 0 only if no target found anything.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Any, Final
 
 from tests.fuzz.mutation import INPUT_BYTES_MAX
-from tests.fuzz.targets import CORPUS, TARGETS
+from tests.fuzz.targets import CORPUS, TARGETS, Target
 
+LIVE: Final = "live"
+"""Not a target: a sidecar of its own that is attacked over its sockets (`live.py`)."""
 FINDINGS: Final = Path("fuzz-findings")
 INPUT_SECONDS_MAX: Final = 20
 MEMORY_MEGABYTES_MAX: Final = 2048
@@ -29,20 +33,28 @@ CORPUS_INPUTS_MAX: Final = 24
 CORPUS_INPUT_BYTES_MAX: Final = 8192
 SECONDS_MIN: Final = 5
 GRACE_SECONDS: Final = 120
+GROW_INPUTS_MAX: Final = 500
 
 
 def main() -> int:
     """Run the campaign; 1 if anything was found."""
     parser = argparse.ArgumentParser(description="Fuzz kvlake, guided by coverage.")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all targets together")
-    parser.add_argument("--target", action="append", choices=TARGETS, help="default: every one")
+    parser.add_argument(
+        "--target", action="append", choices=[*TARGETS, LIVE], help="default: every one"
+    )
     parser.add_argument("--grow", action="store_true", help="put the smallest new inputs in corpus")
     given = parser.parse_args()
-    names = given.target or list(TARGETS)
+    names = given.target or [*TARGETS, LIVE]
     seconds = max(SECONDS_MIN, round(given.minutes * 60 / len(names)))
-    found = [name for name in names if not _campaign(name, seconds, grow=given.grow)]
+    found = [
+        name
+        for name in names
+        if not (_attack(seconds) if name == LIVE else _campaign(name, seconds, grow=given.grow))
+    ]
     for name in found:
-        print(f"{name}: FOUND something; inputs are in {FINDINGS}, put them in {CORPUS / name}")
+        where = f"inputs are in {FINDINGS}, put them in {CORPUS / name}"
+        print(f"{name}: FOUND something" + ("" if name == LIVE else f"; {where}"))
     print(f"fuzz: {len(names)} targets, {seconds} s each, {len(found)} with findings")
     return 1 if found else 0
 
@@ -73,6 +85,12 @@ def _campaign(name: str, seconds: int, *, grow: bool) -> bool:
         return ended.returncode == 0
 
 
+def _attack(seconds: int) -> bool:
+    """Attack a live sidecar. False if something was found."""
+    command = [sys.executable, "-m", "tests.fuzz.live", "--minutes", str(seconds / 60)]
+    return subprocess.run(command, timeout=seconds + GRACE_SECONDS, check=False).returncode == 0
+
+
 def _libfuzzer(name: str, *arguments: str, seconds_max: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.fuzz.guided", name, *arguments],
@@ -85,24 +103,42 @@ def _libfuzzer(name: str, *arguments: str, seconds_max: float) -> subprocess.Com
 
 
 def _grow(name: str, work: Path) -> None:
-    """Keep what reaches code that the seeds do not, smallest inputs first, a bounded number."""
+    """Keep inputs that reach lines which nothing kept so far does, smallest first, few of them."""
+    target = TARGETS[name]
     kept = CORPUS / name
-    kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fuzz-seeds-") as folder:
-        for number, data in enumerate(TARGETS[name].seeds()):
-            (Path(folder) / f"{number}").write_bytes(data)
-        small = [path for path in work.iterdir() if path.stat().st_size <= CORPUS_INPUT_BYTES_MAX]
-        with tempfile.TemporaryDirectory(prefix="fuzz-new-") as new:
-            for path in small:
-                (Path(new) / path.name).write_bytes(path.read_bytes())
-            # Merging adds to the first folder what the others reach beyond it.
-            before = set(Path(folder).iterdir())
-            _libfuzzer(name, "-merge=1", folder, str(kept), new, seconds_max=GRACE_SECONDS * 5)
-        added = sorted(set(Path(folder).iterdir()) - before, key=lambda path: path.stat().st_size)
-        known = {path.read_bytes() for path in kept.iterdir()}
-        for path in added[:CORPUS_INPUTS_MAX]:
-            if path.read_bytes() not in known:
-                (kept / path.name[:12]).write_bytes(path.read_bytes())
+    reached: set[tuple[str, int]] = set()
+    for data in target.corpus():
+        reached |= _lines(target, data)
+    found = [path.read_bytes() for path in work.iterdir() if not path.name.startswith("seed-")]
+    for data in sorted(found, key=len)[:GROW_INPUTS_MAX]:
+        if len(data) > CORPUS_INPUT_BYTES_MAX or len(target.files()) >= CORPUS_INPUTS_MAX:
+            break
+        new = _lines(target, data) - reached
+        if new:
+            reached |= new
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+
+
+def _lines(target: Target, data: bytes) -> set[tuple[str, int]]:
+    """Which lines of the code under test an input reaches."""
+    reached: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in ("/sidecar/", "/tiers/", "/yaml/")):
+            return None
+        if event == "line":
+            reached.add((path, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        target.feed(data)
+    finally:
+        sys.settrace(before)
+    return reached
 
 
 if __name__ == "__main__":

@@ -438,6 +438,18 @@ def test_a_geometry_that_has_no_image_is_refused(
         assert worker.store(1, key_of("fine"), [0]) is Outcome.OK
 
 
+def test_refused_clients_use_up_no_realm(sidecar: RunningSidecar) -> None:
+    # Each of the 300 used to leave a realm behind, of which there are 256 at most.
+    before = open_fds()
+    for number in range(300):
+        topology = f"other-{number}"
+        error = refused(lambda: Worker(sidecar.path, topology=topology, blocks_per_chunk=4096))  # noqa: B023 (called at once)
+        assert error.code == "pool"
+    assert open_fds() <= before + 2, "a refused client's index was kept"
+    with Worker(sidecar.path, topology="the last") as worker:
+        assert worker.store(1, key_of("fine"), [0]) is Outcome.OK
+
+
 def test_memory_smaller_than_its_layout_is_refused(sidecar: RunningSidecar) -> None:
     small = os.memfd_create("small")
     os.ftruncate(small, 4096)
