@@ -1,0 +1,232 @@
+"""HTTP from outside: who may ask, and what a client that means harm can use up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar import cli, http
+from sidecar.attach import StartError
+from sidecar.config import ConfigError, load, loads
+from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in, open_fds
+
+TOKEN = "t0ken-of-this-test"
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
+    with RunningSidecar(config_in(short_directory)) as running:
+        yield running
+
+
+@pytest.fixture
+def guarded(short_directory: Path) -> Iterator[RunningSidecar]:
+    file = short_directory / "token"
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    with RunningSidecar(config_in(short_directory, http={"token_file": file})) as running:
+        yield running
+
+
+def ask(url: str, authorization: str | None = None) -> tuple[int, bytes]:
+    request = urllib.request.Request(url)
+    if authorization is not None:
+        request.add_header("Authorization", authorization)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+# --- the token -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["/metrics", "/status"])
+def test_pages_with_content_need_the_token(guarded: RunningSidecar, page: str) -> None:
+    url = f"{guarded.info.http_url}{page}"
+    refused = [None, "", "Bearer", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"Basic {TOKEN}"]
+    for given in refused:
+        status, body = ask(url, given)
+        assert status == 401, given
+        assert TOKEN.encode() not in body
+    assert ask(url, f"Bearer {TOKEN}")[0] == 200
+    assert ask(url, f"bearer  {TOKEN} ")[0] == 200
+    _, metrics = ask(f"{guarded.info.http_url}/metrics", f"Bearer {TOKEN}")
+    assert f'kvlake_http_refused_total{{why="token"}} {float(len(refused))}'.encode() in metrics
+
+
+def test_probes_need_none_and_learn_codes_only(
+    guarded: RunningSidecar, short_directory: Path
+) -> None:
+    for path in (short_directory / "pool").glob("*.pool"):
+        path.unlink()
+    url = guarded.info.http_url
+    assert ask(f"{url}/healthz") == (200, b"ok\n")
+    status, body = ask(f"{url}/readyz")
+    assert (status, json.loads(body)["problems"]) == (200, [{"code": "pool", "serious": False}])
+    (told,) = json.loads(ask(f"{url}/readyz", f"Bearer {TOKEN}")[1])["problems"]
+    assert "was removed" in told["reason"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node-7", "10.0.0.1"])
+def test_an_address_that_others_reach_needs_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"kvlake keygen.*http\.token") as caught:
+        loads(f"http: {{host: '{host}'}}")
+    assert host in str(caught.value)
+    assert loads(f"http: {{host: '{host}', token: {TOKEN}}}").http.secret_token() == TOKEN
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    assert loads(f"http: {{host: '{host}'}}").http.secret_token() == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{token: short}", "at least 16"),
+        (f"{{token: {TOKEN}, token_file: /x}}", "keep one"),
+        ("{token_file: relative}", "absolute"),
+    ],
+)
+def test_a_token_that_is_none_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        loads(f"http: {given}")
+    assert "short" not in str(caught.value).replace("string_too_short", "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "content", "said"),
+    [
+        (0o644, TOKEN, "mode 0644 lets others"),
+        (0o620, TOKEN, "mode 0620 lets others"),
+        (0o600, "", "is empty"),
+        (0o600, "x" * 5000, "more than 4096"),
+        (None, "", "cannot be read"),
+    ],
+)
+def test_a_token_file_that_others_could_read_is_refused(
+    short_directory: Path, mode: int | None, content: str, said: str
+) -> None:
+    file = short_directory / "token"
+    if mode is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    with pytest.raises(StartError, match=said) as caught:
+        RunningSidecar(config_in(short_directory, http={"token_file": file}))
+    assert TOKEN not in str(caught.value)
+
+
+def test_keygen_makes_a_file_for_its_owner_only(
+    short_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = short_directory / "key"
+    assert cli.main(["keygen", "--out", str(file)]) == 0
+    secret = file.read_text().strip()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(secret) == 40
+    assert cli.main(["keygen", "--out", str(file)]) == 2
+    assert file.read_text().strip() == secret, "a key is never replaced"
+    (short_directory / "link").symlink_to(short_directory / "elsewhere")
+    assert cli.main(["keygen", "--out", str(short_directory / "link")]) == 2
+    assert not (short_directory / "elsewhere").exists()
+    told = capsys.readouterr()
+    assert secret not in told.out + told.err
+    assert "exists, and is not replaced" in told.err
+
+
+def test_status_gives_the_token(
+    guarded: RunningSidecar, short_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, file = guarded.info.http_url, short_directory / "token"
+    assert cli.main(["status", "--url", url]) == 1
+    assert "needs a token, and none was given" in capsys.readouterr().err
+    assert cli.main(["status", "--url", url, "--token-file", str(file)]) == 0
+    port = url.rsplit(":", 1)[1]
+    config = short_directory / "c.yaml"
+    config.write_text(f"http: {{port: {port}, token_file: '{file}'}}")
+    assert load(config).http.secret_token() == TOKEN
+    assert cli.main(["status", "--config", str(config)]) == 0
+
+
+# --- clients that mean harm ----------------------------------------------------------------------
+
+
+def connect(sidecar: RunningSidecar) -> socket.socket:
+    host, port = sidecar.info.http_url.removeprefix("http://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def answer_to(sidecar: RunningSidecar, request: bytes) -> bytes:
+    with connect(sidecar) as sock:
+        try:
+            sock.sendall(request)
+            return sock.recv(65536)
+        except (ConnectionResetError, BrokenPipeError):
+            return b"reset"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\n" + b"X: a\r\n" * 1000 + b"\r\n",
+        b"\x00\xff" * 1000,
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_requests_out_of_bounds_are_refused(sidecar: RunningSidecar, request_bytes: bytes) -> None:
+    assert b"200 OK" not in answer_to(sidecar, request_bytes)
+    assert sidecar.get("/healthz") == b"ok\n"
+
+
+def test_a_body_is_not_read(sidecar: RunningSidecar) -> None:
+    head = b"POST /status HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n"
+    assert b" 405 " in answer_to(sidecar, head + bytes(1000))
+    assert sidecar.get("/healthz") == b"ok\n"
+
+
+def test_slow_clients_do_not_use_up_descriptors(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http, "CONNECTION_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(http, "SWEEP_SECONDS", 0.1)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        sidecar.get("/healthz")
+        before = open_fds()
+        slow: list[socket.socket] = []
+        for _ in range(40):
+            sock = connect(sidecar)
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nX-")
+            slow.append(sock)
+        # The test's own ends count too; of the sidecar's there are never more than allowed.
+        assert open_fds() <= before + 40 + 8 + 1
+        deadline = time.monotonic() + WAIT_SECONDS_MAX
+        while True:
+            try:
+                assert sidecar.get("/healthz") == b"ok\n"
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        for sock in slow:
+            sock.settimeout(WAIT_SECONDS_MAX)
+            ended: Any = b""
+            with contextlib.suppress(ConnectionResetError):
+                ended = sock.recv(10)
+            assert ended == b"", "a request that is not over in time is cut off"
+            sock.close()
+        assert b'why="connection"' in sidecar.get("/metrics")
