@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import re
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -44,6 +45,9 @@ class Fault(enum.Enum):
     """The request is read and never answered, until the fault changes."""
     STALL_BODY = "stall body"
     """The head of the answer arrives, its body never."""
+    HOLD = "hold"
+    """Half of the request's body is sent on, or the first piece of the answer to one that has
+    none; the rest when the fault changes."""
     SLOW_DOWN = "slow down"
     """503, as S3 answers one that asks too often."""
     FORBIDDEN = "forbidden"
@@ -77,6 +81,7 @@ class FaultyProxy:
         self._upstream = (parts.hostname, parts.port)
         self._fault = Fault.PASS
         self._times = 0
+        self._only = re.compile("")
         self._changed = anyio.Event()
         self._listening = anyio.Event()
         self._refusing = anyio.Event()
@@ -84,19 +89,23 @@ class FaultyProxy:
         self.port = 0
         self.requests: list[str] = []
         """Method and path of each request that arrived, such as "GET /bucket/name"."""
+        self.holding: list[str] = []
+        """Those of `Fault.HOLD` that are half-way now."""
 
     @property
     def endpoint(self) -> str:
         """What a client takes as `endpoint_url`."""
         return f"http://{HOST}:{self.port}"
 
-    async def become(self, fault: Fault, *, times: int = 0) -> None:
+    async def become(self, fault: Fault, *, times: int = 0, only: str = "") -> None:
         """Treat exchanges that begin from now on so; after `times` of them pass again (0: stay).
 
-        Exchanges that were stalled are closed. Returns once the fault is in force.
+        `only` is a regular expression: requests (as in `requests`) in which it is not found pass.
+        Exchanges that were stalled are closed, those that were held go on. Returns once the fault
+        is in force.
         """
         refused = self._fault is Fault.REFUSE
-        self._fault, self._times = fault, times
+        self._fault, self._times, self._only = fault, times, re.compile(only)
         self._changed.set()
         self._changed = anyio.Event()
         if fault is Fault.REFUSE and not refused:
@@ -140,9 +149,11 @@ class FaultyProxy:
             ):
                 request = await _receive(client)
                 self.requests.append(request.line)
-                await self._answer(client, request, self._take_fault(), self._changed)
+                await self._answer(client, request, self._take_fault(request), self._changed)
 
-    def _take_fault(self) -> Fault:
+    def _take_fault(self, request: _Request) -> Fault:
+        if not self._only.search(request.line):
+            return Fault.PASS
         fault = self._fault
         if self._times:
             self._times -= 1
@@ -158,6 +169,8 @@ class FaultyProxy:
                 return
             case Fault.STALL:
                 await changed.wait()
+            case Fault.HOLD:
+                await self._hold(client, request, changed)
             case Fault.SLOW_DOWN | Fault.FORBIDDEN:
                 await client.send(_error(fault, with_body=not request.line.startswith("HEAD ")))
             case Fault.PASS | Fault.TRUNCATE | Fault.WRONG_BYTES | Fault.STALL_BODY:
@@ -167,6 +180,24 @@ class FaultyProxy:
                     await changed.wait()
                 else:
                     await client.send(_damage(body, fault))
+
+    async def _hold(self, client: SocketStream, request: _Request, changed: anyio.Event) -> None:
+        host, port = self._upstream
+        half = len(request.body) // 2
+        async with await anyio.connect_tcp(host, port) as server:
+            await server.send(request.head + request.body[:half])
+            if not request.body:
+                await client.send(await server.receive(PIECE_BYTES))
+            self.holding.append(request.line)
+            try:
+                await changed.wait()
+            finally:
+                self.holding.remove(request.line)
+            if request.body:
+                await server.send(request.body[half:])
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    await client.send(await server.receive(PIECE_BYTES))
 
     async def _ask(self, request: _Request) -> tuple[bytes, bytes]:
         host, port = self._upstream

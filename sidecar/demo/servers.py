@@ -36,6 +36,56 @@ START_ATTEMPTS_MAX: Final = 3
 LOG_CHARACTERS_MAX: Final = 4000
 
 
+class ServerProcess:
+    """One server's process: it may be killed, and started again on the same port and data."""
+
+    def __init__(self, command: Sequence[str], log: Path, ready: str) -> None:
+        self._command = command
+        self._log = log
+        self._ready = ready
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process that runs now, or ran last."""
+        assert self._process is not None, "started first"
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """The end of what it printed."""
+        return self._log.read_text(errors="replace")[-LOG_CHARACTERS_MAX:]
+
+    def start(self) -> bool:
+        """Start it and wait until it serves; False if it does not."""
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self._log.parent,
+                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+            )
+        return _wait_until_ready(self._process, self._log, self._ready)
+
+    def kill(self) -> None:
+        """SIGKILL: as a crash would."""
+        assert self._process is not None, "started first"
+        self._process.kill()
+        self._process.wait(STOP_SECONDS_MAX)
+
+    def stop(self) -> None:
+        """SIGTERM, and after a while SIGKILL. One that never started is stopped."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
 @dataclasses.dataclass(frozen=True)
 class S3Server:
     """A running server, and how to reach one bucket of it."""
@@ -44,7 +94,17 @@ class S3Server:
     access_key: str
     secret_key: str
     bucket: str
-    pid: int
+    process: ServerProcess
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self.process.pid
+
+    def restart(self) -> None:
+        """After its process was killed: start it again where it was. Raises `ServerFailed`."""
+        if not self.process.start():
+            raise ServerFailed(f"the server did not come back; its log:\n{self.process.log}")
 
     @property
     def url(self) -> str:
@@ -103,8 +163,8 @@ def s3_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
         ]
 
     with _server(command, folder / "log", ready="All enabled components are running") as found:
-        port, pid = found
-        yield S3Server(f"http://{HOST}:{port}", access_key, secret_key, bucket, pid)
+        port, process = found
+        yield S3Server(f"http://{HOST}:{port}", access_key, secret_key, bucket, process)
 
 
 @contextlib.contextmanager
@@ -115,9 +175,10 @@ def moto_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server
     def command(port: int) -> Sequence[str]:
         return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", HOST, "-p", str(port)]
 
-    with _server(command, folder / "log", ready="Running on http") as (port, pid):
+    with _server(command, folder / "log", ready="Running on http") as (port, process):
         _put_bucket(port, bucket)
-        yield S3Server(f"http://{HOST}:{port}", "anyone", secrets.token_hex(20), bucket, pid)
+        secret_key = secrets.token_hex(20)
+        yield S3Server(f"http://{HOST}:{port}", "anyone", secret_key, bucket, process)
 
 
 def free_ports(count: int) -> list[int]:
@@ -163,27 +224,19 @@ def _seaweed_ports() -> list[str]:
 @contextlib.contextmanager
 def _server(
     command: Callable[[int], Sequence[str]], log: Path, *, ready: str
-) -> Generator[tuple[int, int]]:
+) -> Generator[tuple[int, ServerProcess]]:
     failure = ""
     for _ in range(START_ATTEMPTS_MAX):
         # A port that was free can be taken before the server binds it: then others are tried.
         (port,) = free_ports(1)
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command(port),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=log.parent,
-                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
-            )
+        process = ServerProcess(command(port), log, ready)
         try:
-            if _wait_until_ready(process, log, ready):
-                yield port, process.pid
+            if process.start():
+                yield port, process
                 return
-            failure = log.read_text(errors="replace")[-LOG_CHARACTERS_MAX:]
+            failure = process.log
         finally:
-            _stop(process)
+            process.stop()
     raise ServerFailed(f"no server after {START_ATTEMPTS_MAX} attempts; the last log:\n{failure}")
 
 
@@ -194,15 +247,6 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ready: str) -
             return True
         time.sleep(0.05)
     return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(STOP_SECONDS_MAX)
 
 
 def _put_bucket(port: int, bucket: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 READY_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 60.0
@@ -35,10 +35,18 @@ class SidecarProcess:
         folder: where its configuration, sockets and log go. Sidecars that take over from one
             another use the same folder, and so the same sockets.
         config: sections of the configuration; sockets and an unused HTTP port are filled in.
+        program: what Python runs; it takes the arguments of `kvlake`.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        program: Sequence[str] = ("-m", "sidecar.cli"),
+    ) -> None:
         self.folder = folder
+        self._program = program
         self.runtime = folder / "run"
         self.log_path = folder / "sidecar.log"
         self.config_path = folder / "sidecar.yaml"
@@ -65,7 +73,7 @@ class SidecarProcess:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "sidecar.cli", "serve"),
+                    *(sys.executable, *self._program, "serve"),
                     *("--config", str(self.config_path)),
                     *("--ready-fd", str(writer), "--parent-pid", str(os.getpid())),
                 ],

@@ -1,0 +1,139 @@
+"""The stages of the kill matrix: what is under way when the signal is sent, and how that is known.
+
+Each stage is brought about by something real that takes its time: an attach that the sidecar has
+read and not answered, a copy between two of its pieces, a request to the S3 server of which half
+has passed. It stays so until `World.let_go`, and `Staged.still` says whether it is so now.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.e2e.arms import empty, fresh_salt
+from tests.e2e.held_sidecar import ATTACH, LOAD, STORE
+from tests.e2e.kill_table import Cell, Stage, Victim
+from tests.e2e.kill_world import CHUNKS, until
+from tests.faulty_proxy import Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.kill_world import World
+
+READS: Final = r"^GET .*\.arrow$"
+WRITES: Final = r"^PUT .*\.arrow$"
+
+
+@dataclass
+class Staged:
+    """A stage that is under way."""
+
+    handles: list[int]
+    """Requests of the victim's engine that have not been finished."""
+    seen: str
+    """What was seen of it, for the table."""
+    still: Callable[[], bool]
+
+
+def attach(world: World, cell: Cell) -> Staged:
+    """A process of the engine attaches anew, and a request comes meanwhile."""
+    pid = world.victim.core if cell.victim is Victim.CORE else world.victim.worker
+    who = "engine core" if pid == world.victim.core else "worker"
+    world.holds.hold(ATTACH, pid)
+    world.holds.hang_up(pid)
+    until("an attach is held", lambda: world.holds.held(ATTACH, pid))
+    handle = world.begin(world.victim, fresh_salt())
+    return Staged(
+        [handle],
+        f"the {who}'s attach is read, not answered",
+        lambda: world.holds.held(ATTACH, pid) and pid not in world.attached(),
+    )
+
+
+def lookup(world: World, cell: Cell) -> Staged:
+    """A request waits for chunks that are being read from the bucket."""
+    salt = world.store_salts.pop()
+    world.wait("the bucket is listed", lambda status: _stored(status) >= CHUNKS)
+    world.become(Fault.HOLD, READS)
+    handle = world.begin(world.victim, salt)
+
+    def reading() -> bool:
+        status = world.status()
+        asked = status["lookups"] and status["pending"]["reads_running"]
+        return bool(asked and world.proxy.holding)
+
+    until("objects are being read", reading)
+    return Staged([handle], f"{len(world.proxy.holding)} GET half-way", reading)
+
+
+def load(world: World, cell: Cell) -> Staged:
+    """A chunk is being copied into the engine's blocks."""
+    salt = fresh_salt()
+    world.generate(world.victim, salt)
+    empty(world.victim.engine)
+    return _copying(world, LOAD, salt)
+
+
+def store(world: World, cell: Cell) -> Staged:
+    """A chunk is being copied from the engine's blocks."""
+    return _copying(world, STORE, fresh_salt())
+
+
+def _copying(world: World, step: str, salt: str) -> Staged:
+    pid = world.victim.worker
+    world.holds.hold(step, pid)
+    handle = world.begin(world.victim, salt)
+    until(f"a {step} is held", lambda: world.holds.held(step, pid))
+
+    def copying() -> bool:
+        running = world.status()["pending"]["copies_running"]
+        return bool(running) and world.holds.held(step, pid)
+
+    return Staged([handle], f"a {step} between two pieces of a chunk", copying)
+
+
+def write(world: World, cell: Cell) -> Staged:
+    """Chunks are being written to the bucket, others wait, and a request comes meanwhile."""
+    world.become(Fault.HOLD, WRITES)
+    world.generate(world.victim, fresh_salt())
+
+    def writing() -> bool:
+        return bool(world.status()["pending"]["writes_running"] and world.proxy.holding)
+
+    until("objects are being written", writing)
+    handle = world.begin(world.victim, fresh_salt())
+    return Staged([handle], f"{len(world.proxy.holding)} PUT half-way", writing)
+
+
+def drain(world: World, cell: Cell) -> Staged:
+    """The sidecar was told to stop and has still to write; a request comes meanwhile."""
+    world.become(Fault.HOLD, WRITES)
+    world.generate(world.victim, fresh_salt())
+    until("objects are being written", lambda: bool(world.proxy.holding))
+    os.kill(world.pid_of(Victim.SIDECAR), signal.SIGTERM)
+
+    def draining() -> bool:
+        status = world.status()
+        running = status["pending"]["writes_running"] and world.proxy.holding
+        return bool(status["state"] == "draining" and running)
+
+    until("the sidecar drains", draining)
+    handle = world.begin(world.victim, fresh_salt())
+    return Staged([handle], f"draining, {len(world.proxy.holding)} PUT half-way", draining)
+
+
+def _stored(status: dict[str, Any]) -> int:
+    return int(status["tiers"]["store"]["chunks"])
+
+
+STAGES: Final[dict[Stage, Callable[[World, Cell], Staged]]] = {
+    Stage.ATTACH: attach,
+    Stage.LOOKUP: lookup,
+    Stage.LOAD: load,
+    Stage.STORE: store,
+    Stage.WRITE: write,
+    Stage.DRAIN: drain,
+}

@@ -1,0 +1,136 @@
+"""The kill matrix as a table: its cells, what came of each, and how that is shown.
+
+Owns names and rendering, nothing that runs. A cell that was not run is in the table too, as such.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Victim(enum.StrEnum):
+    """Who is struck."""
+
+    SIDECAR = "sidecar"
+    WORKER = "worker"
+    CORE = "engine core"
+    S3 = "S3 server"
+
+
+class Signal(enum.StrEnum):
+    """With what: for good, or until later than every deadline."""
+
+    KILL = "SIGKILL"
+    STOP = "SIGSTOP"
+
+
+class Stage(enum.StrEnum):
+    """What is under way for the victim's engine at that moment."""
+
+    ATTACH = "attach"
+    LOOKUP = "lookup"
+    LOAD = "load"
+    STORE = "store"
+    WRITE = "write"
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment."""
+
+    victim: Victim
+    signal: Signal
+    stage: Stage
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.signal}-{self.stage}".replace(" ", "-")
+
+
+CELLS: Final = [
+    Cell(victim, signal, stage)
+    for victim, signal, stage in itertools.product(Victim, Signal, Stage)
+]
+
+
+@dataclass
+class Row:
+    """What came of a cell, in words. An empty field was not reached."""
+
+    victim: str
+    signal: str
+    stage: str
+    struck_at: str = ""
+    """What was seen to be under way when the signal was sent."""
+    requests: str = ""
+    """How the requests ended that were under way."""
+    others: str = ""
+    """How the engine beside it fared meanwhile."""
+    equal: str = ""
+    """Requests whose tokens, log probabilities and KV bytes were compared with the oracle."""
+    back: str = ""
+    """Seconds from the victim's return until both engines were attached."""
+    left: str = ""
+    """What was left over."""
+    outcome: str = "failed"
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    field: str
+
+
+_COLUMNS: Final = (
+    _Column("victim", "victim"),
+    _Column("signal", "signal"),
+    _Column("stage", "stage"),
+    _Column("under way at that moment", "struck_at"),
+    _Column("its requests", "requests"),
+    _Column("the engine beside it", "others"),
+    _Column("equal to the oracle", "equal"),
+    _Column("attached again, s", "back"),
+    _Column("left over", "left"),
+    _Column("", "outcome"),
+)
+
+ROWS: Final = pytest.StashKey[dict[Cell, Row]]()
+
+
+def markdown(rows: dict[Cell, Row]) -> str:
+    """The table, every cell of the matrix in it."""
+    lines = [
+        "| " + " | ".join(column.title for column in _COLUMNS) + " |",
+        "|" + "---|" * len(_COLUMNS),
+    ]
+    for cell in CELLS:
+        row = rows.get(cell) or Row(cell.victim, cell.signal, cell.stage, outcome="not run")
+        values = asdict(row)
+        lines.append("| " + " | ".join(values[column.field] for column in _COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write(rows: dict[Cell, Row], folder: Path) -> None:
+    """Leave the table in `folder`, as JSON and as markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [asdict(rows[cell]) for cell in CELLS if cell in rows]
+    (folder / "kill-matrix.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder / "kill-matrix.md").write_text(markdown(rows))
+
+
+def read(folder: Path) -> dict[Cell, Row]:
+    """What `write` left, so that a matrix can be run in parts."""
+    path = folder / "kill-matrix.json"
+    if not path.exists():
+        return {}
+    rows = [Row(**row) for row in json.loads(path.read_text())]
+    return {Cell(Victim(row.victim), Signal(row.signal), Stage(row.stage)): row for row in rows}

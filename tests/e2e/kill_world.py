@@ -1,0 +1,356 @@
+"""What the kill matrix strikes: two engines, their sidecar, and an S3 server behind a proxy.
+
+Owns these processes: starting them, striking one, bringing it back, and knowing what they had open
+when all was well. `witness` is an engine that lives through the whole matrix; `victim` is the one
+whose processes are struck, and is replaced when it was killed. Does not own what is under way at
+the moment of the strike (`kill_stages.py`), nor what is expected then (`test_kill_matrix.py`).
+
+All requests are of one prompt, under cache salts of their own, so one oracle knows every answer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import held_sidecar
+from tests.e2e.arms import CHUNK_TOKENS, Call, Oracle, empty, fresh_salt, idle, words
+from tests.e2e.kill_table import Signal, Victim
+from tests.e2e.leftovers import (
+    SHARED_MEMORY,
+    alive,
+    called,
+    counts_of,
+    group_of,
+    more_than,
+    shared_memory_of,
+)
+from tests.faulty_proxy import Fault, FaultyProxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anyio.from_thread import BlockingPortal
+
+    from sidecar.demo.engine import Generation
+    from sidecar.demo.servers import S3Server
+
+PROMPT_TOKENS: Final = 700
+WHOLE_TOKENS: Final = 672
+CHUNKS: Final = 3
+GENERATED_TOKENS: Final = 16
+"""Enough that a request still runs while its prompt is being stored."""
+SALTS_PREPARED: Final = 12
+"""Prompts that only the bucket holds, for the cells at the lookup stage."""
+ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 128, "max_model_len": 2048}
+SESSIONS: Final = 4
+WAIT_SECONDS_MAX: Final = 60.0
+TRIES_MAX: Final = 8
+
+PATIENT: Final = {
+    "lookup_wait": "60s",
+    "load_deadline": "60s",
+    "lease_ttl": "60s",
+    "store_deadline": "60s",
+}
+LIMITS: Final = {
+    "lookup_wait": "2s",
+    "load_deadline": "2s",
+    "lease_ttl": "2s",
+    "store_deadline": "2s",
+    "drain_seconds_max": "6s",
+}
+STORE_SECONDS_MAX: Final = "2s"
+
+
+class Struck:
+    """An engine, with the processes of it that are struck."""
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self.engine = Engine(spec, log)
+        self._log = log
+
+    def wait_ready(self) -> Struck:
+        """Wait until it serves, and find its processes."""
+        self.engine.wait_ready()
+        self.pids = group_of(self.engine.process.pid)
+        self.core = called(self.pids, "VLLM::EngineCore")
+        self.worker = called(self.pids, "VLLM::Worker")
+        self.shared_memory = shared_memory_of(self.pids)
+        return self
+
+    def end(self) -> int:
+        """Kill what is left of it; returns how many files vLLM left in shared memory."""
+        self.engine.kill()
+        left = [path for path in self.shared_memory if path.exists()]
+        for path in left:
+            path.unlink()
+        return len(left)
+
+
+class World:
+    """See the module."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        server: S3Server,
+        proxy: FaultyProxy,
+        portal: BlockingPortal,
+    ) -> None:
+        self.folder = folder
+        self.server = server
+        self.proxy = proxy
+        self._portal = portal
+        self._model = model
+        self._victims = 0
+        self._stopped: int | None = None
+        (folder / "holds").mkdir()
+        self.holds = held_sidecar.Holds(folder / "holds")
+        self.sidecar = self._new_sidecar(PATIENT, "60s").start()
+        self.witness = self._new_engine("witness", "0")
+        self.victim = self._new_engine("victim-1", "1")
+        self.witness.wait_ready()
+        self.victim.wait_ready()
+        self.oracle = Oracle(
+            self.witness.engine, Call(words(PROMPT_TOKENS, 7), max_tokens=GENERATED_TOKENS)
+        )
+        cached = [*range(0, WHOLE_TOKENS, CHUNK_TOKENS), WHOLE_TOKENS]
+        measured = [self.oracle.at(tokens) for tokens in cached]
+        self._contents = {content for one in measured for content in one.blocks[0]}
+        self.sealed_salt = fresh_salt()
+        self.store_salts = self._prepare_store()
+        self.restart_sidecar()
+        self.wait_attached()
+        for party in (self.witness, self.victim):
+            self.served(party)
+        self.wait("everything ended", idle)
+        self._before = self._counts()
+
+    def _new_sidecar(self, limits: dict[str, str], store_seconds_max: str) -> SidecarProcess:
+        config: dict[str, Any] = {
+            "host": {"size": "256MiB", "prefault": False},
+            "store": {
+                "url": self.server.url,
+                "storage_options": self.server.options_at(self.proxy.endpoint),
+                "refresh_seconds": "200ms",
+                "deadline_seconds_max": store_seconds_max,
+            },
+            "limits": limits,
+            # One may be held in the middle of a copy while the other serves the witness.
+            "copy": {"threads": 2},
+        }
+        program = (str(Path(held_sidecar.__file__)), str(self.folder / "holds"))
+        return SidecarProcess(self.folder / "s", config, program=program)
+
+    def _new_engine(self, name: str, core: str) -> Struck:
+        spec = EngineSpec(self._model, self.sidecar.socket, ENGINE_ARGS, threads_bind=core)
+        return Struck(spec, self.folder / f"{name}.log")
+
+    def _prepare_store(self) -> list[str]:
+        """Have the prompt in the bucket under many salts, and in no memory."""
+        salts = [fresh_salt() for _ in range(SALTS_PREPARED)]
+        self.wait_attached()
+        for salt in salts:
+            self.generate(self.witness, salt)
+            empty(self.witness.engine)
+        self.wait("everything is written", idle)
+        assert self.sidecar.status()["counters"]["chunks_written"] >= CHUNKS * len(salts)
+        assert self.sidecar.drain() == 0
+        self.sidecar.remove_pool()
+        return salts
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def begin(self, party: Struck, salt: str) -> int:
+        """Start a request under this salt; `finish` takes the handle."""
+        call = self.oracle.call
+        return party.engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
+
+    def finish(self, party: Struck, handle: int) -> Generation:
+        """What came of a request, which must be what the oracle says."""
+        generation = party.engine.finish(handle, WAIT_SECONDS_MAX)
+        self.oracle.check(generation)
+        return generation
+
+    def generate(self, party: Struck, salt: str) -> Generation:
+        """One request from its beginning to its end, compared with the oracle."""
+        return self.finish(party, self.begin(party, salt))
+
+    def check_bytes(self, party: Struck) -> None:
+        """No block of the engine holds what none holds after right requests."""
+        (blocks,) = party.engine.digests()
+        assert set(blocks.values()) <= self._contents, "a block holds bytes that are not right"
+
+    def served(self, party: Struck) -> int:
+        """Store the prompt and load it into poisoned memory; tokens that were loaded.
+
+        Tried again where a deadline was too short for a busy machine; right it must be always.
+        """
+        for _ in range(TRIES_MAX):
+            salt = fresh_salt()
+            for _ in range(2):
+                empty(party.engine)
+                generation = self.generate(party, salt)
+            self.check_bytes(party)
+            if generation.cached_tokens == WHOLE_TOKENS:
+                self.sealed_salt = salt
+                return WHOLE_TOKENS
+        raise AssertionError(f"no hit in {TRIES_MAX} tries; {self.sidecar.status()}")
+
+    # --- the processes -------------------------------------------------------------------------
+
+    def pid_of(self, victim: Victim) -> int:
+        """The process to strike."""
+        match victim:
+            case Victim.SIDECAR:
+                assert self.sidecar.process is not None
+                return self.sidecar.process.pid
+            case Victim.WORKER:
+                return self.victim.worker
+            case Victim.CORE:
+                return self.victim.core
+            case Victim.S3:
+                return self.server.pid
+
+    def strike(self, victim: Victim, number: Signal) -> None:
+        """Send the signal. What was killed is gone when this returns."""
+        pid = self.pid_of(victim)
+        if number is Signal.STOP:
+            self._stopped = pid
+            os.kill(pid, signal.SIGSTOP)
+        elif victim is Victim.SIDECAR:
+            self.sidecar.kill()
+        elif victim is Victim.S3:
+            self.server.process.kill()
+        else:
+            os.kill(pid, signal.SIGKILL)
+            until("the killed process is gone", lambda: not alive(pid))
+
+    def resume(self) -> None:
+        """SIGCONT to what was stopped."""
+        if self._stopped is not None:
+            os.kill(self._stopped, signal.SIGCONT)
+            self._stopped = None
+
+    def become(self, fault: Fault, only: str = "") -> None:
+        """Put a fault between the sidecar and the S3 server."""
+        self._portal.call(lambda: self.proxy.become(fault, only=only))
+
+    def let_go(self) -> None:
+        """Hold nothing any more, in the sidecar and before the S3 server."""
+        self.holds.let_go()
+        self.become(Fault.PASS)
+
+    def drained(self) -> None:
+        """The sidecar was told to stop: it ends, and ends well."""
+        assert self.sidecar.process is not None
+        assert self.sidecar.process.wait(WAIT_SECONDS_MAX) == 0
+
+    def restart_sidecar(self) -> None:
+        """Start the next sidecar on the same sockets."""
+        self.holds.forget()
+        self.sidecar = self._new_sidecar(LIMITS, STORE_SECONDS_MAX).start()
+
+    def replace_victim(self) -> int:
+        """Another engine in the victim's place; returns what vLLM left in shared memory."""
+        left = self.victim.end()
+        assert not [pid for pid in self.victim.pids if alive(pid)]
+        self._victims += 1
+        self.victim = self._new_engine(f"victim-{self._victims + 1}", "1").wait_ready()
+        return left
+
+    def repair(self) -> None:
+        """After a cell that failed, have everything run again, so that the others can."""
+        self.resume()
+        self.let_go()
+        if not alive(self.server.pid):
+            self.server.restart()
+        if not alive(self.pid_of(Victim.SIDECAR)):
+            self.restart_sidecar()
+        if not (alive(self.victim.core) and alive(self.victim.worker)):
+            self.replace_victim()
+        self.wait_attached()
+
+    def close(self) -> None:
+        """End everything and remove what would be left for the next sidecar."""
+        self.resume()
+        self.let_go()
+        for party in (self.witness, self.victim):
+            party.engine.stop()
+        if alive(self.pid_of(Victim.SIDECAR)):
+            assert self.sidecar.drain() == 0
+        self.sidecar.remove_pool()
+
+    # --- what is seen --------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The sidecar's status."""
+        return self.sidecar.status()
+
+    def attached(self) -> set[int]:
+        """Processes that are attached to the sidecar."""
+        return {session["pid"] for session in self.status()["sessions"]}
+
+    def wait(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until a condition holds of the sidecar's status."""
+        self.sidecar.wait(what, condition, WAIT_SECONDS_MAX)
+
+    def wait_attached(self) -> float:
+        """Wait until both engines are attached; seconds that it took."""
+        started = time.monotonic()
+        wanted = {party_pid for one in (self.witness, self.victim)
+                  for party_pid in (one.core, one.worker)}  # fmt: skip
+        until("both engines are attached", lambda: self.attached() == wanted)
+        return time.monotonic() - started
+
+    def _counts(self) -> dict[str, Counter[str]]:
+        found = {
+            "sidecar": counts_of(self.pid_of(Victim.SIDECAR)),
+            "witness core": counts_of(self.witness.core),
+            "witness worker": counts_of(self.witness.worker),
+            "victim core": counts_of(self.victim.core),
+            "victim worker": counts_of(self.victim.worker),
+        }
+        pools = SHARED_MEMORY.glob(f"kvlake-{os.getuid()}-{self.sidecar.name}*")
+        sockets = Path(self.sidecar.socket).parent.iterdir()
+        found["files"] = Counter(path.name for path in (*pools, *sockets))
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What there is more of, in any process, than when all was well. Waits for it to go."""
+        left: list[str] = []
+
+        def none_left() -> bool:
+            now = self._counts()
+            left[:] = [
+                f"{who}: {what}"
+                for who, counts in now.items()
+                for what in more_than(counts, self._before[who])
+            ]
+            return not left
+
+        until_or_not(none_left, 10)
+        return left
+
+
+def until(what: str, condition: Callable[[], bool], seconds: float = WAIT_SECONDS_MAX) -> None:
+    """Wait until a condition holds."""
+    assert until_or_not(condition, seconds), f"{what}: not in {seconds:.0f} s"
+
+
+def until_or_not(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds; False if it does not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
