@@ -5,6 +5,7 @@
 #   make test     the whole test suite, real engines included
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
+#   make kill-matrix  kills and stops every process at every stage, and prints what came of it
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
@@ -33,7 +34,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench fuzz clean FORCE
+.PHONY: help setup demo test check bench kill-matrix fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -106,6 +107,11 @@ check: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+# The table also goes to build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"':
+# the others keep what an earlier run said of them.
+kill-matrix: setup
+	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest tests/e2e/test_kill_matrix.py $(KILL_ARGS)
 
 # FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
 fuzz: setup

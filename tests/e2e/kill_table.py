@@ -52,6 +52,11 @@ class Cell:
     signal: Signal
     stage: Stage
 
+    @property
+    def kills_an_engine(self) -> bool:
+        """Whether vLLM ends after it: it does not survive the loss of a process."""
+        return self.signal is Signal.KILL and self.victim in (Victim.WORKER, Victim.CORE)
+
     def __str__(self) -> str:
         return f"{self.victim}-{self.signal}-{self.stage}".replace(" ", "-")
 
@@ -60,6 +65,18 @@ CELLS: Final = [
     Cell(victim, signal, stage)
     for victim, signal, stage in itertools.product(Victim, Signal, Stage)
 ]
+
+
+def in_order_of_running() -> list[Cell]:
+    """All cells, those that kill an engine spread out: its successor takes a while to start."""
+    kills = [cell for cell in CELLS if cell.kills_an_engine]
+    others = [cell for cell in CELLS if not cell.kills_an_engine]
+    between = len(others) // len(kills)
+    ordered: list[Cell] = []
+    for kill in kills:
+        ordered += [*others[:between], kill]
+        del others[:between]
+    return ordered + others
 
 
 @dataclass

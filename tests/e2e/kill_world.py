@@ -2,7 +2,8 @@
 
 Owns these processes: starting them, striking one, bringing it back, and knowing what they had open
 when all was well. `witness` is an engine that lives through the whole matrix; `victim` is the one
-whose processes are struck, and is replaced when it was killed. Does not own what is under way at
+whose processes are struck, and is replaced when it was killed, by one that was started meanwhile
+and could not see the sidecar yet. Does not own what is under way at
 the moment of the strike (`kill_stages.py`), nor what is expected then (`test_kill_matrix.py`).
 
 All requests are of one prompt, under cache salts of their own, so one oracle knows every answer.
@@ -48,6 +49,8 @@ GENERATED_TOKENS: Final = 16
 """Enough that a request still runs while its prompt is being stored."""
 SALTS_PREPARED: Final = 12
 """Prompts that only the bucket holds, for the cells at the lookup stage."""
+WITNESS_CORE: Final = "0"
+VICTIM_CORE: Final = "1"
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 128, "max_model_len": 2048}
 SESSIONS: Final = 4
 WAIT_SECONDS_MAX: Final = 60.0
@@ -72,9 +75,21 @@ STORE_SECONDS_MAX: Final = "2s"
 class Struck:
     """An engine, with the processes of it that are struck."""
 
-    def __init__(self, spec: EngineSpec, log: Path) -> None:
-        self.engine = Engine(spec, log)
-        self._log = log
+    def __init__(self, model: str, folder: Path, name: str, threads_bind: str) -> None:
+        # A name of its own for the sidecar's socket, which exists from `introduce` on.
+        self._socket = folder / f"{name}.sock"
+        spec = EngineSpec(
+            model,
+            str(self._socket),
+            ENGINE_ARGS,
+            connector_extra={"attach_seconds": 0},
+            threads_bind=threads_bind,
+        )
+        self.engine = Engine(spec, folder / f"{name}.log")
+
+    def introduce(self, socket: str) -> None:
+        """Let it attach to the sidecar at this socket."""
+        self._socket.symlink_to(socket)
 
     def wait_ready(self) -> Struck:
         """Wait until it serves, and find its processes."""
@@ -104,21 +119,26 @@ class World:
         server: S3Server,
         proxy: FaultyProxy,
         portal: BlockingPortal,
+        *,
+        kills: int,
     ) -> None:
+        """`kills`: how many engines will be killed. Their successors are started ahead."""
         self.folder = folder
         self.server = server
         self.proxy = proxy
         self._portal = portal
         self._model = model
-        self._victims = 0
+        self._engines = 0
+        self._spares = kills
+        self._spare: Struck | None = None
         self._stopped: int | None = None
         (folder / "holds").mkdir()
         self.holds = held_sidecar.Holds(folder / "holds")
         self.sidecar = self._new_sidecar(PATIENT, "60s").start()
-        self.witness = self._new_engine("witness", "0")
-        self.victim = self._new_engine("victim-1", "1")
-        self.witness.wait_ready()
-        self.victim.wait_ready()
+        self.witness = self._new_engine(WITNESS_CORE)
+        self.victim = self._new_engine(VICTIM_CORE)
+        for party in (self.witness, self.victim):
+            party.wait_ready().introduce(self.sidecar.socket)
         self.oracle = Oracle(
             self.witness.engine, Call(words(PROMPT_TOKENS, 7), max_tokens=GENERATED_TOKENS)
         )
@@ -133,6 +153,7 @@ class World:
             self.served(party)
         self.wait("everything ended", idle)
         self._before = self._counts()
+        self._start_spare()
 
     def _new_sidecar(self, limits: dict[str, str], store_seconds_max: str) -> SidecarProcess:
         config: dict[str, Any] = {
@@ -150,9 +171,9 @@ class World:
         program = (str(Path(held_sidecar.__file__)), str(self.folder / "holds"))
         return SidecarProcess(self.folder / "s", config, program=program)
 
-    def _new_engine(self, name: str, core: str) -> Struck:
-        spec = EngineSpec(self._model, self.sidecar.socket, ENGINE_ARGS, threads_bind=core)
-        return Struck(spec, self.folder / f"{name}.log")
+    def _new_engine(self, core: str) -> Struck:
+        self._engines += 1
+        return Struck(self._model, self.folder, f"engine-{self._engines}", core)
 
     def _prepare_store(self) -> list[str]:
         """Have the prompt in the bucket under many salts, and in no memory."""
@@ -262,10 +283,19 @@ class World:
     def replace_victim(self) -> int:
         """Another engine in the victim's place; returns what vLLM left in shared memory."""
         left = self.victim.end()
-        assert not [pid for pid in self.victim.pids if alive(pid)]
-        self._victims += 1
-        self.victim = self._new_engine(f"victim-{self._victims + 1}", "1").wait_ready()
+        gone = self.victim.pids
+        until("its processes are gone", lambda: not any(alive(pid) for pid in gone))
+        assert self._spare is not None or not self._spares
+        self.victim = (self._spare or self._new_engine(VICTIM_CORE)).wait_ready()
+        self.victim.introduce(self.sidecar.socket)
+        self._spare = None
+        self._start_spare()
         return left
+
+    def _start_spare(self) -> None:
+        if self._spares:
+            self._spares -= 1
+            self._spare = self._new_engine(VICTIM_CORE)
 
     def repair(self) -> None:
         """After a cell that failed, have everything run again, so that the others can."""
@@ -283,8 +313,9 @@ class World:
         """End everything and remove what would be left for the next sidecar."""
         self.resume()
         self.let_go()
-        for party in (self.witness, self.victim):
-            party.engine.stop()
+        for party in (self.witness, self.victim, self._spare):
+            if party is not None:
+                party.engine.stop()
         if alive(self.pid_of(Victim.SIDECAR)):
             assert self.sidecar.drain() == 0
         self.sidecar.remove_pool()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+_VLLMS: Final = (f"{SHARED_MEMORY}/psm_", f"{SHARED_MEMORY}/sem.")
 _MEMFD: Final = re.compile(r"/memfd:(\S+)")
 _RANDOM: Final = re.compile(r"[0-9a-f]{6,}|[0-9]+")
 _NUMBER: Final = re.compile(r"\[?\d+\]?")
@@ -60,7 +61,7 @@ def shared_memory_of(pids: set[int]) -> set[Path]:
         with contextlib.suppress(OSError):
             for line in (Path("/proc") / str(pid) / "maps").read_text().splitlines():
                 path = line.split(maxsplit=5)[-1]
-                if path.startswith(f"{SHARED_MEMORY}/psm_"):
+                if path.startswith(_VLLMS):
                     found.add(Path(path.removesuffix(" (deleted)")))
     return found
 
@@ -121,4 +122,6 @@ def _tcp_sockets(pid: int) -> set[str]:
 def _kind_of_path(path: str) -> str:
     """A file's name without what differs between two runs of one program."""
     name = path.removesuffix(" (deleted)").rpartition("/")[2]
+    if path.startswith(_VLLMS):
+        return name[:4]
     return _RANDOM.sub("*", name)

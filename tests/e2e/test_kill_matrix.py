@@ -19,7 +19,7 @@ from sidecar.demo.engine import EngineFailed
 from sidecar.demo.servers import s3_server
 from tests.e2e.arms import empty, fresh_salt, idle
 from tests.e2e.kill_stages import STAGES, Staged
-from tests.e2e.kill_table import CELLS, ROWS, Cell, Row, Signal, Stage, Victim
+from tests.e2e.kill_table import ROWS, Cell, Row, Signal, Stage, Victim, in_order_of_running
 from tests.e2e.kill_world import WHOLE_TOKENS, World, until
 from tests.e2e.leftovers import mappings_of
 from tests.faulty_proxy import faulty_proxy
@@ -37,20 +37,29 @@ STOP_SECONDS: Final = 3.0
 STOP_SECONDS_ATTACH: Final = 6.0
 """Longer than a client waits for an answer to its attach."""
 COPIES: Final = (Stage.LOAD, Stage.STORE)
-UNHARMED: Final = (0, WHOLE_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def world(folder: Path, model: str) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, folder: Path, model: str) -> Iterator[World]:
+    kills = sum(is_kill(item) for item in request.session.items)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(s3_server(folder))
         portal = stack.enter_context(start_blocking_portal())
         proxy = stack.enter_context(
             portal.wrap_async_context_manager(faulty_proxy(server.endpoint))
         )
-        world = World(folder, model, server, proxy, portal)
+        world = World(folder, model, server, proxy, portal, kills=kills)
         stack.callback(world.close)
         yield world
+
+
+def is_kill(item: pytest.Item) -> bool:
+    cell = (
+        item.callspec.params.get("cell")
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else None
+    )
+    return isinstance(cell, Cell) and cell.kills_an_engine
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def row(request: pytest.FixtureRequest, cell: Cell) -> Row:
     return row
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", in_order_of_running(), ids=str)
 def test_cell(world: World, cell: Cell, row: Row) -> None:
     world.repair()
     for party in (world.victim, world.witness):
