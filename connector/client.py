@@ -111,6 +111,8 @@ class Client:
         self._attached_once = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._last_log = ""
+        self.answers_stale = 0
+        """Messages of an earlier life of the sidecar that were dropped. Never decreases."""
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
         self._thread.start()
@@ -179,6 +181,8 @@ class Client:
                 continue
             if message.epoch == session.epoch:
                 messages.append(message)
+            else:
+                self.answers_stale += 1
         return messages
 
     def close(self) -> None:
@@ -310,10 +314,13 @@ class Client:
             if not any(fd == connection.fileno() for fd, _ in ready):
                 continue
             reply, received = self._receive(connection)
-            if isinstance(reply, IndexMoved) and len(received) == 1:
-                session.moved.append(IndexReader(received[0], reply.index_bytes))
-            else:
+            if not isinstance(reply, IndexMoved) or len(received) != 1:
                 _close_all(received)
+            elif reply.epoch != session.epoch:
+                self.answers_stale += 1
+                _close_all(received)
+            else:
+                session.moved.append(IndexReader(received[0], reply.index_bytes))
 
     def _receive(
         self, connection: socket.socket

@@ -60,14 +60,29 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepReport:
-    """Stores that ended on a rank: job id to the number of ranks, and how many of them failed."""
+    """Stores that ended on a rank: job id to the number of ranks, and how many of them failed.
+
+    Those that failed because their deadline passed are counted again on their own, as are loads.
+    """
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: int = 0
+    stores_expired: int = 0
+    loads_expired: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.ended and not self.loads_expired
 
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""
         ended = dict(self.ended)
         for job_id, ranks in other.ended.items():
             ended[job_id] = ended.get(job_id, 0) + ranks
-        return StepReport(ended, self.failed + other.failed)
+        return StepReport(
+            ended,
+            self.failed + other.failed,
+            self.stores_expired + other.stores_expired,
+            self.loads_expired + other.loads_expired,
+        )

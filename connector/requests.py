@@ -54,6 +54,8 @@ class Stats:
     """Counted since the last call of `take_stats`; names are those of the exported metrics.
 
     A request is a hit when its first load succeeded, and a miss when it was scheduled without.
+    Expired: the deadline passed first, on one rank; those are among the failed too. Stale: of an
+    earlier life of the sidecar.
     """
 
     requests_hit: int = 0
@@ -61,11 +63,14 @@ class Stats:
     tokens_loaded_host: int = 0
     tokens_loaded_store: int = 0
     loads_failed: int = 0
+    loads_expired: int = 0
     lookups_sent: int = 0
     lookups_expired: int = 0
     chunks_stored: int = 0
     stores_skipped: int = 0
     stores_failed: int = 0
+    stores_expired: int = 0
+    answers_stale: int = 0
 
 
 @dataclass(slots=True)
@@ -95,6 +100,9 @@ class RequestState:
     lookup: PendingLookup | None = None
     asked_tokens: int = -1
     """The engine's own hit for which the store was last asked about."""
+    asked_session: Session | None = None
+    """The session that was asked. Another one is another sidecar, or one that knows of nothing."""
+    asked_sessions: int = 0
     from_store_keys: set[bytes] = field(default_factory=set[bytes])
     load: Load | None = None
     load_failed: bool = False

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlake")
 
 EVENTS_KEPT_MAX: Final = 65_536
+SESSIONS_ASKED_MAX: Final = 4
+"""Sessions that one request asks in turn: a sidecar that comes and goes holds no request up."""
 
 
 class SchedulerRole:
@@ -88,6 +90,7 @@ class SchedulerRole:
         self._block_pool: Any = None
         self._stored: list[StoredEvent] = []
         self._removed: list[RemovedEvent] = []
+        self._stale_told = 0
         self.stats = Stats()
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -120,11 +123,14 @@ class SchedulerRole:
         if len(self._loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message, and with it everything else of its step.
             return 0
+        if state.lookup is not None and state.lookup.session is not session:
+            # Nobody will answer: that sidecar is gone, or has forgotten us. The new one is asked.
+            self._forget_lookup(state)
         if state.lookup is None:
             self._ask_store(state, session, local_tokens)
         if state.lookup is not None:
             self._poll()
-            if not self._lookup_over(state, session):
+            if not self._lookup_over(state):
                 return None
         hit = self._finder.hit(state, session, local_tokens)
         matched = 0 if hit is None else hit.end_tokens - local_tokens
@@ -132,7 +138,12 @@ class SchedulerRole:
 
     def _ask_store(self, state: RequestState, session: Session, local_tokens: int) -> None:
         """Have the sidecar read what lies behind the hit and in the store alone, if it pays."""
-        if state.asked_tokens == local_tokens:
+        if state.asked_session is not session:
+            if state.asked_sessions >= SESSIONS_ASKED_MAX:
+                return
+            state.asked_session = session
+            state.asked_sessions += 1
+        elif state.asked_tokens == local_tokens:
             return
         state.asked_tokens = local_tokens
         hit = self._finder.hit(state, session, local_tokens)
@@ -166,11 +177,11 @@ class SchedulerRole:
             return False
         return self._block_pool.get_cached_block(request.block_hashes[block], [0]) is not None
 
-    def _lookup_over(self, state: RequestState, session: Session) -> bool:
+    def _lookup_over(self, state: RequestState) -> bool:
         lookup = state.lookup
         if lookup is None:
             return True
-        if lookup.session is not session or self._clock() >= lookup.deadline:
+        if self._clock() >= lookup.deadline:
             self.stats.lookups_expired += 1
             self._forget_lookup(state)
             return True
@@ -335,6 +346,8 @@ class SchedulerRole:
     def stores_ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""
         self.stats.stores_failed += report.failed
+        self.stats.stores_expired += report.stores_expired
+        self.stats.loads_expired += report.loads_expired
         self._stores.ended(report)
 
     @property
@@ -367,6 +380,8 @@ class SchedulerRole:
     def take_stats(self) -> Stats:
         """Counts since the last call."""
         stats, self.stats = self.stats, Stats()
+        stale = self._client.answers_stale
+        stats.answers_stale, self._stale_told = stale - self._stale_told, stale
         return stats
 
     def close(self) -> None:

@@ -337,7 +337,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Stores that ended on this rank."""
         transfers, self._transfers = self._transfers, None
-        if transfers is None or not transfers.report.ended:
+        if transfers is None or transfers.report.empty:
             return None
         return KVLakeWorkerMetadata(transfers.report)
 

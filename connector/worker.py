@@ -194,26 +194,35 @@ class WorkerRole:
                 _, below = limits.get(id(job.fence), (job.fence, 0))
                 limits[id(job.fence)] = (job.fence, max(below, job.job_id + 1))
             for fence, below in limits.values():
-                # A running copy refuses this: then the jobs stay until it is over.
+                # A running copy refuses this: then the jobs stay until it is over, and no other
+                # copy starts meanwhile.
                 if fence.try_revoke(below):
-                    self._void(fence, below)
+                    self._void(fence, below, now)
+        waiting = {id(job.fence) for job in overdue}
+        for page in (self._fence, *self._retired):
+            if page is not None and page.revoking and id(page) not in waiting:
+                # What was to be revoked was answered in time.
+                page.give_up_revoking()
         busy = {id(job.fence) for job in self._outstanding.values()}
         for fence in [fence for fence in self._retired if id(fence) not in busy]:
             self._retired.remove(fence)
             fence.close()
 
-    def _void(self, fence: WorkerFence, below: int) -> None:
+    def _void(self, fence: WorkerFence, below: int, now: float) -> None:
         for job in list(self._outstanding.values()):
             if job.fence is fence and job.job_id < below:
                 del self._outstanding[job.job_id]
-                self._end(job.job_id, job.request_id, Outcome.REVOKED)
+                late = 0.0 < job.deadline <= now
+                self._end(job.job_id, job.request_id, Outcome.EXPIRED if late else Outcome.REVOKED)
 
     def _end(self, job_id: int, request_id: str | None, outcome: Outcome) -> None:
         results = self._results
         if request_id is None:
+            results.report.stores_expired += outcome is Outcome.EXPIRED
             results.report.ended[job_id] = 1
             results.report.failed += outcome not in (Outcome.OK, Outcome.PARTIAL)
             return
+        results.report.loads_expired += outcome is Outcome.EXPIRED
         results.loaded.add(request_id)
         if outcome is not Outcome.OK:
             results.failed.add(request_id)

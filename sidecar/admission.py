@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
-ATTACH_SECONDS_MAX: Final = 5.0
-"""A client that has connected but not attached after this long is cut off."""
 ACCEPT_PAUSE_SECONDS: Final = 0.1
 
 _logger = logging.getLogger("kvlake.server")
@@ -134,7 +132,7 @@ class Admission:
     async def _admit(self, connection: Connection) -> Session | None:
         """The session of a client that was let in; None once it was refused or is gone."""
         try:
-            with anyio.fail_after(ATTACH_SECONDS_MAX):
+            with anyio.fail_after(self._hub.config.limits.attach_deadline):
                 if await self._turned_away(connection):
                     return None
                 frame, fds = await connection.receive_attach()
@@ -144,6 +142,13 @@ class Admission:
                 close_fds(fds)
         except (AttachRefused, ProtocolError) as error:
             self._refuse(connection, error)
+            return None
+        except TimeoutError:
+            self._hub.census.attaches_expired += 1
+            _logger.warning(
+                "connection cut off: it did not attach within limits.attach_deadline",
+                extra=fields(pid=connection.peer.pid),
+            )
             return None
         except (EOFError, OSError) as error:
             self._hub.census.connections_cut += 1

@@ -84,6 +84,8 @@ class CopyOutcome(enum.Enum):
     OK = "ok"
     CORRUPT = "corrupt"
     REVOKED = "revoked"
+    EXPIRED = "expired"
+    """It had not started by the job's deadline, and nothing was touched."""
     FAILED = "failed"
 
 
@@ -102,6 +104,8 @@ class StoreOutcome(enum.Enum):
     OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"
+    EXPIRED = "expired"
+    """Not done within `store.deadline_seconds_max`."""
     UNAVAILABLE = "unavailable"
 
 
@@ -275,10 +279,12 @@ class Counters:
     stores_dropped_draining: int = 0
     stores_failed: int = 0
     stores_revoked: int = 0
+    stores_expired: int = 0
     loads_missing: int = 0
     loads_corrupt: int = 0
     loads_failed: int = 0
     loads_revoked: int = 0
+    loads_expired: int = 0
     lookups: int = 0
     lookups_refused: int = 0
     lookups_expired: int = 0
@@ -290,9 +296,11 @@ class Counters:
     reads_missing: int = 0
     reads_corrupt: int = 0
     reads_unavailable: int = 0
+    reads_expired: int = 0
     writes_dropped: int = 0
     writes_refused_quota: int = 0
     writes_failed: int = 0
+    writes_expired: int = 0
     quarantined_host: int = 0
     quarantined_store: int = 0
     stale_messages: int = field(default=0)

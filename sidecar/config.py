@@ -251,6 +251,8 @@ class Limits(_Section):
     """Longest that an engine holds blocks for a store; then it takes them back."""
     lease_ttl: Duration = Field(default=10.0, ge=0.01, le=3600)
     """How long a pinned chunk stays pinned if nobody lets go of it."""
+    attach_deadline: Duration = Field(default=5.0, ge=0.01, le=600)
+    """How long a client that has connected may take to attach; then it is cut off."""
     jobs_inflight_max: Count = Field(default=256, ge=1, le=4096)
     """Jobs that one engine may have running; beyond it, it stores nothing."""
     sessions_max: Count = Field(default=256, ge=1, le=65_536)

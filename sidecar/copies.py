@@ -1,8 +1,7 @@
-"""Copies between workers and slots: which waits, which is next, and what a copy thread does.
+"""Copies between workers and slots: when one starts, and what a copy thread does.
 
-Owns the groups of `Gather` and `Scatter` commands from their arrival until their `Copied` events:
-waiting for the worker's fence, the order of the copy threads, and the copy itself, one thread hop
-for all chunks of a job. Does not own slots, sessions or what an outcome means.
+Owns the copy threads, the polling of fences, and the copy itself, one thread hop for all chunks of
+a job. Does not own which group is next (`copyqueue.py`), slots, sessions or what an outcome means.
 
 Invariants:
 
@@ -12,7 +11,8 @@ Invariants:
 * A copy holds the worker's fence lock while it touches the worker's memory, and starts only if
   its job is not revoked. A lock that the worker has is tried again later, never waited for in a
   thread, so one stopped worker cannot hold the copy threads.
-* Every command ends in exactly one `Copied`, however its session, its fence or the copy fare.
+* Every command ends in exactly one `Copied`, however its session, its fence or the copy fare. One
+  that has not started by its deadline ends as expired, and never starts.
 * A started copy runs to its end; cancelling only stops the waiting for it.
 """
 
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -29,16 +27,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sidecar.commands import Copied, CopyOutcome, Gather, Scatter
+from sidecar.copyqueue import CopyQueue, Group
 from sidecar.logs import fields, story_of
 from tiers.arrow import payload_hasher
 from tiers.errors import ChunkCorrupt
 from tiers.filesystems import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from sidecar.memory import WorkerMemory
-    from sidecar.realms import Rank
     from sidecar.session import Session
 
 T = TypeVar("T")
@@ -46,43 +43,10 @@ Memory = npt.NDArray[np.uint8]
 
 HOP_BYTES_MAX: Final = 64 * 1024 * 1024
 """Stores are cut into hops of about this size, so that a load never waits behind a large one."""
-LOADS_IN_A_ROW_MAX: Final = 8
-"""Loads go before stores, but a waiting store gets every ninth turn."""
 FENCE_POLL_SECONDS_MIN: Final = 0.0005
 FENCE_POLL_SECONDS_MAX: Final = 0.005
 
 _logger = logging.getLogger("kvlake.copies")
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Gathers or scatters of one job, copied together."""
-
-    session: Session
-    memory: WorkerMemory
-    rank: Rank
-    commands: Sequence[Gather | Scatter]
-    deadline: float
-    """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
-
-    @property
-    def job_id(self) -> int:
-        """The job that all its commands belong to."""
-        return self.commands[0].job_id
-
-    @property
-    def fence(self) -> int:
-        """The step after which its blocks may be touched."""
-        return self.commands[0].fence
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it writes to the worker's memory."""
-        return isinstance(self.commands[0], Scatter)
-
-    def all_ended(self, outcome: CopyOutcome, detail: str = "") -> list[Copied]:
-        """The same ending for every command."""
-        return [Copied(command.copy_id, outcome, detail) for command in self.commands]
 
 
 class Copies:
@@ -95,10 +59,7 @@ class Copies:
         self._threads = threads
         self._limiter = anyio.CapacityLimiter(threads)
         self._finished = finished
-        self._waiting: list[Group] = []
-        self._loads: deque[Group] = deque()
-        self._stores: deque[Group] = deque()
-        self._loads_in_a_row = 0
+        self._queue = CopyQueue()
         self._ready = anyio.Semaphore(0)
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
@@ -110,12 +71,12 @@ class Copies:
     @property
     def loads_pending(self) -> int:
         """Loads whose fence was reached and that have not ended: engines wait for these."""
-        return len(self._loads) + self._loads_running
+        return self._queue.loads_ready + self._loads_running
 
     @property
     def pending(self) -> int:
         """Groups that have not ended."""
-        return len(self._waiting) + len(self._loads) + len(self._stores) + self._running
+        return len(self._queue) + self._running
 
     def stuck_seconds(self, now: float) -> float:
         """How long no copy thread has been free to begin a copy; 0 while one is."""
@@ -131,64 +92,46 @@ class Copies:
     def add(self, group: Group) -> None:
         """Queue a group; one whose fence is reached already does not wait for the next poll."""
         for part in _hops(group):
-            if part.memory.fence.reached(part.fence):
-                self._enqueue(part)
+            if self._queue.add(part):
+                self._ready.release()
             else:
-                self._waiting.append(part)
                 self._poll_seconds = FENCE_POLL_SECONDS_MIN
                 self._arrived.set()
 
     def drop(self, session: Session) -> None:
         """End what has not started of a session that is over: nobody waits for it."""
-        dropped: list[Group] = []
-        for queue in (self._loads, self._stores):
-            ended = [group for group in queue if group.session is session]
-            for group in ended:
-                queue.remove(group)
-            dropped += ended
-        dropped += [group for group in self._waiting if group.session is session]
-        self._waiting = [group for group in self._waiting if group.session is not session]
-        for group in dropped:
+        for group in self._queue.drop(session):
             self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
-
-    def _enqueue(self, group: Group) -> None:
-        (self._loads if group.is_load else self._stores).append(group)
-        self._ready.release()
 
     async def _gate(self) -> None:
         """Let groups through as their fences are reached; give up those past their deadline."""
         while True:
-            if not self._waiting:
+            if not self._queue.waiting:
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
             await anyio.sleep(self._poll_seconds)
             self._poll_seconds = min(self._poll_seconds * 1.5, FENCE_POLL_SECONDS_MAX)
-            self._sweep(time.monotonic())
-
-    def _sweep(self, now: float) -> None:
-        waiting, self._waiting = self._waiting, []
-        for group in waiting:
-            if group.memory.fence.reached(group.fence):
-                self._enqueue(group)
-            elif now > group.deadline:
-                detail = f"fence {group.fence} was not reached before the job's deadline"
-                self._finished(group.all_ended(CopyOutcome.FAILED, detail))
-            else:
-                self._waiting.append(group)
-
-    def _next(self) -> Group | None:
-        """Loads first: an engine's request waits for them. None if `drop` took it away."""
-        if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
-            self._loads_in_a_row += 1
-            return self._loads.popleft()
-        self._loads_in_a_row = 0
-        return self._stores.popleft() if self._stores else None
+            ready, expired = self._queue.sweep(time.monotonic())
+            for _ in range(ready):
+                self._ready.release()
+            for group in expired:
+                what = (
+                    "the worker was taking blocks back"
+                    if group.memory.fence.revoking
+                    else (f"fence {group.fence} was not reached")
+                )
+                detail = f"{what} until the job's deadline"
+                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
 
     async def _copier(self) -> None:
         while True:
             await self._ready.acquire()
-            group = self._next()
+            group = self._queue.next()
             if group is None:
+                continue
+            if time.monotonic() > group.deadline:
+                detail = "no copy thread was free before the job's deadline"
+                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
                 continue
             self._running += 1
             self._loads_running += group.is_load
@@ -213,9 +156,9 @@ class Copies:
             self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
         elif time.monotonic() > group.deadline:
             detail = "the worker held its fence page until after the job's deadline"
-            self._finished(group.all_ended(CopyOutcome.FAILED, detail))
+            self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
         else:
-            self._waiting.append(group)
+            self._queue.put_back(group)
             self._arrived.set()
 
     async def _copy(self, group: Group, *, mapped: bool) -> list[Copied] | None:

@@ -59,6 +59,8 @@ class Census:
     """Socket files that were made again after somebody had removed them."""
     connections_cut: int = 0
     """Connections that ended, or were ended, before they had attached."""
+    attaches_expired: int = 0
+    """Connections that were cut off because they had not attached in time."""
     attaches_refused: Counter[str] = field(default_factory=Counter[str])
     frames_refused: Counter[str] = field(default_factory=Counter[str])
 

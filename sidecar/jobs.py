@@ -35,13 +35,16 @@ _OUTCOME_OF_COPY: Final = {
     CopyOutcome.OK: Outcome.OK,
     CopyOutcome.CORRUPT: Outcome.CORRUPT,
     CopyOutcome.REVOKED: Outcome.REVOKED,
+    CopyOutcome.EXPIRED: Outcome.EXPIRED,
     CopyOutcome.FAILED: Outcome.FAILED,
 }
 
 _LOAD_WORST_LAST: Final = (
     Outcome.OK,
     Outcome.MISSING,
+    Outcome.FULL,
     Outcome.REVOKED,
+    Outcome.EXPIRED,
     Outcome.FAILED,
     Outcome.CORRUPT,
 )
@@ -69,7 +72,7 @@ class Job:
             return max(self.outcomes, key=_LOAD_WORST_LAST.index)
         if Outcome.OK in self.outcomes:
             return Outcome.PARTIAL
-        for outcome in (Outcome.REVOKED, Outcome.FAILED):
+        for outcome in (Outcome.REVOKED, Outcome.EXPIRED, Outcome.FAILED):
             if outcome in self.outcomes:
                 return outcome
         return Outcome.FULL
@@ -264,13 +267,14 @@ class Jobs:
             # Another rank's part was found corrupt meanwhile, and the chunk went with it.
             self._counters.stores_failed += 1
             return Outcome.FAILED
-        if outcome is CopyOutcome.REVOKED:
-            self._counters.stores_revoked += 1
-        else:
-            self._counters.stores_failed += 1
+        counters = self._counters
+        counters.stores_revoked += outcome is CopyOutcome.REVOKED
+        counters.stores_expired += outcome is CopyOutcome.EXPIRED
+        counters.stores_failed += outcome in (CopyOutcome.FAILED, CopyOutcome.CORRUPT)
         self._host.failed(segment)
         self._store_failed(chunk)
-        return Outcome.REVOKED if outcome is CopyOutcome.REVOKED else Outcome.FAILED
+        # A gather compares nothing: what it calls corrupt has failed.
+        return Outcome.FAILED if outcome is CopyOutcome.CORRUPT else _OUTCOME_OF_COPY[outcome]
 
     def _end_if_over(self, job: Job) -> None:
         if job.remaining:
@@ -282,6 +286,7 @@ class Jobs:
             counters.loads_corrupt += outcome is Outcome.CORRUPT
             counters.loads_failed += outcome is Outcome.FAILED
             counters.loads_revoked += outcome is Outcome.REVOKED
+            counters.loads_expired += outcome is Outcome.EXPIRED
         self._ended(job, JobOutcome(job.job_id, outcome))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _READ_FAILURES: Final = {
     StoreOutcome.MISSING: Outcome.MISSING,
     StoreOutcome.CORRUPT: Outcome.CORRUPT,
+    StoreOutcome.EXPIRED: Outcome.EXPIRED,
     StoreOutcome.UNAVAILABLE: Outcome.FAILED,
 }
 
@@ -301,6 +302,8 @@ class Lookups:
         elif outcome is StoreOutcome.MISSING:
             self._counters.reads_missing += 1
             self._store.lost(realm, key, rank)
+        elif outcome is StoreOutcome.EXPIRED:
+            self._counters.reads_expired += 1
         else:
             self._counters.reads_unavailable += 1
 
@@ -396,7 +399,7 @@ class Lookups:
         for lookup in list(self):
             if not lookup.answered and lookup.deadline <= now:
                 self._counters.lookups_expired += 1
-                self._answer_with_what_is_there(lookup)
+                self._answer_with_what_is_there(lookup, Outcome.EXPIRED)
             elif lookup.answered and lookup.expires <= now:
                 self._counters.leases_expired += 1
                 self._end(lookup)
@@ -406,10 +409,10 @@ class Lookups:
         self._draining = True
         for lookup in list(self):
             if not lookup.answered:
-                self._answer_with_what_is_there(lookup)
+                self._answer_with_what_is_there(lookup, Outcome.MISSING)
 
-    def _answer_with_what_is_there(self, lookup: PendingLookup) -> None:
-        lookup.outcome = Outcome.MISSING
+    def _answer_with_what_is_there(self, lookup: PendingLookup, outcome: Outcome) -> None:
+        lookup.outcome = outcome
         self._answer(lookup)
 
 

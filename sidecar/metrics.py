@@ -143,6 +143,8 @@ class HubCollector(Collector):
         yield _counter("sessions_opened", "Clients that attached", {(): census.sessions_opened})
         yield _counter("sockets_renewed", "Sockets made again", {(): census.sockets_renewed})
         yield _counter("connections_cut", "Ended unattached", {(): census.connections_cut})
+        expired = {(): census.attaches_expired}
+        yield _counter("attaches_expired", "Clients that took too long to attach", expired)
         yield _counter("frames_received", "Messages from clients", {(): census.frames_received})
         yield _counter("replies_dropped", "Answers without a taker", {(): census.replies_dropped})
         refused = {(code,): count for code, count in census.frames_refused.items()}
@@ -242,6 +244,7 @@ class Reporter:
             "sockets": {
                 "sessions_opened": hub.census.sessions_opened,
                 "connections_cut": hub.census.connections_cut,
+                "attaches_expired": hub.census.attaches_expired,
                 "frames_received": hub.census.frames_received,
                 "replies_dropped": hub.census.replies_dropped,
                 "frames_refused": dict(hub.census.frames_refused),

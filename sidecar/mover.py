@@ -38,10 +38,10 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.copies import Copies, Group
+from sidecar.copyqueue import Group
 from sidecar.logs import fields
 from tiers.catalog import object_name
-from tiers.errors import ChunkCorrupt, ChunkMissing, TierFull, TierUnavailable
+from tiers.errors import ChunkCorrupt, ChunkMissing, TierExpired, TierFull, TierUnavailable
 from tiers.filesystems import run_to_end
 from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from sidecar.copies import Copies
     from sidecar.protocol import ServerMessage
     from sidecar.realms import Rank, Realm, Realms
     from sidecar.session import Session, Sessions
@@ -184,6 +185,9 @@ class Mover:
         except ChunkCorrupt as error:
             outcome = StoreOutcome.CORRUPT
             _logger.error("slot is corrupt, not written", extra=fields(object=name, error=error))  # noqa: TRY400
+        except TierExpired as error:
+            outcome = StoreOutcome.EXPIRED
+            self._note_failure("write expired", name, error)
         except (TierUnavailable, TierFull) as error:
             self._note_failure("write failed", name, error)
         except Exception:
@@ -212,6 +216,9 @@ class Mover:
         except ChunkCorrupt as error:
             outcome = StoreOutcome.CORRUPT
             _logger.error("object is corrupt", extra=fields(object=name, error=error))  # noqa: TRY400
+        except TierExpired as error:
+            outcome = StoreOutcome.EXPIRED
+            self._note_failure("read expired", name, error)
         except (TierUnavailable, TierFull) as error:
             self._note_failure("read failed", name, error)
         except Exception:

@@ -81,6 +81,8 @@ class Outcome(enum.IntEnum):
     """The copy raised; see the sidecar's log."""
     PARTIAL = 6
     """A store of several chunks kept some of them."""
+    EXPIRED = 7
+    """Its deadline passed first; nothing was touched."""
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

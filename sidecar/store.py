@@ -127,7 +127,9 @@ class StoreTier:
         chunk = segment.chunk
         self._host.release(segment)
         if event.outcome is not StoreOutcome.OK:
-            self._counters.writes_failed += 1
+            expired = event.outcome is StoreOutcome.EXPIRED
+            self._counters.writes_expired += expired
+            self._counters.writes_failed += not expired
             if event.outcome is StoreOutcome.CORRUPT:
                 self._host.quarantine(chunk)
             return

@@ -29,6 +29,10 @@ class TierUnavailable(TierError):
         self.retryable = retryable
 
 
+class TierExpired(TierUnavailable):
+    """The tier had not answered by the deadline of the request, retries included."""
+
+
 class TierFull(TierError):
     """No slot or no space is left; the caller drops the work or makes room."""
 

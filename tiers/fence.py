@@ -1,6 +1,6 @@
 """The fence page: a page of shared memory by which a worker orders copies against its own work.
 
-Owns two 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
+Owns three 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
 hands to the sidecar at attach:
 
 * word 0, `done`: sequence number of the last step whose work is finished. Written by the worker
@@ -8,6 +8,9 @@ hands to the sidecar at attach:
   `done >= fence`.
 * word 1, `revoked_below`: jobs with a smaller id are void. Written by the worker under the lock
   when it takes blocks back without an answer (the sidecar is stopped, or too slow).
+* word 2, `revoking`: not zero while the worker waits to revoke. Written by the worker when it found
+  the lock held, cleared when it has revoked or needs to no more. While it is set the sidecar starts
+  no copy for this worker: copies that overlap would else keep the lock held for ever.
 * an open-file-description lock on the page: the sidecar holds it shared while a copy touches
   the worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its
   holder dies, so a killed sidecar never keeps a worker waiting.
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 PAGE_BYTES: Final = 4096
 _DONE: Final = 0
 _REVOKED_BELOW: Final = 1
+_REVOKING: Final = 2
 
 # struct flock on 64-bit Linux: type, whence, pad, start, len, pid, pad.
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
@@ -66,16 +70,31 @@ class WorkerFence:
         self._words[_DONE] = sequence
 
     def try_revoke(self, below: int) -> bool:
-        """Void every job with an id under `below`. False while a copy is running: try later."""
+        """Void every job with an id under `below`. False while a copy is running: try later.
+
+        From a False on no new copy starts, until a True or `give_up_revoking`: so there will be a
+        True as soon as the copies that run now are over.
+        """
         try:
             _lock(self.fd, fcntl.F_WRLCK, _F_OFD_SETLK)
         except (BlockingIOError, PermissionError):
+            self._words[_REVOKING] = 1
             return False
         try:
             self._words[_REVOKED_BELOW] = max(below, int(self._words[_REVOKED_BELOW]))
+            self._words[_REVOKING] = 0
         finally:
             _lock(self.fd, fcntl.F_UNLCK, _F_OFD_SETLK)
         return True
+
+    @property
+    def revoking(self) -> bool:
+        """Whether copies are held off for a revoke that has not come through yet."""
+        return bool(self._words[_REVOKING])
+
+    def give_up_revoking(self) -> None:
+        """Let copies start again: what was to be revoked has ended by itself."""
+        self._words[_REVOKING] = 0
 
     def close(self) -> None:
         """Unmap and close; again is harmless. The sidecar's own descriptor is not affected."""
@@ -111,14 +130,21 @@ class SidecarFence:
         """Whether the work that step `fence` waits for is finished."""
         return int(self._words[_DONE]) >= fence
 
+    @property
+    def revoking(self) -> bool:
+        """Whether the worker waits for the running copies to end, so that it can revoke."""
+        return bool(self._words[_REVOKING])
+
     @contextlib.contextmanager
     def copying(self, job_id: int) -> Generator[bool, None, None]:
         """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
 
         Each use opens its own file description, so that threads hold the lock side by side.
-        Raises `BlockingIOError` while the worker revokes: try again. Waiting for the lock here
-        would tie a copy thread to a worker that may be stopped at that very point.
+        Raises `BlockingIOError` while the worker revokes, or waits to: try again. Waiting for the
+        lock here would tie a copy thread to a worker that may be stopped at that very point.
         """
+        if self.revoking:
+            raise BlockingIOError("the worker waits to revoke")
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(fd, fcntl.F_RDLCK, _F_OFD_SETLK)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import anyio
 
-from tiers.errors import ChunkMissing, TierUnavailable
+from tiers.errors import ChunkMissing, TierExpired, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -142,7 +142,7 @@ class Retrying(Wrapper):
 
 
 class Deadline(Wrapper):
-    """Ends a verb that takes too long with a retryable `TierUnavailable`.
+    """Ends a verb that takes too long with a retryable `TierExpired`.
 
     The error comes after the deadline where a worker thread still touches the caller's memory:
     it waits for the thread, never the other way round.
@@ -160,7 +160,7 @@ class Deadline(Wrapper):
         # Reached only where this scope, and no outer one, was cancelled: a TimeoutError of the
         # inner tier's own is not mistaken for it.
         target = f"{self.url}/{name}" if name else self.url
-        raise TierUnavailable(
+        raise TierExpired(
             f"{verb} {target}: not done after {self._seconds_max:g} s; check the network to the "
             "store, or raise store.deadline_seconds_max",
             retryable=True,

@@ -37,6 +37,7 @@ class DoubleClient:
         self.inbox: list[ServerMessage] = []
         self.closed = False
         self.waited_ms = 0
+        self.answers_stale = 0
 
     @property
     def session(self) -> Session | None:

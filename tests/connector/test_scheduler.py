@@ -16,6 +16,7 @@ from connector.keys import KeyChain, root_key
 from connector.namespace import digest_of
 from connector.plan import StepReport
 from connector.requests import Stats
+from connector.scheduler import SESSIONS_ASKED_MAX
 from connector.storing import BLOCKS_WAIT_SECONDS_MAX
 from sidecar.protocol import (
     Events,
@@ -425,8 +426,32 @@ class TestStoreOnly:
         assert engine.role.matched_tokens(request, 0) is None
         engine.sidecar.detach()
         assert engine.role.matched_tokens(request, 0) == 0
+        engine.finish(request)
+        engine.settle()
+        engine.check_idle()
+
+    def test_the_next_session_is_asked_again(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (first,) = engine.client.sent_of(Lookup)
         engine.sidecar.attach()
-        assert engine.role.matched_tokens(request, 0) == 0
+        assert engine.role.matched_tokens(request, 0) is None
+        _, second = engine.client.sent_of(Lookup)
+        assert second.epoch > first.epoch
+        assert second.keys == first.keys
+        engine.finish(request)
+        assert engine.computed["a"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_a_sidecar_that_comes_and_goes_holds_nothing_up(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        answers: list[int | None] = []
+        for _ in range(SESSIONS_ASKED_MAX + 1):
+            answers.append(engine.role.matched_tokens(request, 0))
+            engine.sidecar.attach()
+        assert answers == [None] * SESSIONS_ASKED_MAX + [0]
+        assert len(engine.client.sent_of(Lookup)) == SESSIONS_ASKED_MAX
         engine.finish(request)
         engine.settle()
         engine.check_idle()

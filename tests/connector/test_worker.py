@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -243,7 +244,40 @@ class TestDeadline:
             rank.clock.now += LOAD_SECONDS
             for _ in range(3):
                 assert not rank.role.collect().loaded
-        assert rank.role.collect().failed == {"a"}
+        results = rank.role.collect()
+        assert results.failed == {"a"}
+        assert results.report.loads_expired == 1
+        assert not results.report.empty
+
+    def test_a_worker_that_waits_to_revoke_is_not_starved(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2, "a")], [store(3)]))
+        rank.clock.now += LOAD_SECONDS
+        copying = contextlib.ExitStack()
+        assert copying.enter_context(rank.fence.copying(2))
+        for _ in range(100):
+            # Copies that overlap: before one ends, the next begins, if it may.
+            if rank.role.collect().failed:
+                break
+            following = contextlib.ExitStack()
+            with contextlib.suppress(BlockingIOError):
+                following.enter_context(rank.fence.copying(3))
+            copying.close()
+            copying = following
+        else:
+            pytest.fail("the blocks never came back")
+        assert not rank.fence.revoking
+        assert rank.void(2)
+        assert not rank.void(3)
+
+    def test_an_answer_in_time_lets_copies_start_again(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2, "a")], []))
+        with rank.fence.copying(2):
+            rank.clock.now += LOAD_SECONDS
+            assert not rank.role.collect().loaded
+            assert rank.fence.revoking
+        rank.answer((2, Outcome.OK))
+        assert rank.role.collect().loaded == {"a"}
+        assert not rank.fence.revoking
 
     def test_an_answer_in_time_for_the_deadline_counts(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([load(2, "a")], []))

@@ -145,7 +145,7 @@ def test_lookup_past_its_deadline_gets_what_is_there_and_the_read_still_lands() 
     reads = only(world.look_up(scheduler, 1, [1, 2], deadline_ms=500), Read)
     world.read_done(reads[0].read_id)
     world.now = 0.5
-    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.MISSING)
+    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.EXPIRED)
     commands = world.read_done(reads[1].read_id)
     assert only(commands, IndexSet) == [IndexSet(0, key(2), in_host=True, in_store=True)]
     assert messages(commands, scheduler) == []

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sidecar import copies
+from sidecar import copies, copyqueue
 from sidecar.commands import (
     Copied,
     CopyOutcome,
@@ -32,7 +32,8 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.copies import Copies, Group
+from sidecar.copies import Copies
+from sidecar.copyqueue import Group
 from sidecar.memory import WorkerMemory, take_memory
 from sidecar.mover import Mover
 from sidecar.protocol import Role
@@ -156,11 +157,11 @@ async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
             assert np.array_equal(first, second)
 
 
-async def test_fence_that_is_never_reached_fails_at_the_deadline(bench: Bench) -> None:
+async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench) -> None:
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0, fence=3), seconds=0.02))
         work.add(bench.group(bench.gather(1, fence=3, job=2)))
-        assert await bench.wait(1) == {0: CopyOutcome.FAILED}
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
         assert "fence 3" in bench.ended[0].detail
         bench.fence.signal(3)
         assert (await bench.wait(2))[1] is CopyOutcome.OK
@@ -170,7 +171,7 @@ async def test_fence_that_is_never_reached_fails_at_the_deadline(bench: Bench) -
 async def test_loads_overtake_stores_but_do_not_starve_them(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "LOADS_IN_A_ROW_MAX", 2)
+    monkeypatch.setattr(copyqueue, "LOADS_IN_A_ROW_MAX", 2)
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0)))
         await bench.wait(1)
@@ -184,6 +185,46 @@ async def test_loads_overtake_stores_but_do_not_starve_them(
         await bench.wait(8)
     order = [event.copy_id for event in bench.ended[1:]]
     assert order == [200, 201, 1, 202, 203, 2, 204]
+
+
+async def test_sessions_take_turns(bench: Bench) -> None:
+    """One session's backlog delays another's next copy by one copy."""
+    other = bench.sessions.open(
+        attach_message(Role.WORKER, LAYOUT, engine_id="other"),
+        cast("Any", None),
+        bench.realm,
+        bench.memory,
+    )
+    async with running(bench) as work:
+        for number in range(6):
+            work.add(bench.group(bench.gather(number, fence=1)))
+        for number in (6, 7):
+            group = bench.group(bench.gather(number, fence=1))
+            group.session = other
+            work.add(group)
+        bench.fence.signal(1)
+        await bench.wait(8)
+    assert [event.copy_id for event in bench.ended] == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+async def test_a_copy_whose_turn_comes_too_late_does_not_start(bench: Bench) -> None:
+    before = bench.pool.copy()
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), seconds=-1))
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+    assert np.array_equal(before, bench.pool)
+
+
+async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> None:
+    with bench.memory.fence.copying(1):
+        assert not bench.fence.try_revoke(2)
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0)))
+        work.add(bench.group(bench.gather(1, job=2)))
+        await anyio.sleep(0.02)
+        assert not bench.ended
+        assert bench.fence.try_revoke(2)
+        assert await bench.wait(2) == {0: CopyOutcome.REVOKED, 1: CopyOutcome.OK}
 
 
 async def test_large_stores_are_cut_into_hops(
@@ -214,7 +255,7 @@ async def test_worker_stopped_while_it_revokes_holds_up_nobody(bench: Bench) -> 
     fcntl.fcntl(lock, 37, kind)
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0), seconds=0.02))
-        assert await bench.wait(1) == {0: CopyOutcome.FAILED}
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
         work.add(bench.group(bench.gather(1)))
         await anyio.sleep(0.02)
         assert len(bench.ended) == 1

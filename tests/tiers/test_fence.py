@@ -117,11 +117,32 @@ def test_revoking_is_refused_while_a_copy_runs(worker: WorkerFence, sidecar: Pee
     assert sidecar.ask("start 5") == "True"
     assert not worker.try_revoke(6)
     # A refused revocation voided nothing: the job may still be copied.
+    worker.give_up_revoking()
     assert sidecar.ask("start 4") == "True"
     assert sidecar.ask("end 5") == "ended"
     assert not worker.try_revoke(6)
     assert sidecar.ask("end 4") == "ended"
     assert worker.try_revoke(6)
+
+
+def test_copies_that_overlap_do_not_keep_a_worker_from_revoking(worker: WorkerFence) -> None:
+    with local_sidecar(worker) as fence:
+        copying = contextlib.ExitStack()
+        assert copying.enter_context(fence.copying(1))
+        for _ in range(100):
+            if worker.try_revoke(2):
+                break
+            following = contextlib.ExitStack()
+            with contextlib.suppress(BlockingIOError):
+                following.enter_context(fence.copying(1))
+            copying.close()
+            copying = following
+        else:
+            pytest.fail("a hundred copies in a row, and no moment to revoke in between")
+        with fence.copying(1) as valid:
+            assert not valid
+        with fence.copying(2) as valid:
+            assert valid, "copies start again"
 
 
 def test_a_late_copy_of_a_revoked_job_does_not_start(worker: WorkerFence, sidecar: Peer) -> None:
