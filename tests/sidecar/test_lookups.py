@@ -167,7 +167,7 @@ def test_lookup_waits_no_longer_than_what_is_ready_saves() -> None:
     world.now = 0.5 + 0.039
     assert messages(world.send(Tick()), scheduler) == []
     world.now = 0.5 + 0.041
-    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.MISSING)
+    assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.EXPIRED)
     assert world.engine.counters.lookups_expired == 1
     world.read_done(reads[1].read_id)
 
