@@ -30,6 +30,7 @@ import anyio
 from sidecar import copies
 from sidecar.attach import Connection, close_fds
 from sidecar.cli import main
+from sidecar.copyqueue import Group
 from tiers.copy import CopyPlan
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ def hold_copies(holds: Holds, stack: contextlib.ExitStack) -> None:
     here = threading.local()
 
     def of_a_job(
-        step: str, copy: Callable[[copies.Group, copies.Memory], list[Copied]]
-    ) -> Callable[[copies.Group, copies.Memory], list[Copied]]:
-        def copied(group: copies.Group, pool: copies.Memory) -> list[Copied]:
+        step: str, copy: Callable[[Group, copies.Memory], list[Copied]]
+    ) -> Callable[[Group, copies.Memory], list[Copied]]:
+        def copied(group: Group, pool: copies.Memory) -> list[Copied]:
             here.step, here.pid = step, group.session.connection.peer.pid
             return copy(group, pool)
 
