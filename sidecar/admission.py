@@ -18,6 +18,7 @@ import anyio
 import anyio.abc
 
 from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, close_fds
+from sidecar.curve import usable_key
 from sidecar.logs import fields
 from sidecar.memory import take_memory
 from sidecar.protocol import (
@@ -49,9 +50,10 @@ _logger = logging.getLogger("kvlake.server")
 class Admission:
     """Accepts connections and keeps each until its end."""
 
-    def __init__(self, hub: Hub, endpoint: str) -> None:
+    def __init__(self, hub: Hub, endpoint: str, public_key: bytes = b"") -> None:
         self._hub = hub
         self._endpoint = endpoint
+        self._public_key = public_key
         self._connections = 0
         self._listener: socket.socket | None = None
         self._listening = anyio.CancelScope()
@@ -192,6 +194,7 @@ class Admission:
         hub = self._hub
         attach = decode_attach(frame)
         check_shape(attach)
+        user = self._user(attach)
         if hub.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
         for gone in hub.sessions.gone_beside(attach):
@@ -199,7 +202,7 @@ class Admission:
         hub.sessions.check(attach, hub.realms.find(attach))
         memory = take_memory(attach, fds)
         try:
-            session = self._join(attach, connection, memory)
+            session = self._join(attach, connection, memory, user)
         except BaseException:
             if memory is not None:
                 memory.end()
@@ -207,7 +210,24 @@ class Admission:
         hub.open_session(session)
         return session
 
-    def _join(self, attach: Attach, connection: Connection, memory: WorkerMemory | None) -> Session:
+    def _user(self, attach: Attach) -> str:
+        """The key that this client's frames must come with; none where jobs use a Unix socket."""
+        if not self._public_key:
+            return ""
+        if not usable_key(attach.curve_key):
+            raise AttachRefused(
+                "curve",
+                "curve_key: this sidecar takes jobs over TCP and needs the client's CURVE key; "
+                "install a pyzmq whose libzmq has CURVE (zmq.has('curve')) beside the connector",
+            )
+        user = attach.curve_key.decode()
+        if self._hub.sessions.has_user(user):
+            raise AttachRefused("curve", "curve_key: another session has it; make one for each")
+        return user
+
+    def _join(
+        self, attach: Attach, connection: Connection, memory: WorkerMemory | None, user: str
+    ) -> Session:
         hub = self._hub
         known = hub.realms.find(attach) is not None
         realm = hub.realms.join(attach)
@@ -218,7 +238,7 @@ class Admission:
             if not known:
                 hub.realms.forget(realm)
             raise
-        return hub.sessions.open(attach, connection, realm, memory)
+        return hub.sessions.open(attach, connection, realm, memory, user)
 
     def _learn(self, realm: Realm, attach: Attach) -> None:
         """Take a worker's geometry, or leave the realm and the pool as they were."""
@@ -250,6 +270,7 @@ class Admission:
             limits=self._limits(),
             index_salt=realm.index_salt,
             index_bytes=realm.index.size_bytes if scheduler else 0,
+            curve_key=self._public_key,
         )
 
     def _limits(self) -> Limits:

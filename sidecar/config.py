@@ -63,6 +63,7 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 UID_MAX: Final = (1 << 32) - 1
 OVERFLOW_UID: Final = 65_534
 
+_TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.*-]+):[0-9]{1,5}$")
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
 
@@ -97,6 +98,10 @@ class Runtime(_Section):
     """Name of this sidecar; two on one node need two names."""
     allow_uids: tuple[Count, ...] = Field(default=(), max_length=256)
     """Further users whose engines are served, by number; the sidecar's own and root always are."""
+    endpoint: str = "ipc"
+    """Where jobs come in: `ipc`, or `tcp://ADDRESS:PORT` with a CURVE key."""
+    curve_secret_key_file: Directory | None = None
+    """File with this side's CURVE key, for an endpoint over TCP; `kvlake keygen` makes it."""
     strict_parents: Flag = True
     """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
 
@@ -131,6 +136,35 @@ class Runtime(_Section):
                     "engine a user of its own"
                 )
         return value
+
+    @field_validator("endpoint")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value != "ipc" and not _TCP.match(value):
+            raise ValueError(
+                f"{value!r} is no endpoint; write ipc, or tcp://ADDRESS:PORT such as "
+                "tcp://127.0.0.1:9322"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _keyed(self) -> Runtime:
+        path = self.curve_secret_key_file
+        if self.endpoint != "ipc" and path is None:
+            raise ValueError(
+                f"endpoint={self.endpoint} needs a key, or anybody could connect: `kvlake keygen "
+                "--out FILE`, then runtime.curve_secret_key_file: FILE"
+            )
+        if self.endpoint == "ipc" and path is not None:
+            raise ValueError("curve_secret_key_file is for an endpoint over TCP; leave it out")
+        if path is not None:
+            _require_absolute(path)
+        return self
+
+    def secret_key(self) -> str:
+        """The CURVE key in `curve_secret_key_file`. Raises `SecretFileError`."""
+        assert self.curve_secret_key_file is not None, "checked for an endpoint over TCP"
+        return read_secret(self.curve_secret_key_file, "runtime.curve_secret_key_file")
 
     @model_validator(mode="after")
     def _fits(self) -> Runtime:

@@ -38,6 +38,8 @@ from sidecar.watch import StoreWatch
 from tiers.policy import make as make_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sidecar.config import Config
     from tiers.pool import HostPool
     from tiers.wrap import Metered
@@ -126,6 +128,10 @@ class Hub:
         """Give it the socket that its replies go to."""
         self._router = router
 
+    def handshakes_refused(self) -> Mapping[str, int]:
+        """Connections for jobs that failed to prove a welcome key, by what failed."""
+        return {} if self._router is None else self._router.handshakes_refused
+
     def drain(self) -> None:
         """Begin no new work; `drained` is set once what was begun has ended."""
         self.draining = True
@@ -203,7 +209,7 @@ class Hub:
 
     # --- messages --------------------------------------------------------------------------
 
-    def received(self, routing_id: bytes, parts: list[bytes]) -> None:
+    def received(self, routing_id: bytes, parts: list[bytes], user: str = "") -> None:
         """Take one ZMQ message."""
         self.census.frames_received += 1
         session = self.sessions.by_token(routing_id)
@@ -211,6 +217,13 @@ class Hub:
             # No session, no answer: it may belong to a client of this sidecar's previous life,
             # which has its end of file and is attaching again.
             self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
+            return
+        if session.user != user:
+            # Somebody else's connection has this token, and would get the answers. The session
+            # ends; its client attaches again and gets another.
+            error = ProtocolError("identity", "the token belongs to a client with another key")
+            self._refuse(routing_id, error)
+            self.end_session(session, "another client used its token")
             return
         session.heard = True
         try:
@@ -250,6 +263,10 @@ class Hub:
     def _send(self, session: Session, message: ServerMessage) -> None:
         assert self._router is not None, "messages come only after connect"
         session.answered(message)
+        if session.user and not session.heard:
+            # Until it has spoken, whose connection has its token is not known.
+            self.census.replies_dropped += 1
+            return
         sent = self._router.send(session.token, encode(message))
         if sent is Sent.OK:
             return

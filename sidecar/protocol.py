@@ -117,6 +117,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     segment: Segment | None = None
     layout: KVLayout | None = None
     memory: Memory | None = None
+    curve_key: bytes = b""
+    """Public CURVE key (Z85) made for this session; used where jobs travel over TCP."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +141,8 @@ class Attached(msgspec.Struct, tag="attached", frozen=True, forbid_unknown_field
     limits: Limits
     index_salt: bytes
     index_bytes: int = 0
+    curve_key: bytes = b""
+    """The sidecar's public CURVE key (Z85); empty where `endpoint` is a Unix socket."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from sidecar.attach import StartError
+from sidecar.curve import Doorkeeper
 from sidecar.protocol import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 FRAMES_PER_WAKE_MAX: Final = 256
@@ -46,19 +49,41 @@ class Sent(enum.Enum):
     """The peer does not read: `SEND_QUEUE_FRAMES_MAX` messages wait for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class CurveSettings:
+    """TCP with CURVE: where, this side's secret key, and whose keys are welcome now."""
+
+    endpoint: str
+    secret_key: bytes = field(repr=False)
+    admitted: Callable[[str], bool]
+
+
 class Router:
-    """The bound socket. `received(routing_id, parts)` is called for each message, on the loop."""
+    """The bound socket. `received(routing_id, parts, user)` is called on the loop, once a message.
+
+    Args:
+        path: of the Unix socket that it binds, unless `curve` is given.
+        received: `user` is the key that the sender's connection proved to have; empty over ipc.
+        broke: told of an error of its own.
+        mode: of that socket's file.
+        uids: the users who may connect to it.
+        curve: bind this TCP address instead, for connections with CURVE keys only.
+    """
 
     def __init__(
         self,
         path: Path,
-        received: Callable[[bytes, list[bytes]], None],
+        received: Callable[[bytes, list[bytes], str], None],
         broke: Callable[[BaseException], None],
         *,
         mode: int = IPC_PATH_MODE,
         uids: Sequence[int] = (),
+        curve: CurveSettings | None = None,
     ) -> None:
         self.endpoint = f"ipc://{path}"
+        self.public_key = b""
+        """What clients need to connect; empty over ipc."""
+        self._doorkeeper: Doorkeeper | None = None
         self._path = path
         self._mode = mode
         self._received = received
@@ -74,9 +99,13 @@ class Router:
             # The kernel says who connects (SO_PEERCRED), as on the attach socket.
             for uid in uids:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-            self._socket.bind(self.endpoint)
-            path.chmod(mode)
+            if curve is None:
+                self._socket.bind(self.endpoint)
+                path.chmod(mode)
+            else:
+                self._bind_tcp(curve)
         except BaseException:
+            self._dismiss()
             self._context.destroy(linger=0)
             raise
         self._loop = asyncio.get_running_loop()
@@ -85,6 +114,36 @@ class Router:
         self._loop.add_reader(self._fd, self._drain)
         # What arrived between bind and here has rung the bell already.
         self._check()
+
+    def _dismiss(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+
+    def _bind_tcp(self, curve: CurveSettings) -> None:
+        try:
+            self.public_key = zmq.curve_public(curve.secret_key)
+        except (ValueError, KeyError, zmq.ZMQError) as error:
+            raise StartError(
+                "runtime.curve_secret_key_file holds no CURVE key; make one with "
+                "`kvlake keygen --out FILE`"
+            ) from error
+        self._doorkeeper = Doorkeeper(
+            self._context, self._socket, curve.secret_key, curve.admitted, self._broke
+        )
+        self._socket.setsockopt(zmq.IPV6, int("[" in curve.endpoint))
+        try:
+            self._socket.bind(curve.endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(
+                f"runtime.endpoint={curve.endpoint} cannot be bound: {error}; it must be an "
+                "address of this machine, with a port that is free (or 0 for any)"
+            ) from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def handshakes_refused(self) -> Mapping[str, int]:
+        """Connections that failed to prove a welcome key, by what failed."""
+        return {} if self._doorkeeper is None else self._doorkeeper.refused
 
     def bind_again(self) -> None:
         """Make the socket file anew after somebody removed it; connected peers notice nothing.
@@ -113,7 +172,17 @@ class Router:
         self._loop.remove_reader(self._fd)
         if self._scheduled is not None:
             self._scheduled.cancel()
+        self._dismiss()
         self._context.destroy()
+
+    def _receive(self) -> tuple[bytes, list[bytes], str]:
+        if self._doorkeeper is None:
+            routing_id, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            return routing_id, parts, ""
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        # libzmq tells with each frame which key the doorkeeper let its connection in for.
+        user = str(frames[-1].get("User-Id"))
+        return frames[0].bytes, [frame.bytes for frame in frames[1:]], user
 
     def _check(self) -> None:
         """Schedule a drain if the socket holds more. Sending eats the edge, so it asks too."""
@@ -128,10 +197,10 @@ class Router:
         try:
             for _ in range(FRAMES_PER_WAKE_MAX):
                 try:
-                    routing_id, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                    routing_id, parts, user = self._receive()
                 except zmq.Again:
                     break
-                self._received(routing_id, parts)
+                self._received(routing_id, parts, user)
             self._check()
         except BaseException as error:
             # The loop would only log it, and go on with a server that is wrong.

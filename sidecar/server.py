@@ -42,7 +42,7 @@ from sidecar.logs import fields
 from sidecar.metrics import Reporter
 from sidecar.notify import Notifier
 from sidecar.redaction import conceal
-from sidecar.router import Router
+from sidecar.router import CurveSettings, Router
 from sidecar.runtimedir import RuntimeDirectory
 from sidecar.secretfiles import SecretFileError
 from sidecar.storage import WrapStore, open_store
@@ -180,6 +180,7 @@ class Server:
                 self._break,
                 mode=self._directory.socket_mode,
                 uids=self._config.runtime.served_uids,
+                curve=self._curve(),
             )
             stack.callback(router.close)
             self._hub.connect(router)
@@ -190,7 +191,7 @@ class Server:
             async with anyio.create_task_group() as tasks:
                 await self._start(tasks)
                 accepting = anyio.CancelScope()
-                admission = Admission(self._hub, router.endpoint)
+                admission = Admission(self._hub, router.endpoint, router.public_key)
                 upkeep = Upkeep(self._hub, self._directory, admission, router)
                 self._watchdog.add(upkeep.check)
                 self._watchdog.mend(upkeep.mend)
@@ -230,6 +231,13 @@ class Server:
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
+
+    def _curve(self) -> CurveSettings | None:
+        runtime = self._config.runtime
+        if not runtime.endpoint.startswith("tcp://"):
+            return None
+        secret = _secret(runtime.secret_key)
+        return CurveSettings(runtime.endpoint, secret.encode(), self._hub.sessions.has_user)
 
     def _break(self, error: BaseException) -> None:
         """End everything because of `error`, raised where the task group does not see it."""

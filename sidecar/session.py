@@ -55,6 +55,8 @@ class Session:
     realm: Realm
     memory: WorkerMemory | None
     token: bytes
+    user: str
+    """CURVE key that its frames must come with; empty over a Unix socket."""
     jobs_max: int
     opened: float = field(default_factory=time.monotonic)
     heard: bool = False
@@ -155,6 +157,7 @@ class Sessions:
         self._jobs_inflight_max = jobs_inflight_max
         self._by_id: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
+        self._users: set[str] = set()
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -167,6 +170,10 @@ class Sessions:
     def get(self, session_id: int) -> Session | None:
         """The session with this id, if it still is."""
         return self._by_id.get(session_id)
+
+    def has_user(self, user: str) -> bool:
+        """Whether a session of now was attached with this CURVE key."""
+        return user in self._users
 
     def by_token(self, token: bytes) -> Session | None:
         """The session whose frames carry this routing id."""
@@ -210,7 +217,12 @@ class Sessions:
                 )
 
     def open(
-        self, attach: Attach, connection: Connection, realm: Realm, memory: WorkerMemory | None
+        self,
+        attach: Attach,
+        connection: Connection,
+        realm: Realm,
+        memory: WorkerMemory | None,
+        user: str = "",
     ) -> Session:
         """Make the session of a client that passed `check`."""
         session = Session(
@@ -220,17 +232,21 @@ class Sessions:
             realm=realm,
             memory=memory,
             token=_new_token(),
+            user=user,
             jobs_max=self._jobs_inflight_max,
         )
         self._next_id += 1
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
+        if session.user:
+            self._users.add(session.user)
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session; its memory is unmapped once its copies have ended."""
         self._by_id.pop(session.session_id, None)
         self._by_token.pop(session.token, None)
+        self._users.discard(session.user)
         if session.memory is not None:
             session.memory.end()
 

@@ -68,6 +68,10 @@ class Upkeep:
         pool = hub.pool.path
         self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
 
+    def _sockets(self) -> tuple[FileMark, ...]:
+        # Jobs over TCP have no file.
+        return (self._attach,) if self._router.public_key else (self._attach, self._jobs)
+
     def check(self) -> Iterator[Problem]:
         """What is wrong now."""
         if not self._directory.held():
@@ -75,7 +79,7 @@ class Upkeep:
                 "runtime_directory",
                 f"{self._directory.path} was removed, or another sidecar has it; restart this one",
             )
-        for mark in (self._attach, self._jobs):
+        for mark in self._sockets():
             if not mark.same():
                 yield Problem("socket", f"{mark.path} was removed; no engine can attach")
         stuck = self._hub.copies.stuck_seconds(time.monotonic())
@@ -96,7 +100,7 @@ class Upkeep:
 
     def mend(self) -> None:
         """Make removed sockets again, where the directory is still ours or can be had again."""
-        lost = [mark for mark in (self._attach, self._jobs) if not mark.same()]
+        lost = [mark for mark in self._sockets() if not mark.same()]
         if not lost:
             return
         try:

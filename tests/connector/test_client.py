@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -202,7 +203,8 @@ class TestAttach:
         sidecar.index.set(tag_of(KEY, SALT), FLAG_HOST)
         client = make_client()
         peer, answer = sidecar.admit()
-        assert peer.attach == attach_of()
+        assert len(peer.attach.curve_key) == 40, "a key of its own for each attach"
+        assert peer.attach == msgspec.structs.replace(attach_of(), curve_key=peer.attach.curve_key)
         assert peer.fds == []
         assert client.wait_attached(WAIT_SECONDS_MAX)
         session = live(client)
