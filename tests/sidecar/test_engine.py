@@ -158,4 +158,4 @@ def test_deadline_of_a_lookup_is_bounded_by_the_operator() -> None:
     world.listed({1: RANK_0})
     world.send(LookedUp(scheduler, Lookup(EPOCH, 1, [key(1)], 10**18)))
     world.now = 10.0
-    assert messages(world.send(Tick()), scheduler) == answer(1, 0, Outcome.MISSING)
+    assert messages(world.send(Tick()), scheduler) == answer(1, 0, Outcome.EXPIRED)
