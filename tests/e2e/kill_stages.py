@@ -55,6 +55,9 @@ def attach(world: World, cell: Cell) -> Staged:
 
 def lookup(world: World, cell: Cell) -> Staged:
     """A request waits for chunks that are being read from the bucket."""
+    # One that was held in an earlier cell took the store for slow, and would not read.
+    world.renew_sidecar()
+    empty(world.victim.engine)
     salt = world.store_salts.pop()
     world.wait("the bucket is listed", lambda status: _stored(status) >= CHUNKS)
     world.become(Fault.HOLD, READS)

@@ -163,6 +163,8 @@ class World:
                 "storage_options": self.server.options_at(self.proxy.endpoint),
                 "refresh_seconds": "200ms",
                 "deadline_seconds_max": store_seconds_max,
+                # This model computes sooner than any store is read: wait for it all the same.
+                "regret_max": 10,
             },
             "limits": limits,
             # One may be held in the middle of a copy while the other serves the witness.
@@ -279,6 +281,13 @@ class World:
         """Start the next sidecar on the same sockets."""
         self.holds.forget()
         self.sidecar = self._new_sidecar(LIMITS, STORE_SECONDS_MAX).start()
+
+    def renew_sidecar(self) -> None:
+        """Replace the sidecar in peace; the next one has measured nothing of the store yet."""
+        assert self.sidecar.drain() == 0
+        self.restart_sidecar()
+        self.wait_attached()
+        self.served(self.victim)
 
     def replace_victim(self) -> int:
         """Another engine in the victim's place; returns what vLLM left in shared memory."""
