@@ -299,13 +299,12 @@ def mask_url(url: str) -> str:
 
 
 def secrets_of_url(url: str) -> set[str]:
-    """What `mask_url` would leave out: the password (or the user, where it is alone), the query."""
+    """What `mask_url` would leave out: user, password and what the query holds."""
     found: set[str] = set()
     if mask_url(url) == url:
         return found
     for match in _USERINFO.finditer(url):
-        user, colon, password = match["user"].partition(":")
-        found.add(password if colon else user)
+        found.update(match["user"].split(":", 1))
     _, _, query = url.partition("?")
     found.update(value for _, _, value in (part.partition("=") for part in query.split("&")))
     return found - {""}
@@ -335,7 +334,8 @@ def masked(value: object, name: str = "") -> object:
     """A copy of plain values fit to be shown: secrets replaced, at any depth."""
     if isinstance(value, dict):
         items = cast("dict[str, object]", value)
-        return {key: masked(item, key) for key, item in items.items()}
+        # Below a secret name everything is one: `auth: {inner: ...}`.
+        return {key: masked(item, _secret(name) or key) for key, item in items.items()}
     if value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name):
         return MASK
     if isinstance(value, list):

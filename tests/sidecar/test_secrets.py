@@ -1,0 +1,190 @@
+"""Secrets wherever a configuration can hold one, and none of them in anything that comes out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sidecar import redaction
+from sidecar.config import loads
+from sidecar.redaction import conceal, redacted
+from tests.sidecar.client import Worker, key_of
+
+REPOSITORY = Path(__file__).parents[2]
+PLANTED = {
+    "PLANT_KEY": "plantedAccessKey01",
+    "PLANT_SECRET": "planted/Secret+Key=02",
+    "PLANT_USER": "plantedUser03",
+    "PLANT_PASSWORD": "plantedPass:04",
+    "PLANT_QUERY": "plantedSas05",
+    "PLANT_HTTP": "plantedHttpToken06",
+    "PLANT_SALT": "plantedSalt07",
+    "PLANT_NESTED": "plantedNested08",
+}
+WORDS = ("planted", "Secret+Key", "Secret%2BKey", "Pass:04", "Pass%3A04")
+
+# A store whose errors repeat all that it was given, as some libraries' do.
+SPILL = """
+    import sys
+    from sidecar import cli, storage
+    from tiers import wrap
+    from tiers.errors import TierUnavailable
+
+    whole = storage.FsspecObjects
+    def spilling(url, options, **more):
+        tier = whole("file://" + sys.argv[2] + "/bucket", {}, **more)
+        async def fail(*a, **k):
+            raise TierUnavailable(f"401 for {url} with {options!r}", retryable=False)
+        for verb in ("probe", "write", "write_new", "read", "list", "list_after", "stat"):
+            if hasattr(tier, verb):
+                setattr(tier, verb, fail)
+        return tier
+    storage.FsspecObjects = spilling
+    sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
+"""
+
+
+def config_file(directory: Path, port: int) -> Path:
+    (directory / "pool").mkdir(exist_ok=True)
+    file = directory / "kvlake.yaml"
+    values = {
+        "runtime": {"directory": str(directory / "run")},
+        "host": {"size": "8MiB", "directory": str(directory / "pool")},
+        "http": {"port": port, "token": "${PLANT_HTTP}"},
+        "log": {"level": "debug"},
+        "limits": {"drain_seconds_max": "200ms"},
+        "tenants": {"named": {"team-a": {"salt": "${PLANT_SALT}"}}},
+        "store": {
+            "url": "s3://${PLANT_USER}:${PLANT_PASSWORD}@bucket/kv?sig=${PLANT_QUERY}",
+            "storage_options": {
+                "key": "${PLANT_KEY}",
+                "secret": "${PLANT_SECRET}",
+                "client_kwargs": {"auth": {"inner": "${PLANT_NESTED}"}},
+            },
+        },
+    }
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def clean(text: str, where: str) -> None:
+    for word in WORDS:
+        assert word not in text, f"{where}: {text[max(0, text.find(word) - 200) :][:400]}"
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def page(url: str, token: str = "") -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"{error.headers}{error.read().decode()}"
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, style: str) -> None:
+    port = free_port()
+    file = config_file(short_directory, port)
+    file.write_text(file.read_text().replace("level: debug", f"level: debug\n  format: {style}"))
+    environment = {**os.environ, **PLANTED}
+    log = short_directory / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SPILL), str(file), str(short_directory)],
+            env=environment, cwd=REPOSITORY, stdout=stream, stderr=stream,
+        )  # fmt: skip
+    url, token = f"http://127.0.0.1:{port}", PLANTED["PLANT_HTTP"]
+    try:
+        deadline = time.monotonic() + 60
+        path = short_directory / "run" / "default" / "attach.sock"
+        while not path.exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        with Worker(path) as worker:
+            assert worker.store(1, key_of(1), [0]).name == "OK"
+            worker.send(b"\xc1")
+            while "401 for" not in page(f"{url}/readyz", token):
+                assert time.monotonic() < deadline, page(f"{url}/readyz", token)
+                time.sleep(0.05)
+            for name in ("metrics", "status", "readyz", "healthz", "nothing"):
+                for given in (token, "", "wrong"):
+                    clean(page(f"{url}/{name}", given), name)
+        for name in ("cmdline", "comm"):
+            clean(Path(f"/proc/{process.pid}/{name}").read_text(), name)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    told = log.read_text()
+    assert "401 for" in told, "the failure itself is told"
+    clean(told, "log")
+
+
+@pytest.mark.parametrize("command", ["config show", "config check", "status", "serve"])
+def test_no_command_repeats_a_secret(short_directory: Path, command: str) -> None:
+    file = config_file(short_directory, free_port())
+    broken = short_directory / "broken.yaml"
+    broken.write_text(file.read_text() + "nonsense: ${PLANT_HTTP}\n")
+    for one in (file, broken):
+        if command == "serve" and one is file:
+            continue
+        given = [str(one)] if command.startswith("config") else ["--config", str(one)]
+        done = subprocess.run(
+            [sys.executable, "-m", "sidecar.cli", *command.split(), *given],
+            env={**os.environ, **PLANTED}, cwd=REPOSITORY, capture_output=True, text=True,
+        )  # fmt: skip
+        clean(done.stdout + done.stderr, command)
+
+
+def test_a_traceback_is_masked(short_directory: Path) -> None:
+    patch = """
+        import sys
+        from sidecar import cli, hub
+        def spill(self, *_):
+            raise RuntimeError(f"{self.config.store.url} {self.config.store.storage_options}")
+        hub.Hub.connect = spill
+        sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
+    """
+    file = config_file(short_directory, free_port())
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(patch), str(file)],
+        env={**os.environ, **PLANTED}, cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 70, done.stderr
+    assert "RuntimeError" in done.stderr
+    clean(done.stdout + done.stderr, "traceback")
+
+
+def test_every_planted_secret_is_known(short_directory: Path) -> None:
+    text = config_file(short_directory, 0).read_text()
+    config = loads(text, environment=PLANTED)
+    assert config.secrets() >= set(PLANTED.values())
+    clean(repr(config), "repr")
+
+
+def test_a_secret_is_masked_as_it_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_known", set())
+    monkeypatch.setattr(redaction, "_ordered", [])
+    conceal(["a/b+c d\"e'", "short", "longer-one", "longer"])
+    for text in ("a/b+c d\"e'", "a%2Fb%2Bc%20d%22e%27", "a/b+c d\\\"e'"):
+        assert redacted(f"<{text}>") == "<***>"
+    assert redacted("short longer-one") == "short ***", "what is too short is in every word"
