@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiers.layout import ChunkLayout
 
 REALMS_MAX: Final = 256
+NAMESPACE_DEPTH_MAX: Final = 16
 INDEX_ENTRIES_FIRST: Final = 1 << 16
 """Entries of a new realm's index; it doubles whenever it gets full."""
 
@@ -169,3 +170,18 @@ def _require_json_object(namespace: bytes) -> None:
         raise AttachRefused(
             "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
         )
+    # /status shows it, further down the stack than here: what is only just read here is not there.
+    layer: list[object] = [cast("object", decoded)]
+    for _ in range(NAMESPACE_DEPTH_MAX):
+        layer = [inner for value in layer for inner in _inside(value)]
+    if layer:
+        raise AttachRefused(
+            "namespace",
+            f"namespace is nested more than {NAMESPACE_DEPTH_MAX} deep: make it flatter",
+        )
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(cast("dict[str, object]", value).values())
+    return cast("list[object]", value) if isinstance(value, list) else []

@@ -397,6 +397,7 @@ def test_another_version_is_refused_by_name(sidecar: RunningSidecar) -> None:
         ({"memory": protocol.Memory("cuda_ipc", 4096)}, "memory_kind", "memfd"),
         ({"namespace": b"[1]"}, "namespace", "object"),
         ({"namespace": b"{"}, "namespace", "not JSON"),
+        ({"namespace": b'{"a":' * 16 + b"{}" + b"}" * 16}, "namespace", "nested more than 16"),
         ({"rank": 3}, "field", "rank=3"),
         ({"blocks_per_chunk": 4096}, "pool", "host.size"),
         ({"blocks_per_chunk": 65536}, "layout", "blocks_per_chunk * block_tokens=1048576"),
