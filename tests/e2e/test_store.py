@@ -70,7 +70,8 @@ def cluster(
     """An empty sidecar with this store, attached; at its end everything is written."""
     config = {
         "host": {"size": "128MiB"},
-        "store": {"refresh_seconds": "200ms", **store},
+        # The model computes sooner than a store is read: wait for it all the same.
+        "store": {"refresh_seconds": "200ms", "regret_max": 10, **store},
         "limits": PATIENT if limits is None else limits,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
@@ -354,7 +355,7 @@ def test_two_sidecars_on_one_bucket(
     call = Call(words(1000, 7))
     config = {
         "host": {"size": "64MiB"},
-        "store": {"refresh_seconds": "200ms", **_bucket(server)},
+        "store": {"refresh_seconds": "200ms", "regret_max": 10, **_bucket(server)},
         "limits": PATIENT,
     }
     with (

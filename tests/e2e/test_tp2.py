@@ -45,7 +45,12 @@ def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
     (folder / "store").mkdir(exist_ok=True)
     config: dict[str, Any] = {
         "host": {"size": "256MiB"},
-        "store": {"url": f"file://{folder / 'store'}", "refresh_seconds": "100ms"},
+        # The model computes sooner than a store is read: wait for it all the same.
+        "store": {
+            "url": f"file://{folder / 'store'}",
+            "refresh_seconds": "100ms",
+            "regret_max": 10,
+        },
         "limits": {
             "lookup_wait": "60s",
             "load_deadline": "60s",
