@@ -6,7 +6,6 @@
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
-#   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
@@ -35,7 +34,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench kill-matrix simulate fuzz clean FORCE
+.PHONY: help setup demo test check bench kill-matrix fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -113,10 +112,6 @@ bench: setup
 # the others keep what an earlier run said of them.
 kill-matrix: setup
 	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest tests/e2e/test_kill_matrix.py $(KILL_ARGS)
-
-# What is simulated, and how to replay a seed that failed: docs/testing.md.
-simulate: setup
-	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
 # FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
 fuzz: setup

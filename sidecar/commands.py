@@ -276,10 +276,12 @@ class Counters:
     stores_duplicate: int = 0
     stores_dropped_full: int = 0
     stores_dropped_quota: int = 0
+    stores_dropped_share: int = 0
     stores_dropped_draining: int = 0
     stores_failed: int = 0
     stores_revoked: int = 0
     stores_expired: int = 0
+    loads_dropped_full: int = 0
     loads_missing: int = 0
     loads_corrupt: int = 0
     loads_failed: int = 0

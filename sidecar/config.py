@@ -289,6 +289,20 @@ class Limits(_Section):
     """How long a client that has connected may take to attach; then it is cut off."""
     jobs_inflight_max: Count = Field(default=256, ge=1, le=4096)
     """Jobs that one engine may have running; beyond it, it stores nothing."""
+    memory_max: Size = Field(default=256 << 20, ge=1 << 20)
+    """What all that waits (lookups, leases, jobs, copies) may take of the sidecar's own memory."""
+    copies_queued_max: Count = Field(default=65_536, ge=16, le=10_000_000)
+    """Chunks that may wait to be copied; beyond it loads miss and stores are dropped."""
+    storing_max: Size | None = Field(default=None, ge=1)
+    """Host memory that may be in the middle of being stored into. null: host.size."""
+    lookups_max: Count = Field(default=4096, ge=2, le=1_000_000)
+    """Lookups that may wait or keep what they brought; beyond it they are answered as full."""
+    leases_max: Count = Field(default=4096, ge=2, le=1_000_000)
+    """Leases that may be held; beyond it a load goes without one."""
+    frames_queued_max: Count = Field(default=256, ge=1, le=65_536)
+    """Messages of one client that may wait for the sidecar; beyond it they wait in the client."""
+    replies_queued_max: Count = Field(default=1024, ge=16, le=65_536)
+    """Answers that may wait for one client; one that does not read more is cut off."""
     sessions_max: Count = Field(default=256, ge=1, le=65_536)
     """Attached clients: one scheduler and one worker per rank for each engine."""
     drain_seconds_max: Duration = Field(default=30.0, le=3600)

@@ -90,7 +90,6 @@ class Segment:
         "chunk",
         "num_blocks",
         "rank",
-        "read_queued",
         "running",
         "slot",
         "state",
@@ -106,7 +105,6 @@ class Segment:
         self.running = 0
         """Copies, reads and writes that touch the slot now; it is not freed before they ended."""
         self.writing = False
-        self.read_queued = False
 
 
 class Chunk:

@@ -17,9 +17,10 @@ then copies, reads and writes, then messages.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sidecar.bounds import BoundLimits, Bounds
 from sidecar.commands import (
     Command,
     Copied,
@@ -72,6 +73,8 @@ class EngineLimits:
     """Fraction of the time to compute a run that waiting for the store may cost in vain."""
     store_writes: bool
     store_reads: bool
+    bounds: BoundLimits = field(default_factory=BoundLimits)
+    """What may wait, in all and of one session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ class Engine:
         self._outbox = Outbox(epoch)
         self._directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
+        self.bounds = Bounds(limits.bounds)
         self._host = HostTier(
             self._directory,
             slots,
@@ -183,6 +187,7 @@ class Engine:
             self._store,
             self.counters,
             self.tenants,
+            self.bounds,
             self._outbox.emit,
             epoch=epoch,
             reads_inflight_max=limits.reads_inflight_max,
@@ -190,12 +195,15 @@ class Engine:
             ttl_seconds_max=limits.lease_ttl_seconds_max,
             regret_max=limits.regret_max,
         )
-        self._leases = Leases(self._directory, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self._leases = Leases(
+            self._directory, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max
+        )
         self._jobs = Jobs(
             self._directory,
             self._host,
             self.counters,
             self.tenants,
+            self.bounds,
             self._outbox.emit,
             ended=self._job_ended,
             store_failed=self._lookups.store_failed,
@@ -261,8 +269,6 @@ class Engine:
         realm = self._directory.open_realm(event.realm_id, event.world_size)
         if event.layout is not None:
             self._host.learn_layout(realm, event.rank, event.layout)
-        if event.role is Role.SCHEDULER:
-            self._leases.forget_early((event.realm_id, event.engine_id))
         self._sessions[event.session_id] = event
 
     def _handle_session(
@@ -304,14 +310,17 @@ class Engine:
         session_id = session.session_id
         if self._leases.held(session_id) >= self._limits.leases_max_per_session:
             self.counters.leases_refused += 1
+            self.bounds.refuse("lease", "client")
             return
-        self.tenants.counters(event.tenant).leases += 1
         keys = dict.fromkeys(event.keys)
         chunks = [chunk for chunk in map(realm.chunks.get, keys) if chunk is not None]
         for chunk in chunks:
             self._host.touch(chunk)
         name = (realm.realm_id, session.engine_id, event.lease_id)
-        self._leases.take(session_id, name, chunks, realm.world_size, now)
+        if not self._leases.take(session_id, name, chunks, realm.world_size, now):
+            self.counters.leases_refused += 1
+            return
+        self.tenants.counters(event.tenant).leases += 1
         self._lookups.lease_taken(session_id, keys)
 
     def _close(self, session: SessionOpened) -> None:
@@ -390,6 +399,23 @@ class Engine:
             tenants=self.tenants.snapshot(),
         )
 
+    def _check_bounds(self) -> None:
+        """The shares hold exactly what waits, and no more than they may."""
+        held: dict[str, Counter[int]] = {name: Counter() for name in self.bounds.shares}
+        for session_id, cost, storing in self._jobs.held():
+            held["memory_bytes"][session_id] += cost
+            held["copies"][session_id] += 1
+            held["storing_bytes"][session_id] += storing
+        for lookup in self._lookups:
+            held["memory_bytes"][lookup.session_id] += lookup.cost
+            held["lookups"][lookup.session_id] += 1
+        for lease in self._leases:
+            held["memory_bytes"][lease.session_id] += lease.cost
+            held["leases"][lease.session_id] += 1
+        for name, share in self.bounds.shares.items():
+            assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
+            assert share.used == sum(share.by_session.values()) <= share.limit, name
+
     def check(self) -> None:
         """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
         chunks = [c for realm in self._directory.realms.values() for c in realm.chunks.values()]
@@ -405,6 +431,7 @@ class Engine:
         for account in self.tenants:
             assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
         assert not charged, "slots of a tenant without an account"
+        self._check_bounds()
         running = Counter(self._jobs.running())
         running.update(self._store.running())
         running.update(self._lookups.running())

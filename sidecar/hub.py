@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
+from sidecar.bounds import BoundLimits
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from tiers.pool import HostPool
     from tiers.wrap import Metered
 
+JOBS_SLACK: Final = 4
+"""A worker that revoked a job no longer counts it, while its end may still be on the way here."""
 QUARANTINE_KEYS_MAX: Final = 65_536
 PEERS_LOGGED_MAX: Final = 1024
 
@@ -77,7 +80,7 @@ class Hub:
         self.store = store
         self.census = Census()
         self.realms = Realms()
-        self.sessions = Sessions(config.limits.sessions_max, config.limits.jobs_inflight_max)
+        self.sessions = Sessions(config.limits.sessions_max)
         self.slots = PoolSlots(pool)
         self.engine = Engine(
             self.slots,
@@ -262,7 +265,6 @@ class Hub:
 
     def _send(self, session: Session, message: ServerMessage) -> None:
         assert self._router is not None, "messages come only after connect"
-        session.answered(message)
         if session.user and not session.heard:
             # Until it has spoken, whose connection has its token is not known.
             self.census.replies_dropped += 1
@@ -301,4 +303,12 @@ def _engine_limits(config: Config) -> EngineLimits:
         regret_max=store.regret_max if store else 0.0,
         store_writes=store is not None and store.write == "through",
         store_reads=store is not None and store.read == "on",
+        bounds=BoundLimits(
+            memory_bytes_max=limits.memory_max,
+            copies_queued_max=limits.copies_queued_max,
+            storing_bytes_max=limits.storing_max or config.host.size,
+            lookups_max=limits.lookups_max,
+            leases_max=limits.leases_max,
+            jobs_max_per_session=limits.jobs_inflight_max * JOBS_SLACK,
+        ),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from sidecar.bounds import load_cost, store_cost
 from sidecar.commands import (
     Command,
     Copied,
@@ -26,6 +27,7 @@ from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from sidecar.bounds import Bounds
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
     from sidecar.tenants import Tenants
@@ -53,13 +55,15 @@ _LOAD_WORST_LAST: Final = (
 class Job:
     """One load or store job of one rank, from its submission to its outcome."""
 
-    __slots__ = ("job_id", "loading", "outcomes", "remaining", "session")
+    __slots__ = ("begun", "job_id", "loading", "outcomes", "remaining", "session")
 
     def __init__(self, session: SessionOpened, job_id: int, *, loading: bool) -> None:
         self.session = session
         self.job_id = job_id
         self.loading = loading
         self.remaining = 0
+        self.begun = False
+        """Whether it counts as one of its session's running jobs."""
         self.outcomes: set[Outcome] = set()
         """What happened to its chunks."""
 
@@ -81,16 +85,27 @@ class Job:
 class RunningCopy:
     """A gather or scatter that was issued and has not ended."""
 
-    __slots__ = ("job", "num_blocks", "num_bytes", "parent", "segment")
+    __slots__ = ("cost", "job", "num_blocks", "num_bytes", "parent", "segment", "storing")
 
     def __init__(
-        self, job: Job, segment: Segment, num_blocks: int, num_bytes: int, parent: bytes
+        self,
+        job: Job,
+        segment: Segment,
+        num_blocks: int,
+        num_bytes: int,
+        parent: bytes,
+        cost: int,
+        storing: int,
     ) -> None:
         self.job = job
         self.segment = segment
         self.num_blocks = num_blocks
         self.num_bytes = num_bytes
         self.parent = parent
+        self.cost = cost
+        """Bytes of the control plane that it takes while it has not ended."""
+        self.storing = storing
+        """Bytes of the slot that it fills, 0 for a scatter."""
 
 
 class Jobs:
@@ -102,6 +117,7 @@ class Jobs:
         host: HostTier,
         counters: Counters,
         tenants: Tenants,
+        bounds: Bounds,
         emit: Callable[[Command], None],
         *,
         ended: Callable[[Job, JobOutcome], None],
@@ -111,6 +127,7 @@ class Jobs:
         self._host = host
         self._counters = counters
         self._tenants = tenants
+        self._bounds = bounds
         self._emit = emit
         self._ended = ended
         self._store_failed = store_failed
@@ -125,6 +142,13 @@ class Jobs:
     def running(self) -> Iterator[Segment]:
         """The segment of each running copy."""
         return (copy.segment for copy in self._running.values())
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """Session, memory and slot bytes that each running copy was admitted with."""
+        return (
+            (copy.job.session.session_id, copy.cost, copy.storing)
+            for copy in self._running.values()
+        )
 
     def load(self, session: SessionOpened, realm: Realm, fence: int, message: LoadJob) -> None:
         """Start a load job: all of its chunks are there, or none is copied."""
@@ -143,12 +167,46 @@ class Jobs:
                 break
             segments.append(segment)
         else:
-            for piece, segment in zip(message.chunks, segments, strict=True):
-                self._scatter(job, fence, piece, segment, layout)
+            self._scatter_all(job, fence, message.chunks, segments, layout)
         self._end_if_over(job)
 
+    def _scatter_all(
+        self,
+        job: Job,
+        fence: int,
+        pieces: list[LoadChunk],
+        segments: list[Segment],
+        layout: ChunkLayout,
+    ) -> None:
+        if not pieces:
+            return
+        session_id, bounds = job.session.session_id, self._bounds
+        costs = [load_cost(piece) for piece in pieces]
+        wanted = (
+            ("memory", bounds.memory, sum(costs)),
+            ("copies", bounds.copies, len(costs)),
+        )
+        if not self._begin(job, "load") or not bounds.admit("load", session_id, wanted):
+            self._counters.loads_dropped_full += 1
+            job.outcomes.add(Outcome.FULL)
+            return
+        for piece, segment, cost in zip(pieces, segments, costs, strict=True):
+            self._scatter(job, fence, piece, segment, layout, cost)
+
+    def _begin(self, job: Job, what: str) -> bool:
+        """Count the job as running, once."""
+        if not job.begun:
+            job.begun = self._bounds.begin_job(what, job.session.session_id)
+        return job.begun
+
     def _scatter(
-        self, job: Job, fence: int, piece: LoadChunk, segment: Segment, layout: ChunkLayout
+        self,
+        job: Job,
+        fence: int,
+        piece: LoadChunk,
+        segment: Segment,
+        layout: ChunkLayout,
+        cost: int,
     ) -> None:
         chunk = segment.chunk
         self._host.hold(segment)
@@ -156,7 +214,9 @@ class Jobs:
         num_bytes = layout.payload_bytes(len(piece.block_ids))
         self._emit(
             Scatter(
-                copy_id=self._start(job, segment, segment.num_blocks, num_bytes, chunk.parent),
+                copy_id=self._start(
+                    RunningCopy(job, segment, segment.num_blocks, num_bytes, chunk.parent, cost, 0)
+                ),
                 session_id=job.session.session_id,
                 job_id=job.job_id,
                 fence=fence,
@@ -203,13 +263,27 @@ class Jobs:
             return (Outcome.FULL,)
         chunk = self._directory.open_chunk(realm, piece.key, piece.tenant)
         segment = chunk.segments[rank]
+        session_id, bounds = job.session.session_id, self._bounds
+        cost, storing = store_cost(realm, piece), self._host.slot_bytes(segment)
+        wanted = (
+            ("memory", bounds.memory, cost),
+            ("copies", bounds.copies, 1),
+            ("storing", bounds.storing, storing),
+        )
+        if not self._begin(job, "store") or not bounds.admit("store", session_id, wanted):
+            self._counters.stores_dropped_share += 1
+            self._directory.settle(chunk)
+            return (Outcome.FULL,)
         if not self._host.reserve(segment, Cause.GATHER):
+            self._give_back(session_id, cost, storing)
             self._directory.settle(chunk)
             return (Outcome.FULL,)
         num_bytes = layout.payload_bytes(num_blocks)
         self._emit(
             Gather(
-                copy_id=self._start(job, segment, num_blocks, num_bytes, piece.parent),
+                copy_id=self._start(
+                    RunningCopy(job, segment, num_blocks, num_bytes, piece.parent, cost, storing)
+                ),
                 session_id=job.session.session_id,
                 job_id=job.job_id,
                 fence=fence,
@@ -225,18 +299,23 @@ class Jobs:
         )
         return ()
 
-    def _start(
-        self, job: Job, segment: Segment, num_blocks: int, num_bytes: int, parent: bytes
-    ) -> int:
+    def _start(self, copy: RunningCopy) -> int:
         self._last_copy_id += 1
-        self._running[self._last_copy_id] = RunningCopy(job, segment, num_blocks, num_bytes, parent)
-        job.remaining += 1
+        self._running[self._last_copy_id] = copy
+        copy.job.remaining += 1
         return self._last_copy_id
+
+    def _give_back(self, session_id: int, cost: int, storing: int) -> None:
+        self._bounds.memory.give(session_id, cost)
+        self._bounds.copies.give(session_id, 1)
+        if storing:
+            self._bounds.storing.give(session_id, storing)
 
     def copied(self, event: Copied) -> None:
         """A copy ended: its slot and blocks are no longer touched."""
         copy = self._running.pop(event.copy_id)
         job = copy.job
+        self._give_back(job.session.session_id, copy.cost, copy.storing)
         end = self._scattered if job.loading else self._gathered
         job.outcomes.add(end(copy, event.outcome))
         job.remaining -= 1
@@ -279,6 +358,8 @@ class Jobs:
     def _end_if_over(self, job: Job) -> None:
         if job.remaining:
             return
+        if job.begun:
+            self._bounds.end_job(job.session.session_id)
         outcome = job.outcome
         if job.loading:
             counters = self._counters

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from sidecar.bounds import lease_cost
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from sidecar.bounds import Bounds
     from sidecar.directory import Chunk, Directory
 
 EARLY_JOBS_MAX: Final = 4096
@@ -30,7 +33,7 @@ JobName = tuple[int, str, int]
 class Lease:
     """Chunks that one load needs."""
 
-    __slots__ = ("chunks", "deadline", "finished_ranks", "lease_id", "name", "session_id")
+    __slots__ = ("chunks", "cost", "deadline", "finished_ranks", "lease_id", "name", "session_id")
 
     def __init__(
         self,
@@ -46,13 +49,15 @@ class Lease:
         self.chunks = chunks
         self.deadline = deadline
         self.finished_ranks = finished_ranks
+        self.cost = lease_cost(len(chunks))
 
 
 class Leases:
     """All leases."""
 
-    def __init__(self, directory: Directory, *, ttl_seconds_max: float) -> None:
+    def __init__(self, directory: Directory, bounds: Bounds, *, ttl_seconds_max: float) -> None:
         self._directory = directory
+        self._bounds = bounds
         self._ttl_seconds_max = ttl_seconds_max
         # All leases live equally long, so the order of insertion is that of the deadlines.
         self._by_owner: dict[tuple[int, int], Lease] = {}
@@ -72,8 +77,18 @@ class Leases:
 
     def take(
         self, session_id: int, name: JobName, chunks: list[Chunk], world_size: int, now: float
-    ) -> None:
-        """Pin `chunks` for load job `name`; a lease of the same id and session is replaced."""
+    ) -> bool:
+        """Pin `chunks` for load job `name`; a lease of the same id and session is replaced.
+
+        False, and nothing is changed, where the session has all that it may have.
+        """
+        bounds = self._bounds
+        wanted = (
+            ("memory", bounds.memory, lease_cost(len(chunks))),
+            ("leases", bounds.leases, 1),
+        )
+        if not bounds.admit("lease", session_id, wanted):
+            return False
         for chunk in chunks:
             self._directory.pin(chunk)
         # Pinned first, so that what both leases name is never without a pin in between.
@@ -85,6 +100,7 @@ class Leases:
         self._held[session_id] = self.held(session_id) + 1
         if len(early) >= world_size:
             self._end(lease)
+        return True
 
     def rank_finished(self, name: JobName, rank: int, world_size: int) -> None:
         """Count a rank's load job as ended, however it ended."""
@@ -109,13 +125,7 @@ class Leases:
         """End every lease of a session, and forget its engine's early ranks."""
         for lease in [lease for lease in self if lease.session_id == session_id]:
             self._end(lease)
-        self.forget_early(engine)
-
-    def forget_early(self, engine: tuple[int, str]) -> None:
-        """Forget ranks that finished jobs without a lease: a scheduler counts its jobs anew.
-
-        When one attaches, too: jobs of its predecessor may end after that one's session has.
-        """
+        # The engine's next life counts its jobs from the start again.
         for name in [name for name in self._early if name[:2] == engine]:
             del self._early[name]
 
@@ -141,5 +151,7 @@ class Leases:
             self._held[lease.session_id] = left
         else:
             del self._held[lease.session_id]
+        self._bounds.memory.give(lease.session_id, lease.cost)
+        self._bounds.leases.give(lease.session_id, 1)
         for chunk in lease.chunks:
             self._directory.unpin(chunk)

@@ -10,15 +10,16 @@ until a lease takes over, a release, or the end of its time. Reads belong to chu
 lookups: several lookups wait for the same read, and one that ends after all of them gave up
 still lands in the host tier.
 
-Invariants: at most `reads_inflight_max` reads run; a queued read of a chunk for which no lookup
-waits any more is not started; every waiting lookup is listed under each chunk that it lacks.
+Invariants: at most `reads_inflight_max` reads run; only reads of chunks for which a lookup waits
+are queued, so the lookups' share of memory bounds the queue; every waiting lookup is listed under
+each chunk that it lacks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from sidecar.bounds import lookup_cost
 from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
 from sidecar.directory import Cause, SegmentState
 from sidecar.planner import UNKNOWN, Plan, Planner, ReadStart
@@ -27,6 +28,7 @@ from sidecar.protocol import Lookup, LookupDone, Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+    from sidecar.bounds import Bounds
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
     from sidecar.store import StoreTier
@@ -47,6 +49,7 @@ class PendingLookup:
         "answered",
         "asked",
         "chunks",
+        "cost",
         "expires",
         "first_missing",
         "lead",
@@ -68,6 +71,7 @@ class PendingLookup:
         asked: float,
         wait_seconds: float,
         expires: float,
+        cost: int,
     ) -> None:
         self.session_id = session_id
         self.lookup_id = lookup_id
@@ -76,6 +80,8 @@ class PendingLookup:
         self.asked = asked
         self.wait_seconds = wait_seconds
         self.expires = expires
+        self.cost = cost
+        """Bytes of the control plane that it was admitted with."""
         self.lead = _leading(chunks, 0)
         """Leading chunks of the run that are in host memory."""
         self.first_missing = self.lead
@@ -100,6 +106,7 @@ class Lookups:
         store: StoreTier,
         counters: Counters,
         tenants: Tenants,
+        bounds: Bounds,
         emit: Callable[[Command], None],
         *,
         epoch: int,
@@ -113,6 +120,7 @@ class Lookups:
         self._store = store
         self._counters = counters
         self._tenants = tenants
+        self._bounds = bounds
         self._emit = emit
         self._epoch = epoch
         self._reads_inflight_max = reads_inflight_max
@@ -122,7 +130,7 @@ class Lookups:
         self._starts: dict[int, ReadStart] = {}
         self._by_session: dict[int, dict[int, PendingLookup]] = {}
         self._waiters: dict[Chunk, list[PendingLookup]] = {}
-        self._queue: deque[Segment] = deque()
+        self._queue: dict[Segment, None] = {}
         self._running: dict[int, Segment] = {}
         self._last_read_id = 0
         self._draining = False
@@ -134,7 +142,7 @@ class Lookups:
     @property
     def reads_queued(self) -> int:
         """Reads that wait for their turn and that a lookup still wants."""
-        return sum(segment.chunk in self._waiters for segment in self._queue)
+        return len(self._queue)
 
     @property
     def reads_running(self) -> int:
@@ -151,7 +159,8 @@ class Lookups:
         self._tenants.counters(message.tenant).lookups += 1
         self.release(session_id, message.lookup_id)
         own = self._by_session.setdefault(session_id, {})
-        if self._draining or not self._make_room(own):
+        cost = lookup_cost(realm, len(message.keys))
+        if not self._admit(session_id, own, cost):
             self._counters.lookups_refused += 1
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
@@ -172,7 +181,11 @@ class Lookups:
             asked=now,
             wait_seconds=wait_seconds,
             expires=now + wait_seconds + self._ttl_seconds_max,
+            cost=lookup_cost(realm, len(chunks)),
         )
+        # Taken for all keys at first: how many of them are worth an entry is known only now.
+        if cost != lookup.cost:
+            self._bounds.memory.give(session_id, cost - lookup.cost)
         own[message.lookup_id] = lookup
         for chunk in chunks:
             self._directory.pin(chunk)
@@ -205,6 +218,17 @@ class Lookups:
             queued=len(self._queue) + len(self._running),
             prefill_tokens_per_second=message.prefill_tokens_per_second,
         )
+
+    def _admit(self, session_id: int, own: dict[int, PendingLookup], cost: int) -> bool:
+        bounds = self._bounds
+        if self._draining:
+            bounds.refuse("lookup", "draining")
+            return False
+        if not self._make_room(own):
+            bounds.refuse("lookup", "client")
+            return False
+        wanted = (("memory", bounds.memory, cost), ("lookups", bounds.lookups, 1))
+        return bounds.admit("lookup", session_id, wanted)
 
     def _make_room(self, own: dict[int, PendingLookup]) -> bool:
         """Below the limit; what was answered long ago gives way to what is asked now."""
@@ -248,17 +272,20 @@ class Lookups:
             self._give_up(chunk, Outcome.MISSING)
             return
         for segment in absent:
-            if not segment.read_queued:
-                segment.read_queued = True
-                self._queue.append(segment)
+            self._queue[segment] = None
+
+    def _forget_reads(self, chunk: Chunk) -> None:
+        """No lookup waits for the chunk any more: its reads lose their place in the queue."""
+        for segment in chunk.segments:
+            self._queue.pop(segment, None)
 
     def pump(self, now: float) -> None:
         """Start as many reads as may run."""
         while self._queue and len(self._running) < self._reads_inflight_max:
-            segment = self._queue.popleft()
-            segment.read_queued = False
+            segment = next(iter(self._queue))
+            del self._queue[segment]
             chunk = segment.chunk
-            if chunk not in self._waiters or segment.state is not SegmentState.ABSENT:
+            if segment.state is not SegmentState.ABSENT:
                 continue
             if not chunk.realm.stored_rank(chunk.key, segment.rank):
                 self._give_up(chunk, Outcome.MISSING)
@@ -309,6 +336,7 @@ class Lookups:
 
     def completed(self, chunk: Chunk) -> None:
         """Every rank's segment is in the host tier."""
+        self._forget_reads(chunk)
         for lookup in self._waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.lead = _leading(lookup.chunks, lookup.lead)
@@ -324,6 +352,7 @@ class Lookups:
         self._give_up(chunk, Outcome.CORRUPT)
 
     def _give_up(self, chunk: Chunk, outcome: Outcome) -> None:
+        self._forget_reads(chunk)
         for lookup in self._waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.outcome = outcome
@@ -341,6 +370,7 @@ class Lookups:
                 waiters.remove(lookup)
                 if not waiters:
                     del self._waiters[chunk]
+                    self._forget_reads(chunk)
             self._directory.unpin(chunk)
 
     def _answer_if_over(self, lookup: PendingLookup) -> None:
@@ -365,6 +395,8 @@ class Lookups:
     def _drop(self, lookup: PendingLookup) -> None:
         own = self._by_session[lookup.session_id]
         del own[lookup.lookup_id]
+        self._bounds.memory.give(lookup.session_id, lookup.cost)
+        self._bounds.lookups.give(lookup.session_id, 1)
 
     def _end(self, lookup: PendingLookup) -> None:
         """Forget a lookup and its pins. It is not answered any more."""

@@ -81,6 +81,15 @@ class HubCollector(Collector):
         yield _gauge("lookups_waiting", "Lookups that pin or wait for chunks", {(): now.lookups})
         pending = {(name,): value for name, value in dataclasses.asdict(now.pending).items()}
         yield _gauge("pending", "Work that has not ended, by kind", pending, ["kind"])
+        shares = engine.bounds.shares
+        used = {(name,): share.used for name, share in shares.items()}
+        yield _gauge("waiting", "What waits, by kind; memory as it is accounted", used, ["kind"])
+        limits = {(name,): share.limit for name, share in shares.items()}
+        yield _gauge("waiting_max", "Limit of what may wait, by kind", limits, ["kind"])
+        refused = dict(engine.bounds.refused)
+        yield _counter(
+            "refused", "What was refused, and for want of what", refused, ["what", "why"]
+        )
         yield _gauge("draining", "1 while the sidecar stops", {(): int(now.draining)})
 
     def _tenants(self) -> Iterator[Metric]:
@@ -258,6 +267,17 @@ class Reporter:
                 | {"chunks_in_host": one.chunks_in_host, "chunks_in_store": one.chunks_in_store}
                 for one in now.realms
             ],
+            "waiting": {
+                name: {
+                    "used": share.used,
+                    "limit": share.limit,
+                    "largest_session": max(share.by_session.values(), default=0),
+                }
+                for name, share in hub.engine.bounds.shares.items()
+            },
+            "refused": {
+                f"{what}/{why}": count for (what, why), count in hub.engine.bounds.refused.items()
+            },
             "tenants": [_tenant(one) for one in now.tenants],
             "sessions": self._sessions(),
         }

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FRAMES_PER_WAKE_MAX: Final = 256
-RECEIVE_QUEUE_FRAMES_MAX: Final = 256
-SEND_QUEUE_FRAMES_MAX: Final = 4096
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 """ZMQ cuts a peer off at this size. Between it and FRAME_BYTES_MAX a frame is still answered."""
 LINGER_MILLISECONDS_MAX: Final = 200
@@ -46,7 +44,7 @@ class Sent(enum.Enum):
     GONE = "gone"
     """No peer has this routing id (any more, or yet)."""
     FULL = "full"
-    """The peer does not read: `SEND_QUEUE_FRAMES_MAX` messages wait for it."""
+    """The peer does not read: `replies_queued_max` messages wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,8 @@ class Router:
         broke: told of an error of its own.
         mode: of that socket's file.
         uids: the users who may connect to it.
+        frames_queued_max: messages of one peer that wait here; more of them wait in the peer.
+        replies_queued_max: messages that wait to be sent to one peer; more are refused.
         curve: bind this TCP address instead, for connections with CURVE keys only.
     """
 
@@ -76,6 +76,8 @@ class Router:
         received: Callable[[bytes, list[bytes], str], None],
         broke: Callable[[BaseException], None],
         *,
+        frames_queued_max: int,
+        replies_queued_max: int,
         mode: int = IPC_PATH_MODE,
         uids: Sequence[int] = (),
         curve: CurveSettings | None = None,
@@ -93,8 +95,8 @@ class Router:
         try:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.MAXMSGSIZE, CUT_BYTES_MAX)
-            self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES_MAX)
-            self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES_MAX)
+            self._socket.setsockopt(zmq.RCVHWM, frames_queued_max)
+            self._socket.setsockopt(zmq.SNDHWM, replies_queued_max)
             self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS_MAX)
             # The kernel says who connects (SO_PEERCRED), as on the attach socket.
             for uid in uids:

@@ -178,6 +178,8 @@ class Server:
                 self._directory.jobs_path,
                 self._hub.received,
                 self._break,
+                frames_queued_max=self._config.limits.frames_queued_max,
+                replies_queued_max=self._config.limits.replies_queued_max,
                 mode=self._directory.socket_mode,
                 uids=self._config.runtime.served_uids,
                 curve=self._curve(),

@@ -23,13 +23,11 @@ from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpene
 from sidecar.protocol import (
     TOKEN_BYTES,
     Attach,
-    Done,
     Lease,
     Lookup,
     ProtocolError,
     Release,
     Role,
-    ServerMessage,
     Submit,
     decode_client,
 )
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 
 _MEMORY_KINDS: Final = ("memfd",)
 _TOKEN_ID_BYTES: Final = 4
-_JOBS_SLACK: Final = 4
-"""A worker that revoked a job no longer counts it, while its end may still be on the way here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +53,9 @@ class Session:
     token: bytes
     user: str
     """CURVE key that its frames must come with; empty over a Unix socket."""
-    jobs_max: int
     opened: float = field(default_factory=time.monotonic)
     heard: bool = False
     """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
-    jobs_running: int = 0
 
     def opened_event(self) -> SessionOpened:
         """What the engine is told of this session."""
@@ -95,7 +89,6 @@ class Session:
         match message:
             case Submit():
                 self._check_submit(message)
-                self.jobs_running += len(message.loads) + len(message.stores)
                 return Submitted(self.session_id, message)
             case Lookup():
                 return LookedUp(self.session_id, message)
@@ -108,18 +101,7 @@ class Session:
                     self.session_id, tuple(message.lease_ids), tuple(message.lookup_ids)
                 )
 
-    def answered(self, message: ServerMessage) -> None:
-        """Note that jobs ended."""
-        if isinstance(message, Done):
-            self.jobs_running -= len(message.jobs)
-
     def _check_submit(self, message: Submit) -> None:
-        jobs = self.jobs_running + len(message.loads) + len(message.stores)
-        if jobs > self.jobs_max * _JOBS_SLACK:
-            raise ProtocolError(
-                "jobs_inflight",
-                f"{jobs} jobs would run: limits.jobs_inflight_max={self.jobs_max} of an engine do",
-            )
         blocks_max = self.attach.blocks_per_chunk
         for load in message.loads:
             for piece in load.chunks:
@@ -152,9 +134,8 @@ class Session:
 class Sessions:
     """The sessions of now, by id and by ZMQ routing id."""
 
-    def __init__(self, sessions_max: int, jobs_inflight_max: int) -> None:
+    def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
-        self._jobs_inflight_max = jobs_inflight_max
         self._by_id: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._users: set[str] = set()
@@ -233,7 +214,6 @@ class Sessions:
             memory=memory,
             token=_new_token(),
             user=user,
-            jobs_max=self._jobs_inflight_max,
         )
         self._next_id += 1
         self._by_id[session.session_id] = session

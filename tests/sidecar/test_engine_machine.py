@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from sidecar import tenants
+from sidecar.bounds import BoundLimits
 from sidecar.commands import (
     Command,
     CopyOutcome,
@@ -91,6 +92,8 @@ class EngineMachine(RuleBasedStateMachine):
         bound=st.integers(1, 4),
         writes=st.booleans(),
         quota=st.none() | st.integers(0, 4),
+        memory=st.sampled_from([256 << 20, 256 << 20, 16_384, 65_536]),
+        share=st.sampled_from([65_536, 65_536, 4, 12]),
     )
     def start(
         self,
@@ -104,6 +107,8 @@ class EngineMachine(RuleBasedStateMachine):
         bound: int,
         writes: bool,
         quota: int | None,
+        memory: int,
+        share: int,
     ) -> None:
         slot_bytes = layout(0).payload_bytes(2)
         limit = tenants.Quota(None if quota is None else quota * slot_bytes)
@@ -119,6 +124,14 @@ class EngineMachine(RuleBasedStateMachine):
             leases_max_per_session=bound,
             lookups_max_per_session=bound,
             store_writes=writes,
+            bounds=BoundLimits(
+                memory_bytes_max=memory,
+                copies_queued_max=share,
+                storing_bytes_max=share * slot_bytes,
+                lookups_max=share,
+                leases_max=share,
+                jobs_max_per_session=share,
+            ),
         )
         self.world_size = world_size
         self.draining = False
@@ -186,7 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert fine
                 assert len(job.results) == job.chunks
             elif not job.results:
-                assert outcome is Outcome.MISSING
+                assert outcome in (Outcome.MISSING, Outcome.FULL)
             else:
                 assert outcome.name in {result.name for result in job.results}
         elif outcome is Outcome.OK:
@@ -372,7 +385,7 @@ class EngineMachine(RuleBasedStateMachine):
             ]
             del self.jobs[session_id, job_id]
             if chunks:
-                assert outcome in ({Outcome.FAILED} if there else {Outcome.FAILED, Outcome.MISSING})
+                assert outcome in {Outcome.FAILED, Outcome.FULL if there else Outcome.MISSING}
             commands = [c for c in commands if not isinstance(c, Reply)]
         self.absorb(commands)
 
@@ -581,6 +594,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.close_session(session_id)
         snapshot = self.world.engine.snapshot()
         assert (snapshot.leases, snapshot.lookups, snapshot.slots_zombie) == (0, 0, 0)
+        bounds = self.world.engine.bounds
+        assert not any(share.used for share in bounds.shares.values()), "something still waits"
+        assert not bounds.jobs, "a job still runs"
         self.world.note(self.world.engine.clear())
         assert not self.world.slots.used, "a slot was left"
 

@@ -120,7 +120,7 @@ def bench() -> Iterator[Bench]:
     realms = Realms()
     realm = realms.join(attach)
     realm.learn(0, LAYOUT.chunk(attach.blocks_per_chunk))
-    sessions = Sessions(8, 8)
+    sessions = Sessions(8)
     connection = cast("Any", None)
     session = sessions.open(attach, connection, realm, memory)
     rank = realm.ranks[0]

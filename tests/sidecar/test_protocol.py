@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
@@ -321,13 +322,14 @@ replace = msgspec.structs.replace
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (Submit(1, 1, [LoadJob(1, [])] * (JOBS_PER_MESSAGE_MAX + 1), []), "jobs"),
-        (loading(replace(LOAD, key=KEY[:31])), "loads.key"),
-        (loading(replace(LOAD, first_block=-1)), "first_block"),
-        (loading(replace(LOAD, block_ids=[])), "block_ids"),
-        (storing(replace(STORE, key=b"")), "stores.key"),
-        (storing(replace(STORE, parent=bytes(33))), "stores.parent"),
-        (storing(replace(STORE, block_ids=[])), "block_ids"),
+        (Submit(1, 1, [LoadJob(1, [])] * (JOBS_PER_MESSAGE_MAX + 1), []), "loads"),
+        (Submit(1, 1, [LoadJob(1, [])] * JOBS_PER_MESSAGE_MAX, [StoreJob(1, [])]), "jobs"),
+        (loading(replace(LOAD, key=KEY[:31])), "loads[0][1][0][0]"),
+        (loading(replace(LOAD, first_block=-1)), "loads[0][1][0][1]"),
+        (loading(replace(LOAD, block_ids=[])), "loads[0][1][0][2]"),
+        (storing(replace(STORE, key=b"")), "stores[0][1][0][0]"),
+        (storing(replace(STORE, parent=bytes(33))), "stores[0][1][0][1]"),
+        (storing(replace(STORE, block_ids=[])), "stores[0][1][0][3]"),
         (storing(replace(STORE, token_ids=bytes(5))), "token_ids"),
         (Lookup(1, 1, [KEY] * (KEYS_PER_MESSAGE_MAX + 1), 1), "keys"),
         (Lookup(1, 1, [KEY, b""], 1), "keys"),
@@ -339,7 +341,23 @@ replace = msgspec.structs.replace
 def test_a_client_message_outside_its_bounds(message: Submit, field: str) -> None:
     code, text = refused(decode_client, encode(message))
     assert code == "field"
-    assert text.startswith(f"{field}=")
+    assert text.startswith(f"{field}=") or f"`$.{field}" in text
+
+
+def test_a_list_is_measured_before_it_is_made() -> None:
+    empty = encode(Lookup(1, 1, [], 1))
+    place = empty.index(b"\xa4keys") + 5
+    entries = KEYS_PER_MESSAGE_MAX * 16
+    frame = empty[:place] + b"\xdd" + entries.to_bytes(4, "big") + b"\xc4\x00" * entries
+    tracemalloc.start()
+    try:
+        code, text = refused(decode_client, frame + empty[place + 1 :])
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (code, "length <= 65536" in text) == ("field", True)
+    # The frame itself is put together once more above; the list would have had 8 MiB.
+    assert peak_bytes < len(frame) + (1 << 20)
 
 
 @pytest.mark.parametrize(

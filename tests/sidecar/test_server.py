@@ -216,7 +216,6 @@ def junk(worker: Worker) -> list[tuple[bytes, str]]:
     short = msgspec.structs.replace(worker.chunk(key_of("x"), [0]), token_ids=b"1234")
     wide = worker.chunk(key_of("x"), range(BLOCKS_PER_CHUNK + 1))
     over = LoadJob(1, [LoadChunk(key_of("x"), 3, [0, 1])])
-    jobs = [StoreJob(number, []) for number in range(1500)]
     return [
         (b"\xc1 not msgpack", "malformed"),
         (b"", "malformed"),
@@ -228,7 +227,6 @@ def junk(worker: Worker) -> list[tuple[bytes, str]]:
         (protocol.encode(Submit(epoch, 0, [], [StoreJob(1, [short])])), "field"),
         (protocol.encode(Submit(epoch, 0, [], [StoreJob(1, [wide])])), "field"),
         (protocol.encode(Submit(epoch, 0, [over], [])), "field"),
-        (protocol.encode(Submit(epoch, 0, [], jobs)), "jobs_inflight"),
         (bytes(FRAME_BYTES_MAX + 1), "frame_too_large"),
     ]
 

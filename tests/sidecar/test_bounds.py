@@ -1,0 +1,313 @@
+"""What waits is bounded, in all and of each client: the rule, the engine, and a flood."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import signal
+import threading
+import tracemalloc
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from sidecar.bounds import BoundLimits, Share
+from sidecar.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
+from sidecar.protocol import Lookup, Outcome, Role, StoreChunk, StoreJob, Submit
+from tests.sidecar.client import NAMESPACE, Scheduler, Worker, key_of, layout_of
+from tests.sidecar.engine_kit import RANK_0, World, key, make_world, messages, only
+from tests.sidecar.test_lives import Process, wait_until
+from tiers.catalog import object_name
+
+MIB = 1 << 20
+
+
+class TestShare:
+    def test_one_alone_gets_half_and_the_next_as_much_as_is_left(self) -> None:
+        share = Share(120)
+        for session_id, most in ((1, 60), (2, 30), (3, 15)):
+            while share.fits(session_id, 1):
+                share.take(session_id, 1)
+            assert share.of(session_id) == most
+
+    def test_those_that_flood_together_get_the_same(self) -> None:
+        share = Share(120)
+        for _ in range(200):
+            for session_id in (1, 2):
+                if share.fits(session_id, 1):
+                    share.take(session_id, 1)
+        assert (share.of(1), share.of(2)) == (40, 40)
+        assert share.fits(3, 20), "who comes later finds room"
+
+    @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), max_size=60))
+    def test_never_over_the_limit_and_empty_in_the_end(self, wanted: list[tuple[int, int]]) -> None:
+        share = Share(100)
+        taken: list[tuple[int, int]] = []
+        for session_id, amount in wanted:
+            if share.fits(session_id, amount):
+                share.take(session_id, amount)
+                taken.append((session_id, amount))
+                assert share.used <= share.limit
+                assert share.of(session_id) <= share.limit - share.used
+        for session_id, amount in taken:
+            share.give(session_id, amount)
+        assert (share.used, dict(share.by_session)) == (0, {})
+
+
+def bounded(**changes: Any) -> World:
+    return make_world(slabs=64, store_writes=False, bounds=BoundLimits(**changes))
+
+
+def empty(world: World) -> bool:
+    return not any(share.used for share in world.engine.bounds.shares.values())
+
+
+class TestEngine:
+    def test_a_lookup_over_the_share_is_answered_full(self) -> None:
+        world = bounded(memory_bytes_max=8192)
+        world.open(Role.WORKER)
+        scheduler = world.open(Role.SCHEDULER)
+        world.listed(dict.fromkeys(range(1, 9), RANK_0))
+        assert only(world.look_up(scheduler, 1, [1, 2]), Read)
+        (told,) = messages(world.look_up(scheduler, 2, [3, 4, 5]), scheduler)
+        assert (told.ready, told.outcome) == (0, Outcome.FULL)  # type: ignore[union-attr]
+        assert world.engine.bounds.refused == {("lookup", "memory"): 1}
+        assert world.engine.counters.lookups_refused == 1
+        world.send(SessionClosed(scheduler))
+        del world.sessions[scheduler]
+        assert empty(world)
+
+    def test_reads_that_nobody_waits_for_leave_the_queue(self) -> None:
+        world = bounded()
+        world.open(Role.WORKER)
+        scheduler = world.open(Role.SCHEDULER)
+        world.listed(dict.fromkeys(range(1, 200), RANK_0))
+        for number in range(1, 190, 10):
+            world.look_up(scheduler, 1, list(range(number, number + 10)), deadline_ms=9000)
+        # The same id again replaces what was asked before.
+        assert world.engine.pending_work().reads_queued <= 10
+
+    def test_stores_and_loads_over_the_share_end_as_full(self) -> None:
+        world = bounded(copies_queued_max=8)
+        flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
+        world.stored(flooding, 1, [30])
+        commands = world.store(flooding, 2, range(1, 7))
+        assert len(only(commands, Gather)) == 4
+        (done,) = messages(world.load(flooding, 3, [30]), flooding)
+        assert [job.outcome for job in done.jobs] == [Outcome.FULL]  # type: ignore[union-attr]
+        assert only(world.store(other, 4, [8]), Gather)
+        assert only(world.load(other, 5, [30]), Scatter)
+        counters = world.engine.counters
+        assert (counters.stores_dropped_share, counters.loads_dropped_full) == (2, 1)
+        world.settle()
+        assert empty(world)
+        assert not world.engine.bounds.jobs
+
+    def test_slots_that_are_being_filled_are_shared_too(self) -> None:
+        slot = 64
+        world = bounded(storing_bytes_max=8 * slot)
+        flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
+        gathers = only(world.store(flooding, 1, range(1, 30)), Gather)
+        held = world.engine.bounds.storing.of(flooding)
+        assert held <= 4 * slot or len(gathers) == held // slot
+        assert only(world.store(other, 2, [40]), Gather)
+
+    def test_jobs_of_a_session_are_bounded(self) -> None:
+        world = bounded(jobs_max_per_session=2)
+        worker = world.open(Role.WORKER)
+        for job_id in (1, 2):
+            assert only(world.store(worker, job_id, [job_id]), Gather)
+        (done,) = messages(world.store(worker, 3, [3]), worker)
+        assert [job.outcome for job in done.jobs] == [Outcome.FULL]  # type: ignore[union-attr]
+        assert world.engine.bounds.refused == {("store", "jobs"): 1}
+
+    def test_a_lease_over_the_share_is_refused_and_the_load_goes_without(self) -> None:
+        world = bounded(leases_max=4)
+        worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+        world.stored(worker, 1, [1])
+        for lease_id in range(10, 14):
+            world.lease(scheduler, lease_id, [1])
+        assert world.engine.snapshot().leases == 2
+        assert world.engine.bounds.refused == {("lease", "leases"): 2}
+        assert only(world.load(worker, 13, [1]), Scatter)
+
+    @pytest.mark.parametrize("what", ["lookups", "stores"])
+    def test_the_account_is_no_smaller_than_what_python_allocates(self, what: str) -> None:
+        world = make_world(
+            slabs=1024,
+            store_writes=False,
+            lookups_max_per_session=10_000,
+            bounds=BoundLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
+        )
+        engine = world.engine
+        worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+        world.listed(dict.fromkeys(range(1, 2001), RANK_0))
+        world.engine.handle(SessionClosed(9999), 0.0)
+        gc.collect()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        # Past the checks of `World`, which would be measured too.
+        make = looked_up if what == "lookups" else submitted
+        session_id = scheduler if what == "lookups" else worker
+        kept = [engine.handle(make(session_id, number), 0.0) for number in range(1, 1001, 10)]
+        gc.collect()
+        allocated = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert len(kept) == 100
+        assert 0 < allocated <= engine.bounds.memory.used
+
+
+def looked_up(session_id: int, first: int) -> Any:
+    keys = [key(number) for number in range(first, first + 10)]
+    return LookedUp(session_id, Lookup(7, first, keys, 9000))
+
+
+def submitted(session_id: int, first: int) -> Any:
+    chunks = [
+        StoreChunk(key(5000 + number), key(0), bytes(32), [number, number + 1])
+        for number in range(first, first + 10)
+    ]
+    return Submitted(session_id, Submit(7, 0, [], [StoreJob(first, chunks)]))
+
+
+# --- a flood -------------------------------------------------------------------------------------
+
+SIDECAR = """
+import json, os, sys
+from pathlib import Path
+import anyio
+from sidecar.server import serve
+from tests.sidecar.client import config_in
+from tiers.wrap import Wrapper
+
+class StalledReads(Wrapper):
+    async def _around(self, verb, name, call):
+        if verb == "read":
+            await anyio.sleep_forever()
+        return await call()
+
+directory = Path(sys.argv[1])
+config = config_in(
+    directory,
+    store={"url": f"file://{directory}/bucket", "refresh_seconds": 3600.0, "write": "off",
+           "deadline_seconds_max": 3600.0, "regret_max": 10.0},
+    limits={"memory_max": 16 << 20, "jobs_inflight_max": 4096, "lookups_max": 65536,
+            "lookup_wait": 60.0, "store_deadline": 600.0, "lease_ttl": 60.0},
+)
+
+def ready(info):
+    print(json.dumps([str(info.attach_path), info.http_url, os.getpid()]), flush=True)
+
+sys.exit(anyio.run(lambda: serve(config, ready=ready, wrap_store=StalledReads)))
+"""
+
+FLOOD = """
+import collections, json, sys, time
+from pathlib import Path
+from sidecar.protocol import Done, Lookup, LookupDone, StoreJob
+from tests.sidecar.client import Scheduler, Worker, key_of
+
+path, count = Path(sys.argv[1]), int(sys.argv[2])
+worker = Worker(path, engine_id="flood")
+scheduler = Scheduler(path, engine_id="flood")
+told = collections.Counter()
+
+def read(client):
+    while client.dealer.poll(0):
+        message = client.receive()
+        if isinstance(message, LookupDone):
+            told["lookup", message.outcome.name] += 1
+        elif isinstance(message, Done):
+            for job in message.jobs:
+                told["store", job.outcome.name] += 1
+
+keys = [key_of(number) for number in range(2000)]
+for number in range(count):
+    first = number * 7 % 1900
+    scheduler.send(Lookup(scheduler.epoch, number, keys[first : first + 100], 60_000))
+    chunk = worker.chunk(key_of(100_000 + number), [number % 60])
+    worker.submit(stores=[StoreJob(number, [chunk])], fence=1 << 40)
+    read(scheduler)
+    read(worker)
+quiet = time.monotonic() + 1
+while time.monotonic() < quiet:
+    before = sum(told.values())
+    read(scheduler)
+    read(worker)
+    if sum(told.values()) != before:
+        quiet = time.monotonic() + 1
+    time.sleep(0.01)
+print(json.dumps({f"{what}/{outcome}": n for (what, outcome), n in told.items()}), flush=True)
+time.sleep(3600)
+"""
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Resident memory that is the process's own: neither the pool nor engines' KV memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@pytest.mark.slow
+def test_a_client_that_floods_gets_its_share_and_no_more(short_directory: Path) -> None:
+    segment = layout_of().segment
+    digest = hashlib.sha256(NAMESPACE).digest()
+    for number in range(2000):
+        name = short_directory / "bucket" / object_name(digest, key_of(number), segment)
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(b"not read to its end")
+    sidecar = Process(SIDECAR, short_directory)
+    path, url, pid = json.loads(sidecar.said)
+
+    def status() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{url}/status", timeout=60) as answer:
+            document: dict[str, Any] = json.load(answer)
+            return document
+
+    count = 5000
+    try:
+        with (
+            Worker(Path(path), engine_id="good") as good,
+            Scheduler(Path(path), engine_id="good") as scheduler,
+        ):
+            wait_until(lambda: status()["tiers"]["store"]["chunks"] == 2000)
+            content = good.fill([0], seed=1)
+            assert good.store(1, key_of("good"), [0]) is Outcome.OK
+            base = anonymous_bytes(pid)
+            flood: list[Process] = []
+            starter = threading.Thread(target=lambda: flood.append(Process(FLOOD, path, count)))
+            starter.start()
+            largest, rounds = 0, 0
+            while starter.is_alive():
+                rounds += 1
+                scheduler.lease(10 + rounds, [key_of("good")])
+                assert good.load(10 + rounds, key_of("good"), [1]) is Outcome.OK
+                assert good.read(1) == content[0]
+                assert good.store(100_000 + rounds, key_of(f"g{rounds}"), [0]) is Outcome.OK
+                largest = max(largest, anonymous_bytes(pid))
+            told = json.loads(flood[0].said)
+            now = status()
+            try:
+                assert rounds > 20
+                assert told["lookup/FULL"] > count // 2
+                assert told["store/FULL"] > count // 2
+                assert now["refused"]["lookup/memory"] > 0
+                assert now["waiting"]["memory_bytes"]["used"] <= 16 * MIB
+                assert largest - base < 16 * MIB, f"{(largest - base) / MIB} MiB grown"
+                assert len(now["sessions"]) == 4, "somebody was cut off"
+            finally:
+                flood[0].signal(signal.SIGKILL)
+                flood[0].end()
+            wait_until(lambda: not any(share["used"] for share in status()["waiting"].values()))
+            after = status()
+            assert (after["lookups"], after["leases"]) == (0, 0)
+            assert after["pending"]["copies_running"] == after["pending"]["reads_queued"] == 0
+    finally:
+        sidecar.end()
