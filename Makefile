@@ -6,6 +6,7 @@
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
+#   make soak     a long run under load and kills, MINUTES=30; docs/soak.md says how to read it
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
@@ -34,7 +35,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench kill-matrix fuzz clean FORCE
+.PHONY: help setup demo test check bench kill-matrix soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -112,6 +113,9 @@ bench: setup
 # the others keep what an earlier run said of them.
 kill-matrix: setup
 	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest tests/e2e/test_kill_matrix.py $(KILL_ARGS)
+
+soak: setup
+	@$(BIN)/python -m tests.soak.run --minutes $(or $(MINUTES),30) $(SOAK_ARGS)
 
 # FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
 fuzz: setup

@@ -87,6 +87,10 @@ class FaultyProxy:
         self._refusing = anyio.Event()
         self._scope = anyio.CancelScope()
         self.port = 0
+        self.latency_seconds = 0.0
+        """How long each exchange waits before the server hears of it."""
+        self.bytes_per_second_max = 0
+        """How fast bodies pass, each on its own; 0 for as fast as they come."""
         self.requests: list[str] = []
         """Method and path of each request that arrived, such as "GET /bucket/name"."""
         self.holding: list[str] = []
@@ -174,11 +178,13 @@ class FaultyProxy:
             case Fault.SLOW_DOWN | Fault.FORBIDDEN:
                 await client.send(_error(fault, with_body=not request.line.startswith("HEAD ")))
             case Fault.PASS | Fault.TRUNCATE | Fault.WRONG_BYTES | Fault.STALL_BODY:
+                await anyio.sleep(self.latency_seconds + self._passing_seconds(request.body))
                 head, body = await self._ask(request)
                 await client.send(head)
                 if fault is Fault.STALL_BODY:
                     await changed.wait()
                 else:
+                    await anyio.sleep(self._passing_seconds(body))
                     await client.send(_damage(body, fault))
 
     async def _hold(self, client: SocketStream, request: _Request, changed: anyio.Event) -> None:
@@ -198,6 +204,9 @@ class FaultyProxy:
             with contextlib.suppress(anyio.EndOfStream):
                 while True:
                     await client.send(await server.receive(PIECE_BYTES))
+
+    def _passing_seconds(self, body: bytes) -> float:
+        return len(body) / self.bytes_per_second_max if self.bytes_per_second_max else 0.0
 
     async def _ask(self, request: _Request) -> tuple[bytes, bytes]:
         host, port = self._upstream

@@ -1,0 +1,54 @@
+"""The load of a soak: prompts that share prefixes, as those of several tenants do.
+
+Owns which prompt comes next. Invariant: a function of the seed alone; the popularity of prefixes
+does not change over time, so that the end of a run can be compared with its start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from sidecar.demo.model import WORDS
+
+TENANTS: Final = 4
+ROOTS: Final = 6
+BRANCHES: Final = 4
+ROOT_TOKENS: Final = 512
+BRANCH_TOKENS: Final = 384
+SUFFIX_TOKENS: Final = (32, 256)
+ZIPF_EXPONENT: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a tenant's cache salt and its prompt."""
+
+    salt: str
+    prompt: list[int]
+
+
+class Prompts:
+    """An endless row of requests. Not for several threads at once."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._chooser = random.Random(seed)
+        self._places = list(itertools.product(range(TENANTS), range(ROOTS), range(BRANCHES)))
+        self._chooser.shuffle(self._places)
+        self._weights = [(rank + 1) ** -ZIPF_EXPONENT for rank in range(len(self._places))]
+
+    def next(self) -> Ask:
+        """The next request: a popular prefix, and an end that nobody asked before."""
+        tenant, root, branch = self._chooser.choices(self._places, self._weights)[0]
+        prompt = self._words(ROOT_TOKENS, tenant, root)
+        prompt += self._words(BRANCH_TOKENS, tenant, root, branch)
+        length = self._chooser.randint(*SUFFIX_TOKENS)
+        prompt += [self._chooser.randrange(WORDS) for _ in range(length)]
+        return Ask(f"tenant-{tenant}", prompt)
+
+    def _words(self, count: int, *place: int) -> list[int]:
+        chooser = random.Random(f"{self._seed}-{place}")
+        return [chooser.randrange(WORDS) for _ in range(count)]

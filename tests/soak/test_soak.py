@@ -1,0 +1,23 @@
+"""A minute of it, against a sidecar that leaks: the harness works, and sees what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.run import soak
+
+SECONDS = 45.0
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_planted_leak_is_seen_and_nothing_else(short_directory: Path) -> None:
+    one, found = soak(short_directory, SECONDS, seed=3, module="tests.soak.leaky", chaos=False)
+    bad = {verdict.name for verdict in found if not verdict.good}
+    # How fast a shared machine is within a minute says nothing.
+    assert bad - {"throughput"} == {"sidecar.descriptors"}, found
+    assert one.samples
+    assert one.checks["equal, loaded"] >= 1
+    assert one.report(found, 3)["requests"]
