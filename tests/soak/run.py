@@ -291,10 +291,7 @@ class Soak:
             "verdicts": [vars(one) for one in found],
             "events": [(round(at, 1), what) for at, what in self.events],
             "windows": self.windows(),
-            "samples": [
-                {name: round(value, 6) for name, value in one.items()}
-                for one in self.samples[::step]
-            ],
+            "samples": _columns(self.samples[::step]),
         }
 
     def picture(self, title: str) -> str:
@@ -323,6 +320,16 @@ def _window(part: list[Sample]) -> Sample:
         "ttft_ms": made("ttft_ms_sum") / max(made("requests"), 1),
         "calibration_seconds": sorted(one["calibration_seconds"] for one in part)[len(part) // 2],
     }
+
+
+def _columns(samples: list[Sample]) -> dict[str, object]:
+    """Each quantity as one row of numbers, None for gaps; one number where it never changed."""
+    names = sorted({name for sample in samples for name in sample})
+    made: dict[str, object] = {}
+    for name in names:
+        values = [float(f"{one[name]:.5g}") if name in one else None for one in samples]
+        made[name] = values[0] if len(set(values)) == 1 else values
+    return made
 
 
 def soak(

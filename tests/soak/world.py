@@ -28,9 +28,9 @@ from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 BYTES_PER_SECOND: Final = 40 << 20
 LATENCY_SECONDS: Final = 0.01
 SERVER_SECONDS_MAX: Final = 60.0
-ENGINE_ARGS: Final = {"max_model_len": 2048, "num_gpu_blocks_override": 400}
-"""A prefix cache of its own that holds a tenth of the prompts' prefixes."""
-HOST_SIZE: Final = "48MiB"
+ENGINE_ARGS: Final = {"max_model_len": 2048, "num_gpu_blocks_override": 256}
+"""A prefix cache of its own that holds a sixth of the prompts' prefixes."""
+HOST_SIZE: Final = "256MiB"
 """Less than the prompts' prefixes take: slots are evicted, and chunks read from the store."""
 
 
