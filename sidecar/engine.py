@@ -269,6 +269,8 @@ class Engine:
         realm = self._directory.open_realm(event.realm_id, event.world_size)
         if event.layout is not None:
             self._host.learn_layout(realm, event.rank, event.layout)
+        if event.role is Role.SCHEDULER:
+            self._leases.forget_early((event.realm_id, event.engine_id))
         self._sessions[event.session_id] = event
 
     def _handle_session(

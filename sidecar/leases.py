@@ -125,7 +125,13 @@ class Leases:
         """End every lease of a session, and forget its engine's early ranks."""
         for lease in [lease for lease in self if lease.session_id == session_id]:
             self._end(lease)
-        # The engine's next life counts its jobs from the start again.
+        self.forget_early(engine)
+
+    def forget_early(self, engine: tuple[int, str]) -> None:
+        """Forget ranks that finished jobs without a lease: a scheduler counts its jobs anew.
+
+        When one attaches, too: jobs of its predecessor may end after that one's session has.
+        """
         for name in [name for name in self._early if name[:2] == engine]:
             del self._early[name]
 

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 
 from sidecar.bounds import BoundLimits, Bounds
+from sidecar.commands import SessionClosed
 from sidecar.directory import Chunk, Directory, Realm
 from sidecar.leases import EARLY_JOBS_MAX, Leases
+from sidecar.protocol import Role
+from tests.sidecar.engine_kit import no_writes
 
 ENGINE = (0, "engine")
 
@@ -139,3 +142,18 @@ def test_pins_are_those_of_the_leases(steps: list[tuple[str, int, int]]) -> None
         listed = [chunk for lease in leases for chunk in lease.chunks]
         for chunk in realm.chunks.values():
             assert chunk.pins == listed.count(chunk) > 0
+
+
+def test_jobs_of_an_earlier_life_do_not_end_the_leases_of_the_next() -> None:
+    """A copy may end after its engine's scheduler is gone; the next one counts from 1 again."""
+    world = no_writes()
+    life = [world.open(role) for role in (Role.WORKER, Role.SCHEDULER)]
+    world.stored(life[0], 8, [1])
+    world.load(life[0], 9, [1])
+    (scatter,) = world.scatters.values()
+    world.send(SessionClosed(life[1]))
+    world.copied(scatter.copy_id)
+    world.send(SessionClosed(life[0]))
+    next_life = [world.open(role) for role in (Role.WORKER, Role.SCHEDULER)]
+    world.lease(next_life[1], 9, [1])
+    assert world.engine.snapshot().leases == 1
