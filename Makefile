@@ -7,6 +7,7 @@
 #   make bench    the benchmarks
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
 #   make soak     a long run under load and kills, MINUTES=30; docs/soak.md says how to read it
+#   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
@@ -35,7 +36,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench kill-matrix soak fuzz clean FORCE
+.PHONY: help setup demo test check bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -116,6 +117,10 @@ kill-matrix: setup
 
 soak: setup
 	@$(BIN)/python -m tests.soak.run --minutes $(or $(MINUTES),30) $(SOAK_ARGS)
+
+# What is simulated, and how to replay a seed that failed: docs/testing.md.
+simulate: setup
+	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
 # FUZZ_ARGS goes to the runner, e.g. make fuzz MINUTES=60 FUZZ_ARGS='--target yaml --grow'
 fuzz: setup

@@ -1,0 +1,623 @@
+"""What must hold after every event, beside the sidecar and without asking it.
+
+Owns the shadow of the sidecar's world: which operation runs on which slot, what each slot was
+sealed with, which jobs and lookups wait for an answer, which bytes were damaged on purpose. Every
+rule has a short name; `Violation.rule` says which one was broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+import sidecar.copies
+from sidecar.commands import (
+    Command,
+    Copied,
+    CopyOutcome,
+    Event,
+    Gather,
+    Listed,
+    LookedUp,
+    Read,
+    ReadDone,
+    Released,
+    Reply,
+    Scatter,
+    SessionClosed,
+    SessionOpened,
+    StoreOutcome,
+    Submitted,
+    Tick,
+    Write,
+    Written,
+)
+from sidecar.directory import Chunk, Directory, SegmentState
+from sidecar.protocol import Done, LoadChunk, LookupDone, Role, ServerMessage, StoreChunk
+from tests.simulation.clock import Violation, World
+from tests.simulation.content import Fact, Model, Truth, templates_of
+from tiers.catalog import namespace_prefix, parse_name
+from tiers.errors import ChunkCorrupt
+from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
+
+if TYPE_CHECKING:
+    from sidecar.copyqueue import Group
+    from sidecar.realms import Realm
+    from tests.simulation.engine import SimEngine
+    from tests.simulation.process import SidecarProcess
+
+Work = Gather | Scatter | Write | Read
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A byte of a sealed payload in the pool."""
+
+    slot: int
+    offset: int
+    key: bytes
+    partial: bool
+    """Another rank's segment of the chunk is on its way."""
+
+
+class Checks:
+    """All rules. `watch` puts them around one life of a sidecar."""
+
+    def __init__(self, world: World, models: list[Model]) -> None:
+        self.world = world
+        self.truth = Truth()
+        self.engines: list[SimEngine] = []
+        self.damaged: set[int] = set()
+        self.copying: list[Group] = []
+        self._models = models
+        self._work: dict[tuple[str, int], Work] = {}
+        self._sealed: dict[int, tuple[int, bytes, int, int]] = {}
+        self._jobs: dict[int, set[int]] = {}
+        self._loads: set[tuple[int, int]] = set()
+        self._lookups: dict[int, dict[int, list[bytes]]] = {}
+        self._finished: dict[tuple[int, str, int], set[int]] = {}
+        self._held: dict[Chunk, int] = {}
+        self._readers: dict[int, tuple[Any, IndexReader]] = {}
+        self._known_tags: dict[bytes, Any] = {}
+        self._ticks = 0
+
+    # --- around a sidecar ----------------------------------------------------------------------
+
+    def watch(self, process: SidecarProcess) -> None:
+        """Check everything that this life does."""
+        self._clear()
+        engine, mover, pool = process.hub.engine, process.hub.mover, process.pool
+        handle, execute, free = engine.handle, mover.execute, pool.free
+
+        def handled(event: Event, now: float) -> list[Command]:
+            self._before(process, event)
+            commands = handle(event, now)
+            self.world.note(
+                f"engine: {type(event).__name__}, {len(commands)} commands:",
+                lambda: f"{brief(event)} -> {', '.join(map(brief, commands)) or '-'}",
+            )
+            self._after(process, event, commands, now)
+            return commands
+
+        def executed(commands: list[Command]) -> None:
+            execute(commands)
+            if commands:
+                self._index_is_true(process)
+
+        def freed(offset: int) -> None:
+            self._freed(offset)
+            free(offset)
+
+        for owner, name, value in (
+            (engine, "handle", handled),
+            (mover, "execute", executed),
+            (pool, "free", freed),
+        ):
+            setattr(owner, name, value)
+
+    def died(self, process: SidecarProcess) -> None:
+        """Its life is over: nothing that it promised holds."""
+        self._clear()
+        for name, count in vars_of(process.hub.engine.counters).items():
+            self.world.seen[f"counter {name}"] += count
+
+    def _clear(self) -> None:
+        for table in (self._work, self._sealed, self._jobs, self._lookups, self._finished):
+            cast("dict[Any, Any]", table).clear()
+        self._held.clear()
+        self._loads.clear()
+        self.damaged.clear()
+        for _, reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _before(self, process: SidecarProcess, event: Event) -> None:
+        match event:
+            case Copied():
+                work = self._ended("copy", event.copy_id)
+                assert isinstance(work, Gather | Scatter)
+                self._copied(process, work, event)
+            case Written():
+                work = self._ended("write", event.write_id)
+                if event.outcome is StoreOutcome.CORRUPT and work.slot not in self.damaged:
+                    raise Violation("what was sealed stays", f"slot {work.slot} corrupt on write")
+                self.world.saw(f"write {event.outcome.value}")
+            case ReadDone():
+                work = self._ended("read", event.read_id)
+                self.world.saw(f"read {event.outcome.value}")
+                if event.outcome is StoreOutcome.OK:
+                    self._seal(process, work, event.num_blocks)
+                elif event.outcome is StoreOutcome.CORRUPT:
+                    self._refused_rightly(process, work)
+            case _:
+                self._asked(event)
+
+    def _asked(self, event: Event) -> None:
+        """What a client asks for, and when it is gone."""
+        match event:
+            case Submitted():
+                ids = [load.job_id for load in event.message.loads]
+                self._loads.update((event.session_id, job_id) for job_id in ids)
+                ids += [store.job_id for store in event.message.stores]
+                self._jobs.setdefault(event.session_id, set()).update(ids)
+            case LookedUp():
+                asked = self._lookups.setdefault(event.session_id, {})
+                asked[event.message.lookup_id] = list(event.message.keys)
+            case Released():
+                for lookup_id in event.lookup_ids:
+                    self._lookups.get(event.session_id, {}).pop(lookup_id, None)
+            case SessionOpened():
+                if event.role is Role.SCHEDULER:
+                    # Its jobs count from the start again.
+                    engine = (event.realm_id, event.engine_id)
+                    for name in [name for name in self._finished if name[:2] == engine]:
+                        del self._finished[name]
+            case SessionClosed():
+                self._jobs.pop(event.session_id, None)
+                self._lookups.pop(event.session_id, None)
+            case _:
+                pass
+
+    def _ended(self, kind: str, number: int) -> Work:
+        work = self._work.pop((kind, number), None)
+        if work is None:
+            raise Violation("work ends once", f"{kind} {number}")
+        return work
+
+    def _copied(self, process: SidecarProcess, work: Gather | Scatter, event: Copied) -> None:
+        kind = type(work).__name__.lower()
+        self.world.saw(f"{kind} {event.outcome.value}")
+        if event.outcome is CopyOutcome.EXPIRED:
+            for reason in ("was not reached", "no copy thread", "taking blocks back", "held its"):
+                if reason in event.detail:
+                    self.world.saw(f"copy expired: {reason}")
+        elif event.outcome is CopyOutcome.FAILED:
+            if "another chunk" not in event.detail:
+                raise Violation("no copy raises", event.detail)
+        elif event.outcome is CopyOutcome.CORRUPT:
+            if work.slot not in self.damaged:
+                raise Violation("what was sealed stays", f"slot {work.slot} corrupt on load")
+        elif event.outcome is CopyOutcome.OK:
+            if isinstance(work, Gather):
+                self._seal(process, work, len(work.block_ids))
+            else:
+                self._loaded_right(process, work)
+
+    def _after(
+        self, process: SidecarProcess, event: Event, commands: list[Command], now: float
+    ) -> None:
+        for command in commands:
+            match command:
+                case Gather() | Scatter():
+                    self._begin("copy", command.copy_id, command)
+                case Write():
+                    self._begin("write", command.write_id, command)
+                case Read():
+                    self._begin("read", command.read_id, command)
+                case _:
+                    pass
+        self._ticks += 1
+        if isinstance(event, Tick) and not commands and self._ticks % 8:
+            return
+        engine = process.hub.engine
+        try:
+            engine.check()
+        except AssertionError as error:
+            raise Violation("Engine.check", str(error)) from error
+        self._ledger_is_balanced(process)
+        self._pinned_stays(process)
+        self._leases_end(process, event, now)
+        self._queues_are_bounded(process)
+
+    def _begin(self, kind: str, number: int, work: Work) -> None:
+        writes = isinstance(work, Gather | Read)
+        for other in self._work.values():
+            if other.slot != work.slot:
+                continue
+            if writes or isinstance(other, Gather | Read):
+                raise Violation("a slot is not reused under work", f"{work} beside {other}")
+        self._work[kind, number] = work
+        if writes:
+            self.damaged.discard(work.slot)
+            self._sealed.pop(work.slot, None)
+            return
+        realm_id, key, rank, num_blocks = self._sealed.get(work.slot, (0, b"", 0, 0))
+        assert isinstance(work, Scatter | Write)
+        if (realm_id, key, rank, num_blocks) != (
+            work.realm_id, work.key, work.rank, work.num_blocks,
+        ):  # fmt: skip
+            raise Violation("only what is sealed is served", f"{work} from {self._sealed}")
+
+    def _freed(self, offset: int) -> None:
+        for work in self._work.values():
+            if work.slot == offset:
+                raise Violation("a slot is not freed under work", f"{work}")
+        self._sealed.pop(offset, None)
+        self.damaged.discard(offset)
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def _fact(self, key: bytes) -> Fact:
+        fact = self.truth.facts.get(key)
+        if fact is None:
+            raise Violation("every key was made from tokens", key.hex()[:12])
+        return fact
+
+    def model_of(self, realm: Realm) -> Model:
+        """The simulated model of a realm."""
+        return next(
+            model
+            for model in self._models
+            if (model.digest, model.topology) == (realm.namespace_digest, realm.topology)
+        )
+
+    def _seal(self, process: SidecarProcess, work: Work, num_blocks: int) -> None:
+        """A slot was filled: it must hold what its key says, all of it."""
+        model = self.model_of(process.hub.realms[work.realm_id])
+        fact = self._fact(work.key)
+        if fact.num_blocks != num_blocks:
+            raise Violation("a chunk is whole", f"{num_blocks} blocks of {fact.num_blocks}")
+        if work.slot not in self.damaged:
+            template = templates_of(model, work.rank)[num_blocks]
+            image = process.pool.memory[work.slot : work.slot + template.image_bytes]
+            self._is_right(model, work.rank, work.key, image, type(work).__name__)
+        self._sealed[work.slot] = (work.realm_id, work.key, work.rank, num_blocks)
+
+    def _is_right(self, model: Model, rank: int, key: bytes, image: Any, what: str) -> None:
+        fact = self._fact(key)
+        template = templates_of(model, rank)[fact.num_blocks]
+        try:
+            meta = template.verify(image, key)
+        except ChunkCorrupt as error:
+            raise Violation("what is sealed is an image", f"{what}: {error}") from error
+        payload = np.asarray(image)[template.payload_offset :][: template.payload_bytes]
+        expected = model.blocks(fact.digests, rank).view(np.uint8).ravel()
+        if not np.array_equal(payload, expected):
+            raise Violation("a key holds its own bytes", f"{what} of {key.hex()[:12]}, rank {rank}")
+        if (meta.parent, meta.token_ids) != (fact.parent, fact.token_ids):
+            raise Violation("a key holds its own row", f"{what} of {key.hex()[:12]}")
+
+    def _loaded_right(self, process: SidecarProcess, work: Scatter) -> None:
+        session = process.hub.sessions.get(work.session_id)
+        if session is None:
+            return
+        rank = self._rank_of(session)
+        if rank is None:
+            return
+        if work.slot in self.damaged:
+            self.world.saw("damage after a load")
+        fact = self._fact(work.key)
+        blocks = rank.engine.model.blocks(fact.digests, rank.rank)
+        wanted = blocks[work.first_block : work.first_block + len(work.block_ids)]
+        if not np.array_equal(rank.kv[list(work.block_ids)], wanted):
+            raise Violation("what is served is right", f"{work}")
+
+    def _rank_of(self, session: Any) -> Any:
+        for engine in self.engines:
+            for rank in engine.ranks:
+                if rank.wire is session.connection.wire and not engine.dead:
+                    return rank
+        return None
+
+    def object_written(self, process: SidecarProcess, name: str, image: bytes) -> None:
+        """All pieces of an object were taken from its slot."""
+        parts = parse_name(name)
+        assert parts is not None
+        works = [
+            work
+            for work in self._work.values()
+            if isinstance(work, Write) and work.key == parts.key
+        ]
+        if any(work.slot in self.damaged for work in works):
+            self.world.saw("damage under a write")
+            assert process.objects is not None
+            process.objects.spoilt(name)
+            return
+        for model in self._models:
+            if not name.startswith(namespace_prefix(model.digest)):
+                continue
+            for rank in range(model.ranks):
+                if model.segment(rank) == parts.segment:
+                    array = np.frombuffer(image, dtype=np.uint8)
+                    self._is_right(model, rank, parts.key, array, "object")
+                    return
+        raise Violation("objects have names of their own", name)
+
+    def _refused_rightly(self, process: SidecarProcess, work: Work) -> None:
+        assert process.objects is not None
+        tainted = process.objects._bucket.tainted
+        if not any(work.key.hex() in name for name in tainted):
+            raise Violation("a sound object is taken", f"{work}")
+
+    def all_sealed_right(self, process: SidecarProcess) -> None:
+        """Every slot that may be served holds what its key says."""
+        for slot, (realm_id, key, rank, num_blocks) in self._sealed.items():
+            if slot in self.damaged:
+                continue
+            model = self.model_of(process.hub.realms[realm_id])
+            template = templates_of(model, rank)[num_blocks]
+            image = process.pool.memory[slot : slot + template.image_bytes]
+            self._is_right(model, rank, key, image, "slot")
+
+    def sealed_payloads(self, process: SidecarProcess) -> list[Place]:
+        """A place in the payload of each sealed slot."""
+        places: list[Place] = []
+        for slot, (realm_id, key, rank, num_blocks) in sorted(self._sealed.items()):
+            model = self.model_of(process.hub.realms[realm_id])
+            template = templates_of(model, rank)[num_blocks]
+            within = template.payload_offset + self.world.random.randrange(template.payload_bytes)
+            chunk = process.hub.engine._directory.realms[realm_id].chunks.get(key)
+            partial = chunk is not None and any(
+                segment.state in (SegmentState.STORING, SegmentState.READING)
+                for segment in chunk.segments
+            )
+            places.append(Place(slot, slot + within, key, partial))
+        return places
+
+    # --- blocks --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around_copies(self) -> Iterator[None]:
+        """Know which copies stand in the middle of their work."""
+        real = {name: getattr(sidecar.copies, name) for name in ("_gather", "_scatter")}
+
+        def watched(name: str) -> Any:
+            def copy(group: Group, pool: Any) -> Any:
+                self.copying.append(group)
+                try:
+                    return real[name](group, pool)
+                finally:
+                    self.copying.remove(group)
+
+            return copy
+
+        try:
+            for name in real:
+                setattr(sidecar.copies, name, watched(name))
+            yield
+        finally:
+            for name, function in real.items():
+                setattr(sidecar.copies, name, function)
+
+    def blocks_taken(self, engine: SimEngine, block_ids: list[int]) -> None:
+        """Blocks got a new owner, or new content: nobody may be copying from or to them."""
+        if not self.copying:
+            return
+        taken = set(block_ids)
+        wires = {rank.wire for rank in engine.ranks}
+        for group in self.copying:
+            connection = cast("Any", group.session.connection)
+            if connection.wire not in wires:
+                continue
+            for command in group.commands:
+                both = taken.intersection(command.block_ids)
+                if both:
+                    raise Violation("a block is not reused under a copy", f"{both} of {command}")
+
+    blocks_written = blocks_taken
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def received(self, token: bytes, frame: bytes) -> None:
+        """A client's frame reached the sidecar."""
+        self.world.saw("frame received")
+
+    def sent(self, process: SidecarProcess, token: bytes, message: ServerMessage) -> None:
+        """The sidecar answers."""
+        session = process.hub.sessions.by_token(token)
+        assert session is not None
+        match message:
+            case Done():
+                waiting = self._jobs.get(session.session_id, set())
+                for job in message.jobs:
+                    self.world.saw(f"job {job.outcome.name}")
+                    if job.job_id not in waiting:
+                        raise Violation("a job is answered once", f"job {job.job_id}")
+                    waiting.discard(job.job_id)
+                    if (session.session_id, job.job_id) not in self._loads:
+                        continue
+                    self._loads.discard((session.session_id, job.job_id))
+                    name = (session.realm.realm_id, session.attach.engine_id, job.job_id)
+                    self._finished.setdefault(name, set()).add(session.attach.rank)
+            case LookupDone():
+                self._looked_up(process, session, message)
+            case _:
+                self.world.saw(f"message {type(message).__name__}")
+
+    def _looked_up(self, process: SidecarProcess, session: Any, message: LookupDone) -> None:
+        self.world.saw(f"lookup {message.outcome.name}")
+        asked = self._lookups.get(session.session_id, {})
+        keys = asked.pop(message.lookup_id, None)
+        if keys is None:
+            raise Violation("a lookup is answered once", f"lookup {message.lookup_id}")
+        realm = process.hub.engine._directory.realms[session.realm.realm_id]
+        for key in keys[: message.ready]:
+            chunk = realm.chunks.get(key)
+            if chunk is None or not chunk.loadable:
+                raise Violation("what a lookup calls ready is there", key.hex()[:12])
+
+    # --- rules over the whole ------------------------------------------------------------------
+
+    def _ledger_is_balanced(self, process: SidecarProcess) -> None:
+        used = sum(one.slots_used for one in process.pool.stats().classes)
+        allocated = len(process.hub.engine._host.allocated)
+        if used != allocated:
+            raise Violation("the ledger of slots is balanced", f"pool {used}, engine {allocated}")
+
+    def _pinned_stays(self, process: SidecarProcess) -> None:
+        """A chunk that was pinned and loadable stays so, unless it is corrupt."""
+        for chunk in self._held:
+            if chunk.pins and not chunk.loadable and not chunk.detached:
+                raise Violation("a pinned chunk stays", chunk.key.hex()[:12])
+        self._held = {
+            chunk: chunk.pins
+            for realm in process.hub.engine._directory.realms.values()
+            for chunk in realm.chunks.values()
+            if chunk.pins and chunk.loadable
+        }
+
+    def _leases_end(self, process: SidecarProcess, event: Event, now: float) -> None:
+        engine = process.hub.engine
+        for lease in engine._leases:
+            session = engine._sessions.get(lease.session_id)
+            if session is None:
+                raise Violation("a lease ends with its session", f"lease {lease.lease_id}")
+            if len(self._finished.get(lease.name, ())) >= session.world_size:
+                raise Violation("a lease ends with its load", f"lease {lease.lease_id}")
+            if isinstance(event, Tick) and lease.deadline <= now:
+                raise Violation("a lease ends at its deadline", f"lease {lease.lease_id}")
+        for lookup in engine._lookups:
+            if lookup.session_id not in engine._sessions:
+                raise Violation("a lookup ends with its session", f"lookup {lookup.lookup_id}")
+            if isinstance(event, Tick) and not lookup.answered and lookup.deadline <= now:
+                raise Violation("a lookup ends at its deadline", f"lookup {lookup.lookup_id}")
+
+    def _queues_are_bounded(self, process: SidecarProcess) -> None:
+        engine = process.hub.engine
+        limits, work = engine._limits, engine.pending_work()
+        held: dict[int, int] = {}
+        for lease in engine._leases:
+            held[lease.session_id] = held.get(lease.session_id, 0) + 1
+        asked = [len(own) for own in engine._lookups._by_session.values()]
+        for name, value, most in (
+            ("writes running", work.writes_running, limits.writes_inflight_max),
+            ("reads running", work.reads_running, limits.reads_inflight_max),
+            ("writes queued", len(engine._store._pending), limits.write_queue_chunks_max),
+            ("quarantined", len(engine._store._quarantined), limits.quarantine_keys_max),
+            ("leases", max(held.values(), default=0), limits.leases_max_per_session),
+            ("lookups", max(asked, default=0), limits.lookups_max_per_session),
+            ("sessions", len(process.hub.sessions), process.config.limits.sessions_max),
+        ):
+            if value > most:
+                raise Violation("queues are bounded", f"{name}: {value} of {most}")
+
+    def _index_is_true(self, process: SidecarProcess) -> None:
+        """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
+        directory: Directory = process.hub.engine._directory
+        for realm in process.hub.realms.all():
+            known = directory.realms.get(realm.realm_id)
+            if known is None:
+                continue
+            numbers = self.truth.numbers
+            # What the store holds beyond what anybody here asked for is not looked up.
+            expected = np.zeros(len(numbers), dtype=np.uint8)
+            for key, chunk in known.chunks.items():
+                if chunk.loadable:
+                    expected[numbers[key]] |= FLAG_HOST
+            for key in known.stored:
+                if known.in_store(key):
+                    expected[numbers[key]] |= FLAG_STORE
+            flags = self._reader(realm).lookup(self._tags(realm))
+            for number in np.flatnonzero(flags != expected):
+                self._differs(realm, int(number), int(flags[number]), int(expected[number]))
+
+    def _tags(self, realm: Realm) -> Any:
+        """Tags of all keys under a realm's salt; most were made before."""
+        keys = self.truth.keys
+        tags = self._known_tags.get(realm.index_salt)
+        if tags is None or len(tags) < len(keys):
+            fresh = tags_of(keys[0 if tags is None else len(tags) :], realm.index_salt)
+            tags = fresh if tags is None else np.concatenate([tags, fresh])
+            self._known_tags[realm.index_salt] = tags
+        return tags
+
+    def _differs(self, realm: Realm, number: int, flags: int, expected: int) -> None:
+        key = self.truth.keys[number]
+        if tag_of(key, realm.index_salt) in realm.index._overflow and not flags:
+            self.world.saw("index entry waits for growth")
+            return
+        raise Violation(
+            "the index is what is there", f"{key.hex()[:12]}: says {flags}, is {expected}"
+        )
+
+    def _reader(self, realm: Realm) -> IndexReader:
+        writer, reader = self._readers.get(realm.realm_id, (None, None))
+        if writer is not realm.index or reader is None:
+            if reader is not None:
+                reader.close()
+            reader = IndexReader(os.dup(realm.index.fd), realm.index.size_bytes)
+            self._readers[realm.realm_id] = (realm.index, reader)
+        return reader
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def quiet(self, process: SidecarProcess) -> None:
+        """All engines are gone and time has passed: nothing is left but chunks."""
+        engine = process.hub.engine
+        snapshot = engine.snapshot()
+        self.all_sealed_right(process)
+        if self._work or not snapshot.pending.idle:
+            raise Violation("everything ends", f"{snapshot.pending}, {self._work}")
+        if snapshot.leases or snapshot.lookups or snapshot.sessions or snapshot.slots_zombie:
+            raise Violation("everything is released", f"{snapshot}")
+        waiting = {number: jobs for number, jobs in self._jobs.items() if jobs}
+        if waiting:
+            raise Violation("every job is answered", f"{waiting}")
+        process.hub.mover.execute(engine.clear())
+        engine.check()
+        used = process.pool.stats().used_bytes
+        if used:
+            raise Violation("every slot can be freed", f"{used} bytes are used")
+
+    def answered(self, process: SidecarProcess) -> None:
+        """Nothing runs any more, and sessions are open: every question has its answer."""
+        for what, waiting in (("job", self._jobs), ("lookup", self._lookups)):
+            for session_id, left in cast("dict[int, Any]", waiting).items():
+                if left:
+                    raise Violation(f"every {what} is answered", f"{session_id}: {sorted(left)}")
+
+
+def vars_of(counters: Any) -> dict[str, int]:
+    """Fields of a slotted record of counts."""
+    return {name: getattr(counters, name) for name in counters.__slots__}
+
+
+def brief(record: object) -> str:
+    """An event or a command on one line, with keys cut short."""
+    match record:
+        case Reply():
+            return f"reply to {record.session_id}: {brief(record.message)}"
+        case bytes():
+            return record.hex()[:8] if record else "-"
+        case list() | tuple():
+            return f"[{' '.join(map(brief, record))}]"
+        case Listed():
+            return f"Listed({len(record.ranks_by_key)}, complete={record.complete})"
+        case StoreChunk():
+            return f"{brief(record.key)}<-{record.block_ids}"
+        case LoadChunk():
+            return f"{brief(record.key)}+{record.first_block}->{record.block_ids}"
+    names = getattr(record, "__slots__", None) or getattr(record, "__struct_fields__", None)
+    if names is None or isinstance(record, enum.Enum):
+        return str(getattr(record, "name", record))
+    shown = [name for name in names if name not in ("token_ids", "epoch", "layout", "tenant")]
+    values = " ".join(f"{name}={brief(getattr(record, name))}" for name in shown)
+    return f"{type(record).__name__}({values})"

@@ -1,0 +1,678 @@
+"""A small engine around the real roles of the connector: scheduler, prefix cache, workers.
+
+Real: `SchedulerRole` and `WorkerRole` with their fence pages. Mirrored, as small as it goes: of
+vLLM 0.32 `v1/core/sched/scheduler.py` (waiting, running, preemption, remote loads, delayed frees),
+`v1/core/block_pool.py` (reference counts, prefix cache), `KVOutputAggregator`, and the order of the
+worker hooks. `tests/connector/engine.py` runs the same roles under vLLM's own scheduler.
+
+The forward pass reads the KV of every token before those that it computes, and compares it with
+what it must be. Blocks are overwritten the moment that they get a new owner, and nobody may be
+copying from or to them then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from connector.client import Attempt, Client
+from connector.export import ExportedMemory
+from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
+from connector.requests import Settings
+from connector.scheduler import SchedulerRole
+from connector.worker import TransferResults, WorkerRole
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
+from tests.simulation.clock import Violation, World
+from tests.simulation.content import (
+    BLOCK_TOKENS,
+    GEOMETRY,
+    POISON,
+    Model,
+    TokenDigests,
+    owner_of,
+)
+from tests.simulation.wire import Node, Wire
+from tiers.fence import WorkerFence
+from tiers.memfd import sealed_memfd
+
+if TYPE_CHECKING:
+    from tests.simulation.checks import Checks
+
+STEP_TOKENS_MAX = 48
+RUNNING_MAX = 4
+IDLE_SECONDS = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+    digest: bytes = b""
+    """Of the tokens up to its end, while the prefix cache may find it."""
+
+
+class BlockPool:
+    """Blocks with reference counts, and the engine's own prefix cache."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cached: dict[bytes, Block] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def get_cached_block(self, digest: bytes, groups: list[int]) -> list[Block] | None:
+        block = self._cached.get(digest)
+        return None if block is None else [block]
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0:
+                del self._free[block.block_id]
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterator[Block] | Sequence[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt < 0:
+                raise Violation("a block is freed once", f"block {block.block_id}")
+            if block.ref_cnt == 0:
+                self._free[block.block_id] = None
+
+    def allocate(self, count: int) -> list[Block]:
+        taken: list[Block] = []
+        for _ in range(count):
+            block = self.blocks[self._free.popitem(last=False)[0]]
+            self._forget(block)
+            block.ref_cnt = 1
+            taken.append(block)
+        return taken
+
+    def cache(self, block: Block, digest: bytes) -> None:
+        if not block.digest and digest not in self._cached:
+            block.digest = digest
+            self._cached[digest] = block
+
+    def _forget(self, block: Block) -> None:
+        if block.digest:
+            del self._cached[block.digest]
+            block.digest = b""
+
+    def reset(self) -> None:
+        for block in self.blocks:
+            self._forget(block)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request, with the names that vLLM's has."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    cache_salt: str | None
+    digests: TokenDigests
+    all_token_ids: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
+    num_computed_tokens: int = 0
+    blocks: list[Block] = field(default_factory=list[Block])
+    loading: bool = False
+    local_tokens: int = 0
+    loaded: bool = False
+    """It has its KV from elsewhere, or failed to get it: no further lookup."""
+    finished: bool = False
+    prompt_embeds: None = None
+    resumable: bool = False
+    lora_request: None = None
+    mm_features: tuple[()] = ()
+    skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt)
+        self.hash_blocks()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def hash_blocks(self) -> None:
+        """Extend `block_hashes` to all whole blocks."""
+        salt = (self.cache_salt or "").encode()
+        for index in range(len(self.block_hashes), self.num_tokens // BLOCK_TOKENS):
+            before = self.block_hashes[-1] if self.block_hashes else salt
+            tokens = self.all_token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            self.block_hashes.append(hashlib.sha256(before + str(tokens).encode()).digest())
+
+
+class LateFence(WorkerFence):
+    """A page whose stores come when the simulated stream gets there."""
+
+    late = False
+    sequence = 0
+
+    def signal(self, sequence: int) -> None:
+        self.sequence = max(self.sequence, sequence)
+        if not self.late:
+            super().signal(self.sequence)
+
+    def reach(self) -> None:
+        """The stream got there."""
+        if self.fd >= 0:
+            super().signal(self.sequence)
+
+
+class SimWorker(WorkerRole):
+    """The real worker role, with fence pages that a simulated device writes to."""
+
+    def __init__(self, *parts: Any, late: bool, **options: Any) -> None:
+        self._late = late
+        self.pages: list[LateFence] = []
+        super().__init__(*parts, **options)
+
+    def _make_attempt(self) -> Attempt:
+        fence = LateFence()
+        fence.late = self._late
+        self.pages.append(fence)
+        memory = Memory(kind="memfd", size_bytes=self._memory.size_bytes)
+        return Attempt(self._describe(self._memory, memory), [self._memory.fd, fence.fd], fence)
+
+
+class Rank:
+    """One worker: its KV memory and its role."""
+
+    def __init__(self, engine: SimEngine, rank: int) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.layout = engine.model.kv_layout(rank, engine.num_blocks)
+        self.fd = sealed_memfd("sim-kv", self.layout.size_bytes)
+        self._map = mmap.mmap(self.fd, self.layout.size_bytes)
+        memory = np.frombuffer(self._map, dtype=np.uint8)
+        self.kv = engine.model.view(memory, rank)
+        exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout)
+        self.wire: Wire
+        self.role = SimWorker(
+            exported,
+            self._wired,
+            self._describe,
+            clock=engine.world.clock,
+            late=engine.late_fences,
+        )
+
+    def _wired(self, make_attempt: Callable[[], Attempt]) -> Client:
+        self.wire = Wire(self.engine.node, f"{self.engine.name}.{self.rank}", make_attempt)
+        return self.wire.as_client()
+
+    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
+        segment = self.layout.segment
+        return self.engine.attach_message(
+            Role.WORKER, self.rank, segment=segment, layout=self.layout, memory=shared
+        )
+
+    def device_done(self) -> None:
+        """The step's work on the device is over."""
+        pages = self.role.pages
+        pages[:] = [page for page in pages if page.fd >= 0]
+        for page in pages:
+            page.reach()
+
+    def close(self) -> None:
+        """The process is gone."""
+        self.wire.die()
+        for page in self.role.pages:
+            page.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class SimEngine:
+    """One engine, from its start to its end."""
+
+    def __init__(
+        self,
+        world: World,
+        node: Node,
+        checks: Checks,
+        name: str,
+        model: Model,
+        *,
+        num_blocks: int,
+        late_fences: bool,
+        want_events: bool,
+    ) -> None:
+        self.world = world
+        self.node = node
+        self.checks = checks
+        self.name = name
+        self.model = model
+        self.num_blocks = num_blocks
+        self.late_fences = late_fences
+        self.weights = 0
+        self.dead = False
+        self.stall_seconds = 0.0
+        self.late_rank_seconds = 0.0
+        """How much later than the first rank's the fences of the others come, in the next step."""
+        self.pool = BlockPool(num_blocks)
+        self.requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._stepping = False
+        self._aborted: list[str] = []
+        self._loaded: Counter[str] = Counter()
+        self._failed: set[str] = set()
+        self._freed_late: dict[str, list[Block]] = {}
+        self.ranks = [Rank(self, rank) for rank in range(model.ranks)]
+        attach = self.attach_message(Role.SCHEDULER, 0, want_events=want_events)
+        self.wire = Wire(node, f"{name}.s", lambda: Attempt(attach))
+        self.role = SchedulerRole(
+            self.wire.as_client(),
+            model.digest,
+            GEOMETRY,
+            Settings(reads=True, writes=True, load_tokens_min=BLOCK_TOKENS),
+            model.ranks,
+            clock=world.clock,
+        )
+        self._really_plan_store: Callable[..., Store | None] = self.role._stores.plan
+        setattr(self.role._stores, "plan", self._plan_store)  # noqa: B010 (mypy)
+        self.role.bind_block_pool(self.pool)
+        checks.engines.append(self)
+
+    def attach_message(self, role: Role, rank: int, **parts: Any) -> Attach:
+        return Attach(
+            version=PROTOCOL_VERSION,
+            role=role,
+            engine_id=self.name,
+            rank=rank,
+            world_size=self.model.ranks,
+            topology=self.model.topology,
+            namespace=self.model.namespace,
+            block_tokens=BLOCK_TOKENS,
+            blocks_per_chunk=GEOMETRY.blocks_per_chunk,
+            pid=4_000,
+            **parts,
+        )
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None) -> None:
+        """A user asks."""
+        digests = TokenDigests(owner_of(self.model, salt or "", self.weights))
+        request = Request(request_id, prompt, max_tokens, salt, digests)
+        self.requests[request_id] = request
+        self._waiting.append(request)
+        self.role.new_request(request)
+        self._wake()
+
+    def abort(self, request_id: str) -> None:
+        """The user is gone."""
+        # As vLLM's engine core does: between two steps, never within one.
+        self._aborted.append(request_id)
+
+    def _end_aborted(self) -> None:
+        for request_id in self._aborted:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self.world.saw("abort while loading" if request.loading else "abort")
+                self._finish(request)
+        self._aborted.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a reason to step."""
+        return bool(self.requests or self.role.stores_outstanding or self._freed_late)
+
+    def _wake(self) -> None:
+        if not self._stepping and not self.dead:
+            self._stepping = True
+            self.world.after(0.0, self._step)
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if self.dead:
+            return
+        self._end_aborted()
+        if not self.busy:
+            self._stepping = False
+            return
+        scheduled = self._schedule()
+        plan = self.role.build_plan(
+            {request.request_id: count for request, count in scheduled.items()},
+            lambda request_id: [block.block_id for block in self.requests[request_id].blocks],
+        )
+        plan.idle = not scheduled
+        seconds = IDLE_SECONDS
+        if scheduled:
+            seconds = self.world.random.uniform(0.01, 0.05)
+        seconds += self.stall_seconds
+        self.stall_seconds = 0.0
+        results: list[TransferResults] = []
+        if self.late_fences:
+            # The work is queued on the device: jobs go out now, their fences come with the work.
+            self._transfer(plan, results)
+            self.world.after(seconds, lambda: self._device(scheduled, results))
+        else:
+            self.world.after(seconds, lambda: self._host(scheduled, plan, results))
+
+    def _device(self, scheduled: dict[Request, int], results: list[TransferResults]) -> None:
+        if self.dead:
+            return
+        self._forward(scheduled)
+        late, self.late_rank_seconds = self.late_rank_seconds, 0.0
+        for rank in self.ranks[: 1 if late else None]:
+            rank.device_done()
+        self.world.after(late, lambda: self._synchronized(scheduled, results))
+
+    def _synchronized(self, scheduled: dict[Request, int], results: list[TransferResults]) -> None:
+        if self.dead:
+            return
+        for rank in self.ranks:
+            rank.device_done()
+        self._update(scheduled, results)
+
+    def _host(
+        self, scheduled: dict[Request, int], plan: StepPlan, results: list[TransferResults]
+    ) -> None:
+        if self.dead:
+            return
+        self._forward(scheduled)
+        self._transfer(plan, results)
+        self._update(scheduled, results)
+
+    def _transfer(self, plan: StepPlan, results: list[TransferResults]) -> None:
+        for rank in self.ranks:
+            rank.role.submit(plan)
+            results.append(rank.role.collect())
+
+    def _schedule(self) -> dict[Request, int]:
+        scheduled: dict[Request, int] = {}
+        budget = self._schedule_running(scheduled, STEP_TOKENS_MAX)
+        # Who has its KV goes first, or requests that wait for blocks would wait for each other.
+        for request in sorted(self._waiting, key=lambda request: not request.loaded):
+            if budget <= 0 or len(self._running) >= RUNNING_MAX:
+                break
+            if request.loading:
+                continue
+            external = 0
+            if not request.loaded:
+                found = self._match(request)
+                if found is None:
+                    self.world.saw("request waits for the store")
+                    continue
+                external = found
+            start = request.local_tokens + external
+            if request.loaded:
+                start = request.num_computed_tokens
+            count = 0 if external else min(budget, request.num_tokens - start)
+            if not self._grow(request, start + count):
+                if not request.loaded:
+                    self._give_back(request)
+                elif not self._running and not scheduled:
+                    self._make_way(request)
+                break
+            request.num_computed_tokens = start
+            ids = [block.block_id for block in request.blocks]
+            self.role.allocated(request, lambda ids=ids: ids, external)  # type: ignore[misc]
+            if external:
+                request.loading = True
+                continue
+            self._waiting.remove(request)
+            self._running.append(request)
+            scheduled[request] = count
+            budget -= count
+        return scheduled
+
+    def _schedule_running(self, scheduled: dict[Request, int], budget: int) -> int:
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            if self._grow(request, request.num_computed_tokens + count):
+                scheduled[request] = count
+                budget -= count
+                index += 1
+            elif self.role.blocks_coming_back():
+                self.world.saw("waits for blocks of stores")
+                index += 1
+            else:
+                self._preempt(self._running[-1])
+        return budget
+
+    def _match(self, request: Request) -> int | None:
+        """Hit in the engine's own cache, whose blocks it then has, and beyond it."""
+        local: list[Block] = []
+        for digest in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
+            found = self.pool.get_cached_block(digest, [0])
+            if found is None:
+                break
+            local += found
+        request.local_tokens = len(local) * BLOCK_TOKENS
+        external = self.role.matched_tokens(request, request.local_tokens)
+        if external is not None:
+            self.pool.touch(local)
+            request.blocks = local
+        return external
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        missing = -(-num_tokens // BLOCK_TOKENS) - len(request.blocks)
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            fresh = self.pool.allocate(missing)
+            self.checks.blocks_taken(self, [block.block_id for block in fresh])
+            for rank in self.ranks:
+                rank.kv[[block.block_id for block in fresh]] = POISON
+            request.blocks += fresh
+        return True
+
+    def _give_back(self, request: Request) -> None:
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks = []
+
+    def _preempt(self, request: Request) -> None:
+        self.world.saw("preemption")
+        self._running.remove(request)
+        self._give_back(request)
+        request.num_computed_tokens = request.local_tokens = 0
+        request.loaded = False
+        self._waiting.insert(0, request)
+
+    def _make_way(self, request: Request) -> None:
+        """Requests that were loaded hold blocks while they wait; all of them cannot wait so."""
+        others = [other for other in self._waiting if other.loaded and other is not request]
+        if others:
+            other = others[-1]
+            self._give_back(other)
+            other.num_computed_tokens = other.local_tokens = 0
+            other.loaded = False
+
+    def _plan_store(
+        self, session: Any, state: Any, pieces: list[tuple[int, int, bytes]], *rest: Any
+    ) -> Store | None:
+        """Note what the keys of a planned store must hold, from the tokens."""
+        store = self._really_plan_store(session, state, pieces, *rest)
+        if store is None:
+            return None
+        request: Request = state.request
+        places = {key: (chunk, blocks) for chunk, blocks, key in pieces}
+        owner = owner_of(self.model, request.cache_salt or "", self.weights)
+        digests = request.digests(request.all_token_ids)
+        for piece in store.pieces:
+            chunk, blocks = places[piece.key]
+            start = chunk * GEOMETRY.chunk_tokens
+            held = digests[start : start + blocks * BLOCK_TOKENS]
+            self.checks.truth.learn(piece.key, owner, piece.parent, piece.token_ids, held)
+        return store
+
+    # --- the model -----------------------------------------------------------------------------
+
+    def _forward(self, scheduled: dict[Request, int]) -> None:
+        for request, count in scheduled.items():
+            if request.finished or not count:
+                continue
+            end = request.num_computed_tokens + count
+            self._compute(request, request.num_computed_tokens, end)
+
+    def _compute(self, request: Request, start: int, end: int) -> None:
+        digests = request.digests(request.all_token_ids[:end])
+        ids = np.array([block.block_id for block in request.blocks], dtype=np.int64)
+        positions = np.arange(end)
+        blocks, places = ids[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        for rank in self.ranks:
+            expected = self.model.expand(digests, rank.rank)
+            if start:
+                found = rank.kv[blocks[:start], :, :, places[:start]]
+                if not np.array_equal(found, expected[:start]):
+                    wrong = np.flatnonzero((found != expected[:start]).any(axis=(1, 2, 3)))
+                    raise Violation(
+                        "the model reads right KV",
+                        f"{request.request_id} rank {rank.rank} at {wrong[:8]} of {start}",
+                    )
+            rank.kv[blocks[start:], :, :, places[start:]] = expected[start:]
+        self.checks.blocks_written(self, ids[start // BLOCK_TOKENS :].tolist())
+
+    def _update(self, scheduled: dict[Request, int], results: list[TransferResults]) -> None:
+        """As `Scheduler.update_from_output`."""
+        report = StepReport()
+        for result in results:
+            self._loaded.update(result.loaded)
+            self._failed.update(result.failed)
+            report = report.add(result.report)
+        ended = [name for name, ranks in self._loaded.items() if ranks >= len(self.ranks)]
+        failed = self._failed.intersection(ended)
+        for name in ended:
+            if self._loaded.pop(name) > len(self.ranks):
+                raise Violation("every load ends once for each rank", name)
+        self._failed.difference_update(ended)
+        self.role.loads_ended(ended, failed)
+        for name in ended:
+            self._load_ended(name, failed=name in failed)
+        self.role.stores_ended(report)
+        for request, count in scheduled.items():
+            if not request.finished:
+                self._advance(request, count)
+        self.world.after(0.0, self._step)
+
+    def _load_ended(self, request_id: str, *, failed: bool) -> None:
+        late = self._freed_late.pop(request_id, None)
+        if late is not None:
+            self.pool.free_blocks(reversed(late))
+            return
+        request = self.requests[request_id]
+        if not request.loading:
+            raise Violation("a load ends once", request_id)
+        request.loading, request.loaded = False, True
+        self.world.saw("load failed" if failed else "load ok")
+        if failed:
+            request.num_computed_tokens = request.local_tokens
+            return
+        self._cache(request)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+
+    def _cache(self, request: Request) -> None:
+        whole = request.num_computed_tokens // BLOCK_TOKENS
+        for block, digest in zip(request.blocks[:whole], request.block_hashes, strict=False):
+            self.pool.cache(block, digest)
+
+    def _advance(self, request: Request, count: int) -> None:
+        if request not in self._running:
+            return
+        request.num_computed_tokens += count
+        self._cache(request)
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        generated = request.num_tokens - request.num_prompt_tokens
+        if generated >= request.max_tokens:
+            self.world.saw("request finished")
+            self._finish(request)
+            return
+        request.all_token_ids.append((sum(request.all_token_ids) + generated) % 50)
+        request.hash_blocks()
+
+    def _finish(self, request: Request) -> None:
+        request.finished = True
+        self.role.request_finished(request, [block.block_id for block in request.blocks])
+        del self.requests[request.request_id]
+        for queue in (self._waiting, self._running):
+            if request in queue:
+                queue.remove(request)
+        if request.loading:
+            self._freed_late[request.request_id] = request.blocks
+        else:
+            self._give_back(request)
+
+    # --- what may happen to it -----------------------------------------------------------------
+
+    def load_unasked(self, key: bytes, num_blocks: int) -> None:
+        """Load a chunk that no lookup offered and no lease pins, as after a race."""
+        if num_blocks > self.pool.num_free:
+            return
+        blocks = self.pool.allocate(num_blocks)
+        ids = [block.block_id for block in blocks]
+        self.checks.blocks_taken(self, ids)
+        job_id = self.role._new_id()
+        self._freed_late[f"load {job_id}"] = blocks
+        self.role._plan.loads.append(Load(job_id, f"load {job_id}", [LoadPiece(key, 0, ids)]))
+        self._wake()
+
+    def can_reset(self) -> bool:
+        """Whether vLLM could: nothing runs, loads or is held."""
+        return not self.busy
+
+    def reset(self) -> None:
+        """New weights: everything computed so far is void."""
+        self.world.saw("reset")
+        self.weights += 1
+        self.pool.reset()
+        self.role.reset()
+
+    def die(self) -> None:
+        """The engine's processes are gone, one after the other."""
+        self.dead = True
+        self.wire.die()
+        for rank in self.ranks:
+            rank.close()
+
+    def __str__(self) -> str:
+        requests = [
+            f"{request.request_id}: {request.num_computed_tokens}/{request.num_tokens} tokens, "
+            f"{len(request.blocks)} blocks"
+            + " loading" * request.loading
+            + " loaded" * request.loaded
+            + " running" * (request in self._running)
+            for request in self.requests.values()
+        ]
+        return (
+            f"{self.name} ({self.pool.num_free} of {self.num_blocks} blocks free, "
+            f"{self.role.stores_outstanding} stores): {'; '.join(requests)}"
+        )
+
+    def check_idle(self) -> None:
+        """Nothing of ours is left in a living engine without requests."""
+        role: Any = self.role
+        held = [block.block_id for block in self.pool.blocks if block.ref_cnt]
+        if held or self.pool.num_free != self.num_blocks:
+            raise Violation("every block comes back", f"{self.name} holds {held}")
+        left = (
+            role._stores._jobs,
+            role._stores._keys,
+            role._requests,
+            role._lookups,
+            role._loading,
+        )
+        if any(left) or self._waiting or self._running or self._freed_late:
+            raise Violation("the connector is idle at the end", f"{self.name}: {left}")

@@ -1,0 +1,126 @@
+"""Random lives of a node keep every rule, reach every situation, and repeat exactly.
+
+What is simulated, and how to replay a seed: docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sidecar.directory import TRANSITIONS
+from tests.simulation.life import simulate
+from tests.simulation.search import Summary, search
+
+SEEDS = 500
+
+SITUATIONS = [
+    *(f"{state.name} + {cause.name}" for state, cause in TRANSITIONS),
+    *(f"gather {outcome}" for outcome in ("ok", "revoked", "expired")),
+    *(f"scatter {outcome}" for outcome in ("ok", "revoked", "corrupt", "failed", "expired")),
+    *(f"write {outcome}" for outcome in ("ok", "unavailable", "corrupt", "expired")),
+    *(f"read {outcome}" for outcome in ("ok", "unavailable", "corrupt", "missing", "expired")),
+    *(
+        f"job {outcome}"
+        for outcome in (
+            "OK", "MISSING", "CORRUPT", "FULL", "REVOKED", "FAILED", "PARTIAL", "EXPIRED",
+        )
+    ),
+    *(
+        f"lookup {outcome}"
+        for outcome in (
+            "OK", "MISSING", "CORRUPT", "FULL", "FAILED", "EXPIRED",
+        )
+    ),
+    *(
+        f"counter {name}"
+        for name in (
+            "chunks_evicted", "chunks_loaded", "chunks_read", "chunks_stored", "chunks_written",
+            "leases_expired", "leases_refused", "lookups_expired", "lookups_refused",
+            "quarantined_host", "quarantined_store", "reads_dropped_full",
+            "stores_dropped_draining",
+            "stores_dropped_full", "stores_dropped_quota", "stores_duplicate", "writes_dropped",
+        )
+    ),
+    *(
+        f"fault: {name}"
+        for name in (
+            "sidecar killed", "sidecar terminated", "sidecar stopped", "engine dies",
+            "sidecar stopped for long",
+            "one client dies first", "session cut", "engine stalls", "client stops reading",
+            "abort",
+            "reset", "requests at once", "flood of lookups", "leases without a load",
+            "message of another life", "clock jumps", "memory damaged",
+            "memory damaged, then loaded", "one rank is late", "loads without a lookup",
+            "store goes down", "store full", "store slow", "store fails", "store damages",
+            "another cluster writes", "object vanishes", "object damaged", "name of another cut",
+        )
+    ),
+    "abort", "abort while loading", "attach not answered in time", "attach refused: engine",
+    "client does not read", "damage of a chunk that is not complete", "damage under a write",
+    "drain with work left", "end of file at a client", "copy expired: was not reached",
+    "index moved", "killed in the middle of a copy", "load failed", "load ok", "message Error",
+    "message Events", "preemption", "request finished", "request waits for the store", "reset",
+    "stopped in the middle of a copy", "store: answer to read lost", "store: answer to write lost",
+    "store: full", "store: object missing", "store: object quarantined", "store: read damaged",
+    "waits for blocks of stores", "wire: answer lost with its session",
+    "wire: message lost with the sidecar", "wire: send refused",
+]  # fmt: skip
+"""A simulation that never gets into a situation proves nothing about it."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_life_keeps_every_rule(seed: int) -> None:
+    result = simulate(seed)
+    assert result.violation is None, f"python -m tests.simulation --seed {seed} --trace"
+    assert result.steps > 100
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    first, again = simulate(3, trace=True), simulate(3, trace=True)
+    assert first.lines == again.lines
+    assert first.seen == again.seen
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "12345"])
+def test_a_life_does_not_depend_on_its_process(hash_seed: str) -> None:
+    """Neither on how Python hashes strings, nor on what else ran there."""
+    script = "from tests.simulation.life import simulate; print(simulate(5).trace_hash)"
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.stdout.strip() == simulate(5).trace_hash
+
+
+def test_a_life_can_be_followed_for_some_steps() -> None:
+    part, whole = simulate(4, steps_max=300, trace=True), simulate(4, trace=True)
+    assert part.steps == 300
+    assert part.lines == whole.lines[: len(part.lines)]
+
+
+@pytest.fixture(scope="module")
+def many_lives() -> Summary:
+    """On all cores, up to the first failure."""
+    return search(range(SEEDS))
+
+
+@pytest.mark.slow
+def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
+    failed = many_lives.failed
+    assert failed is None, (
+        f"{failed.violation}; python -m tests.simulation --seed {failed.seed} --trace"
+    )
+    assert many_lives.seeds == SEEDS
+
+
+@pytest.mark.slow
+def test_many_lives_reach_every_situation(many_lives: Summary) -> None:
+    missing = [situation for situation in SITUATIONS if not many_lives.seen[situation]]
+    assert not missing
