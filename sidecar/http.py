@@ -58,6 +58,43 @@ class _TurnedAway(asyncio.Protocol):
         cast("asyncio.Transport", transport).abort()
 
 
+class _Connection(asyncio.Protocol):
+    """Forwards to aiohttp's handler, and is in `here` from its making until it is lost.
+
+    aiohttp's own list has a connection only from its first turn of the loop on and says nothing
+    when one ends; a limit that counts by it turns away who asks many times a second.
+    """
+
+    def __init__(self, handler: web.RequestHandler, here: set[_Connection], begun: float) -> None:
+        self._handler = handler
+        self._here = here
+        self.begun = begun
+        here.add(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._here.discard(self)
+        self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+    def cut(self) -> None:
+        """End it at once."""
+        self._handler.force_close()
+
+
 class HttpServer:
     """The server; `url` is known once it is started.
 
@@ -73,7 +110,7 @@ class HttpServer:
         self._reporter: Reporter | None = None
         self._server: asyncio.Server | None = None
         self._url = ""
-        self._begun: dict[web.RequestHandler, float] = {}
+        self._connections: set[_Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self.connections_refused = 0
         self.requests_refused = 0
@@ -139,24 +176,18 @@ class HttpServer:
 
     def _protocol(self) -> asyncio.BaseProtocol:
         server = self._runner.server
-        if server is None or len(self._begun) >= CONNECTIONS_MAX:
+        if server is None or len(self._connections) >= CONNECTIONS_MAX:
             self.connections_refused += 1
             return _TurnedAway()
-        handler = server()
-        self._begun[handler] = asyncio.get_running_loop().time()
-        return handler
+        now = asyncio.get_running_loop().time()
+        return _Connection(server(), self._connections, now)
 
     def _sweep(self) -> None:
-        """Forget connections that have ended, and end those whose time is over."""
+        """End the connections whose time is over."""
         loop = asyncio.get_running_loop()
-        server = self._runner.server
-        here = set(server.connections) if server is not None else set[web.RequestHandler]()
-        now = loop.time()
-        for handler, begun in list(self._begun.items()):
-            if handler not in here:
-                del self._begun[handler]
-            elif now - begun > CONNECTION_SECONDS_MAX:
-                handler.force_close()
+        for connection in list(self._connections):
+            if loop.time() - connection.begun > CONNECTION_SECONDS_MAX:
+                connection.cut()
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
 
     # --- routes ----------------------------------------------------------------------------

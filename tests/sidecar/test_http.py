@@ -198,6 +198,17 @@ def test_a_body_is_not_read(sidecar: RunningSidecar) -> None:
     assert sidecar.get("/healthz") == b"ok\n"
 
 
+def test_connections_that_ended_do_not_count(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They did until the next sweep, so that a client that asked often was turned away."""
+    monkeypatch.setattr(http, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(http, "SWEEP_SECONDS", 3600.0)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        for _ in range(100):
+            assert sidecar.get("/healthz") == b"ok\n"
+
+
 def test_slow_clients_do_not_use_up_descriptors(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
