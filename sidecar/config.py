@@ -243,8 +243,11 @@ class Store(_Section):
     """Objects read at the same time."""
     write_queue_chunks_max: Count = Field(default=1024, ge=1, le=1_000_000)
     """Chunks that wait to be written; beyond it the write is dropped, the chunk stays in memory."""
-    regret_max: Ratio = Field(default=0.04, ge=0, le=10)
-    """Of the time to compute a prompt, the part that waiting for the store may cost in vain."""
+    recompute: Literal["when_sooner", "never"] = "when_sooner"
+    """`when_sooner`: a prompt waits only while reading is expected to be sooner than computing.
+    `never`: it waits as long as `limits.lookup_wait` allows, to spare the GPU."""
+    regret_max: Ratio = Field(default=0.04, ge=0, le=1)
+    """Of the time to compute prompts, the part that waiting for the store may cost in vain."""
     deadline_seconds_max: Duration = Field(default=30.0, ge=0.01)
     """Longest that one request to the store may take, retries included."""
     retries_max: Count = Field(default=3, ge=0, le=100)

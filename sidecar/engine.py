@@ -69,8 +69,10 @@ class EngineLimits:
     lease_ttl_seconds_max: float
     lookups_max_per_session: int
     quarantine_keys_max: int
+    recompute: bool
+    """Whether a run that is computed sooner than read is computed."""
     regret_max: float
-    """Fraction of the time to compute a run that waiting for the store may cost in vain."""
+    """Fraction of the time to compute that waiting for the store may cost in vain."""
     store_writes: bool
     store_reads: bool
     bounds: BoundLimits = field(default_factory=BoundLimits)
@@ -193,6 +195,7 @@ class Engine:
             reads_inflight_max=limits.reads_inflight_max,
             lookups_max_per_session=limits.lookups_max_per_session,
             ttl_seconds_max=limits.lease_ttl_seconds_max,
+            recompute=limits.recompute,
             regret_max=limits.regret_max,
         )
         self._leases = Leases(

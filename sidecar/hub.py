@@ -300,6 +300,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         lease_ttl_seconds_max=limits.lease_ttl,
         lookups_max_per_session=limits.jobs_inflight_max,
         quarantine_keys_max=QUARANTINE_KEYS_MAX,
+        recompute=store is not None and store.recompute == "when_sooner",
         regret_max=store.regret_max if store else 0.0,
         store_writes=store is not None and store.write == "through",
         store_reads=store is not None and store.read == "on",

@@ -5,10 +5,10 @@ reads and the running reads. It does not own leases, slots, or what the store ho
 
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
-fails (the run is cut before it), or when its deadline passes; what is ready then stays pinned
-until a lease takes over, a release, or the end of its time. Reads belong to chunks, not to
-lookups: several lookups wait for the same read, and one that ends after all of them gave up
-still lands in the host tier.
+fails (the run is cut before it), when waiting on does not pay (`planner.py`), or when its deadline
+passes; what is ready then stays pinned until a lease takes over, a release, or the end of its time.
+Reads belong to chunks, not to lookups: several lookups wait for the same read, and one that ends
+after all of them gave up still lands in the host tier.
 
 Invariants: at most `reads_inflight_max` reads run; only reads of chunks for which a lookup waits
 are queued, so the lookups' share of memory bounds the queue; every waiting lookup is listed under
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from sidecar.bounds import lookup_cost
 from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
 from sidecar.directory import Cause, SegmentState
-from sidecar.planner import UNKNOWN, Plan, Planner, ReadStart
+from sidecar.planner import UNKNOWN, Credit, Plan, Planner, ReadStart
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
 if TYPE_CHECKING:
@@ -90,10 +90,19 @@ class PendingLookup:
         self.answered = False
 
     @property
+    def ready(self) -> int:
+        """Chunks that were waited for and are there, from the first that was missing on."""
+        return self.lead - self.first_missing
+
+    @property
+    def loses_from(self) -> float:
+        """From when on it waits in vain, unless more comes: later, the more is there."""
+        return self.asked + self.plan.saved_seconds(self.ready, self.wait_seconds)
+
+    @property
     def deadline(self) -> float:
-        """When it is answered with what is there: later, the more is there."""
-        ready = self.lead - self.first_missing
-        return self.asked + self.plan.patience_seconds(ready, self.wait_seconds)
+        """When it is answered with what is there, whatever credit is left."""
+        return self.asked + self.plan.patience_seconds(self.ready, self.wait_seconds)
 
 
 class Lookups:
@@ -113,6 +122,7 @@ class Lookups:
         reads_inflight_max: int,
         lookups_max_per_session: int,
         ttl_seconds_max: float,
+        recompute: bool,
         regret_max: float,
     ) -> None:
         self._directory = directory
@@ -126,7 +136,13 @@ class Lookups:
         self._reads_inflight_max = reads_inflight_max
         self._lookups_max_per_session = lookups_max_per_session
         self._ttl_seconds_max = ttl_seconds_max
-        self._planner = Planner(reads_inflight_max=reads_inflight_max, regret_max=regret_max)
+        self._planner = Planner(reads_inflight_max=reads_inflight_max)
+        self._recompute = recompute
+        self._regret_max = regret_max
+        self._credits: dict[int, Credit] = {}
+        """Of each session that asked."""
+        self._now = 0.0
+        """Of the last event."""
         self._starts: dict[int, ReadStart] = {}
         self._by_session: dict[int, dict[int, PendingLookup]] = {}
         self._waiters: dict[Chunk, list[PendingLookup]] = {}
@@ -155,6 +171,7 @@ class Lookups:
 
     def ask(self, session_id: int, realm: Realm, message: Lookup, now: float) -> None:
         """Start a lookup; it may be answered at once. The same id again replaces the first."""
+        self._now = now
         self._counters.lookups += 1
         self._tenants.counters(message.tenant).lookups += 1
         self.release(session_id, message.lookup_id)
@@ -166,6 +183,7 @@ class Lookups:
             return
         chunks = self._run(realm, message.keys, message.tenant)
         plan = self._plan(realm, message, chunks)
+        self._credit(session_id).asked(plan.compute_seconds)
         if not plan.read:
             self._counters.lookups_recomputed += 1
             refused = chunks[_leading(chunks, 0) :]
@@ -205,7 +223,7 @@ class Lookups:
         """Weigh reading what the run lacks against computing the run from there on."""
         first = _leading(chunks, 0)
         missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
-        if not missing:
+        if not missing or not self._recompute:
             return UNKNOWN
         layouts = [layout for layout in realm.layouts if layout is not None]
         chunk_bytes = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
@@ -229,6 +247,12 @@ class Lookups:
             return False
         wanted = (("memory", bounds.memory, cost), ("lookups", bounds.lookups, 1))
         return bounds.admit("lookup", session_id, wanted)
+
+    def _credit(self, session_id: int) -> Credit:
+        credit = self._credits.get(session_id)
+        if credit is None:
+            credit = self._credits[session_id] = Credit(self._regret_max)
+        return credit
 
     def _make_room(self, own: dict[int, PendingLookup]) -> bool:
         """Below the limit; what was answered long ago gives way to what is asked now."""
@@ -308,6 +332,7 @@ class Lookups:
 
     def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended, well or not; lookups that waited for it go on."""
+        self._now = now
         segment = self._running.pop(event.read_id)
         self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
         chunk = segment.chunk
@@ -385,9 +410,20 @@ class Lookups:
             lookup.outcome = Outcome.CORRUPT
         lookup.answered = True
         self._cut(lookup, ready)
+        self._settle(lookup)
         if ready == 0:
             self._drop(lookup)
         self._reply(lookup.session_id, lookup.lookup_id, ready, lookup.outcome)
+
+    def _settle(self, lookup: PendingLookup) -> None:
+        """Book what a lookup's wait saved its engine, or cost it."""
+        if lookup.plan.compute_seconds <= 0:
+            return
+        credit = self._credit(lookup.session_id)
+        if lookup.loses_from > self._now:
+            credit.saved(lookup.loses_from - self._now)
+        else:
+            credit.spend(lookup.loses_from, self._now)
 
     def _reply(self, session_id: int, lookup_id: int, ready: int, outcome: Outcome) -> None:
         self._emit(Reply(session_id, LookupDone(self._epoch, lookup_id, ready, outcome)))
@@ -425,16 +461,31 @@ class Lookups:
         for lookup in list(self._by_session.get(session_id, {}).values()):
             self._end(lookup)
         self._by_session.pop(session_id, None)
+        self._credits.pop(session_id, None)
 
     def expire(self, now: float) -> None:
         """Answer the lookups past their deadline, drop the pins of those past their time."""
-        for lookup in list(self):
-            if not lookup.answered and lookup.deadline <= now:
-                self._counters.lookups_expired += 1
-                self._answer_with_what_is_there(lookup, Outcome.EXPIRED)
-            elif lookup.answered and lookup.expires <= now:
-                self._counters.leases_expired += 1
-                self._end(lookup)
+        self._now = now
+        for session_id, own in self._by_session.items():
+            losing: list[PendingLookup] = []
+            for lookup in list(own.values()):
+                if lookup.answered:
+                    if lookup.expires <= now:
+                        self._counters.leases_expired += 1
+                        self._end(lookup)
+                elif lookup.deadline <= now:
+                    self._expired(lookup)
+                elif lookup.loses_from < now:
+                    losing.append(lookup)
+            if losing:
+                since = min(lookup.loses_from for lookup in losing)
+                if not self._credit(session_id).spend(since, now):
+                    for lookup in losing:
+                        self._expired(lookup)
+
+    def _expired(self, lookup: PendingLookup) -> None:
+        self._counters.lookups_expired += 1
+        self._answer_with_what_is_there(lookup, Outcome.EXPIRED)
 
     def drain(self) -> None:
         """Answer everything that waits and start no read any more."""

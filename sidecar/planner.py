@@ -5,10 +5,13 @@ Owns the estimate of what reading costs now, and two rules:
 * Before anything is read: a run is read if that is expected to end before the engine would have
   computed it. Both costs grow with the length of the run, so a part of it is never better than
   all of it or nothing.
-* While it is read: estimates err, and stores stall. At every moment a request has waited no longer
-  than what is ready saves it, plus `regret_max` of what computing everything would have taken. So a
-  store that is slower than the engine costs at most that fraction, however wrong the estimate was:
-  the ski-rental bound, with the price of skis falling as chunks arrive.
+* While it is read: estimates err, and stores stall. A request that has waited longer than what is
+  ready saves it waits on its engine's credit. The credit grows with what the engine computes (by
+  `regret_max` of it) and with the time that reads saved; it is bounded; waiting uses it up. So a
+  store that is slower than the engine costs all requests together that fraction and one credit,
+  however wrong the estimates were, and no request ever waits longer in vain than computing it
+  takes: the ski-rental bound. One request at a time could not be granted enough for the round trip
+  of a good store; what the requests before it saved can.
 
 The estimate is that of BBR (Cardwell et al. 2016): of the last reads the shortest time and the
 largest delivery rate, where the rate of a read is what all reads delivered between its start and
@@ -17,8 +20,9 @@ would ever correct a pessimist who does not read.
 
 Does not own lookups, reads or the clock (`lookups.py`); it is told. Pure.
 
-Invariant: without a measured prefill rate nothing is refused and no wait is cut short: the
-deadline of the lookup is then the only bound.
+Invariants: without a measured prefill rate nothing is refused and no wait is cut short: the
+deadline of the lookup is then the only bound. A credit is never above its cap, and is overdrawn by
+no more than the time between two looks at it.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ SAMPLES_MAX: Final = 32
 PROBE_EVERY: Final = 16
 """Of so many refused runs one is read all the same, to see whether the store got faster."""
 
+CREDIT_COMPUTE_SECONDS: Final = 25.0
+"""A credit starts with, and keeps at most, `regret_max` of so much computing: 1 s of 4%."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -42,19 +49,66 @@ class Plan:
     """False: the engine computes the run sooner than it could be read."""
     compute_seconds_per_chunk: float
     """What a ready chunk saves; 0 where it is not known."""
-    regret_seconds_max: float
-    """What waiting may cost beyond what it saves."""
+    compute_seconds: float
+    """What computing the whole run takes; 0 where it is not known."""
+
+    def saved_seconds(self, ready: int, limit_seconds: float) -> float:
+        """How long the run may have been waited for at no loss, with `ready` leading chunks."""
+        if self.compute_seconds <= 0:
+            return limit_seconds
+        return min(limit_seconds, ready * self.compute_seconds_per_chunk)
 
     def patience_seconds(self, ready: int, limit_seconds: float) -> float:
-        """How long the run may have been waited for in all, with `ready` leading chunks there."""
-        if self.compute_seconds_per_chunk <= 0:
-            return limit_seconds
-        saved = ready * self.compute_seconds_per_chunk
-        return min(limit_seconds, saved + self.regret_seconds_max)
+        """How long the run may have been waited for if there is credit."""
+        return min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)
 
 
-UNKNOWN: Final = Plan(read=True, compute_seconds_per_chunk=0.0, regret_seconds_max=0.0)
+UNKNOWN: Final = Plan(read=True, compute_seconds_per_chunk=0.0, compute_seconds=0.0)
 """Nothing is known of the engine: read, and let the deadline bound it."""
+
+
+class Credit:
+    """How long the requests of one engine may yet wait in vain.
+
+    It is time of the engine, which computes one thing after the other: requests that wait at the
+    same time use it up once.
+
+    Args:
+        regret_max: fraction of the time to compute that waiting may cost in vain.
+    """
+
+    __slots__ = ("_balance_seconds", "_regret_max", "_spent_until")
+
+    def __init__(self, regret_max: float) -> None:
+        self._regret_max = regret_max
+        self._balance_seconds = regret_max * CREDIT_COMPUTE_SECONDS
+        self._spent_until = 0.0
+
+    @property
+    def balance_seconds(self) -> float:
+        """What is left."""
+        return self._balance_seconds
+
+    def asked(self, compute_seconds: float) -> None:
+        """A request came that the engine would take `compute_seconds` for."""
+        self._earn(self._regret_max * compute_seconds, compute_seconds)
+
+    def saved(self, seconds: float) -> None:
+        """A request waited so much less than what it waited for took to compute."""
+        self._earn(seconds, 0.0)
+
+    def _earn(self, seconds: float, compute_seconds: float) -> None:
+        # A single long prompt may be worth more than the cap: its own share counts in any case.
+        cap = self._regret_max * max(CREDIT_COMPUTE_SECONDS, compute_seconds)
+        self._balance_seconds = max(
+            self._balance_seconds, min(cap, self._balance_seconds + seconds)
+        )
+
+    def spend(self, since: float, now: float) -> bool:
+        """Somebody waits in vain since `since`; False: no longer, the credit is used up."""
+        self._balance_seconds -= max(0.0, now - max(since, self._spent_until))
+        self._spent_until = now
+        return self._balance_seconds > 0
 
 
 class ReadStart(NamedTuple):
@@ -76,12 +130,10 @@ class Planner:
 
     Args:
         reads_inflight_max: reads that run at the same time.
-        regret_max: fraction of the time to compute a run that waiting for it may cost in vain.
     """
 
-    def __init__(self, *, reads_inflight_max: int, regret_max: float) -> None:
+    def __init__(self, *, reads_inflight_max: int) -> None:
         self._inflight_max = reads_inflight_max
-        self._regret_max = regret_max
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_MAX)
         self._delivered_bytes = 0
         self._running = 0
@@ -129,7 +181,7 @@ class Planner:
         if not read:
             self._refused += 1
             read = self._refused % PROBE_EVERY == 0
-        return Plan(read, compute_seconds / num_chunks, self._regret_max * compute_seconds)
+        return Plan(read, compute_seconds / num_chunks, compute_seconds)
 
     def read_seconds(self, reads: int, read_bytes: int, queued: int) -> float:
         """When the last of a run's objects would be there; 0 where nothing was measured yet."""

@@ -33,6 +33,7 @@ LIMITS = EngineLimits(
     lease_ttl_seconds_max=10.0,
     lookups_max_per_session=64,
     quarantine_keys_max=1024,
+    recompute=True,
     regret_max=0.04,
     store_writes=True,
     store_reads=True,

@@ -164,7 +164,7 @@ class World:
                 "refresh_seconds": "200ms",
                 "deadline_seconds_max": store_seconds_max,
                 # This model computes sooner than any store is read: wait for it all the same.
-                "regret_max": 10,
+                "recompute": "never",
             },
             "limits": limits,
             # One may be held in the middle of a copy while the other serves the witness.

@@ -71,7 +71,7 @@ def cluster(
     config = {
         "host": {"size": "128MiB"},
         # The model computes sooner than a store is read: wait for it all the same.
-        "store": {"refresh_seconds": "200ms", "regret_max": 10, **store},
+        "store": {"refresh_seconds": "200ms", "recompute": "never", **store},
         "limits": PATIENT if limits is None else limits,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
@@ -355,7 +355,7 @@ def test_two_sidecars_on_one_bucket(
     call = Call(words(1000, 7))
     config = {
         "host": {"size": "64MiB"},
-        "store": {"refresh_seconds": "200ms", "regret_max": 10, **_bucket(server)},
+        "store": {"refresh_seconds": "200ms", "recompute": "never", **_bucket(server)},
         "limits": PATIENT,
     }
     with (

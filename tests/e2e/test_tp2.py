@@ -49,7 +49,7 @@ def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
         "store": {
             "url": f"file://{folder / 'store'}",
             "refresh_seconds": "100ms",
-            "regret_max": 10,
+            "recompute": "never",
         },
         "limits": {
             "lookup_wait": "60s",

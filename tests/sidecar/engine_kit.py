@@ -87,6 +87,7 @@ def limits(**changes: Any) -> EngineLimits:
         lease_ttl_seconds_max=10.0,
         lookups_max_per_session=8,
         quarantine_keys_max=8,
+        recompute=True,
         regret_max=0.04,
         store_writes=True,
         store_reads=True,

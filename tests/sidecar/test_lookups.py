@@ -155,21 +155,56 @@ def test_lookup_past_its_deadline_gets_what_is_there_and_the_read_still_lands() 
 def test_lookup_waits_no_longer_than_what_is_ready_saves() -> None:
     world, _, scheduler = looking()
     world.listed(dict.fromkeys((1, 2), RANK_0))
-    # The engine would compute the two chunks in a second, so waiting may cost 40 ms in vain.
+    # Computing both would take 8 s; the first credit, 4% of 25 s, lets it wait 1 s.
     commands = world.look_up(
-        scheduler, 1, [1, 2], deadline_ms=5000, num_tokens=1000, prefill=1000.0
+        scheduler, 1, [1, 2], deadline_ms=60_000, num_tokens=8000, prefill=1000.0
     )
     reads = only(commands, Read)
-    world.now = 0.039
+    world.now = 0.9
     assert messages(world.send(Tick()), scheduler) == []
     world.read_done(reads[0].read_id)
-    # The first chunk saves half a second, which the second may take.
-    world.now = 0.5 + 0.039
+    # The first chunk saves 4 s, which the second may take; 0.9 s of the credit are used up.
+    world.now = 4.0
     assert messages(world.send(Tick()), scheduler) == []
-    world.now = 0.5 + 0.041
+    world.now = 4.09
+    assert messages(world.send(Tick()), scheduler) == []
+    world.now = 4.11
     assert messages(world.send(Tick()), scheduler) == answer(1, 1, Outcome.EXPIRED)
     assert world.engine.counters.lookups_expired == 1
     world.read_done(reads[1].read_id)
+
+
+def test_a_store_that_stalls_costs_each_request_less() -> None:
+    world, _, scheduler = looking()
+    world.listed(dict.fromkeys(range(1, 40), RANK_0))
+    waits: list[float] = []
+    for number in range(1, 40):
+        asked = world.now
+        # 0.5 s to compute each: two of them are waited for in vain, then there is only what
+        # each earns by its own 4%, 20 ms.
+        told = messages(
+            world.look_up(
+                scheduler, number, [number], deadline_ms=60_000, num_tokens=500, prefill=1000.0
+            ),
+            scheduler,
+        )
+        while not told:
+            world.now += 0.01
+            told = messages(world.send(Tick()), scheduler)
+        waits.append(world.now - asked)
+    assert waits[0] == pytest.approx(0.5, abs=0.011)
+    assert max(waits[4:]) <= 0.04
+    assert sum(waits) <= 0.04 * (25 + 39 * 0.5) + 39 * 0.01
+
+
+def test_no_recomputing_means_waiting_to_the_deadline() -> None:
+    world, _, scheduler = looking(recompute=False)
+    world.listed(dict.fromkeys((1, 2), RANK_0))
+    world.look_up(scheduler, 1, [1, 2], deadline_ms=5000, num_tokens=100, prefill=10_000.0)
+    world.now = 4.9
+    assert messages(world.send(Tick()), scheduler) == []
+    world.now = 5.1
+    assert messages(world.send(Tick()), scheduler) == answer(1, 0, Outcome.EXPIRED)
 
 
 def test_lookup_of_a_store_slower_than_the_engine_is_answered_at_once() -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.planner import PROBE_EVERY, SAMPLES_MAX, Plan, Planner, ReadStart
+from sidecar.planner import (
+    CREDIT_COMPUTE_SECONDS,
+    PROBE_EVERY,
+    SAMPLES_MAX,
+    Credit,
+    Plan,
+    Planner,
+    ReadStart,
+)
 
 CHUNK_BYTES = 1 << 20
 CHUNK_TOKENS = 256
@@ -49,19 +57,32 @@ class StoreModel:
         self.now += arrivals[-1]
 
 
-def waited(plan: Plan, arrivals: list[float], limit: float) -> tuple[float, int]:
-    """How long a request waits under a plan, and how many leading chunks it then has."""
-    ready = 0
-    for arrival in arrivals:
-        patience = plan.patience_seconds(ready, limit)
-        if arrival > patience:
-            return patience, ready
-        ready += 1
-    return arrivals[-1], ready
+TICK = 0.01
 
 
-def make(**changes: float) -> Planner:
-    return Planner(reads_inflight_max=16, regret_max=changes.get("regret_max", REGRET))
+def waited(plan: Plan, credit: Credit, arrivals: list[float], start: float) -> tuple[float, int]:
+    """How long a request waits, and how many leading chunks it then has. Looked at every tick."""
+    seconds, ready = 0.0, 0
+    while ready < len(arrivals):
+        if arrivals[ready] <= seconds:
+            ready += 1
+            continue
+        saved = plan.saved_seconds(ready, 1e9)
+        if seconds >= plan.patience_seconds(ready, 1e9):
+            break
+        if seconds > saved and not credit.spend(start + saved, start + seconds):
+            break
+        seconds = min(arrivals[ready], seconds + TICK)
+    saved = plan.saved_seconds(ready, 1e9)
+    if saved > seconds:
+        credit.saved(saved - seconds)
+    else:
+        credit.spend(start + saved, start + seconds)
+    return seconds, ready
+
+
+def make() -> Planner:
+    return Planner(reads_inflight_max=16)
 
 
 def plan_of(planner: Planner, count: int, *, queued: int = 0, prefill: float = 10_000.0) -> Plan:
@@ -125,33 +146,76 @@ def test_reads_that_bring_nothing_measure_nothing() -> None:
 
 @pytest.mark.parametrize("ready", [0, 1, 7])
 def test_patience_grows_with_what_is_ready(ready: int) -> None:
-    plan = Plan(read=True, compute_seconds_per_chunk=0.1, regret_seconds_max=0.04)
-    assert plan.patience_seconds(ready, 60.0) == pytest.approx(0.1 * ready + 0.04)
+    plan = Plan(read=True, compute_seconds_per_chunk=0.1, compute_seconds=0.8)
+    assert plan.saved_seconds(ready, 60.0) == pytest.approx(0.1 * ready)
+    assert plan.patience_seconds(ready, 60.0) == pytest.approx(0.1 * ready + 0.8)
     assert plan.patience_seconds(ready, 0.03) == 0.03
 
 
+def test_the_first_read_of_a_good_store_is_waited_for() -> None:
+    """50 ms to the first byte is more than 4% of 250 ms; a start credit bridges it."""
+    planner, credit = make(), Credit(REGRET)
+    plan = plan_of(planner, 10)
+    assert waited(plan, credit, StoreModel(0.05, 1e9).arrivals(10), 0.0)[1] == 10
+
+
+def test_credit_is_used_once_by_requests_that_wait_together() -> None:
+    credit = Credit(REGRET)
+    full = credit.balance_seconds
+    for _ in range(64):
+        assert credit.spend(0.0, 0.5)
+    assert credit.balance_seconds == pytest.approx(full - 0.5)
+    assert not credit.spend(0.4, 1.1)
+
+
+def test_credit_comes_back_and_is_bounded() -> None:
+    credit = Credit(REGRET)
+    cap = credit.balance_seconds
+    credit.saved(100.0)
+    assert credit.balance_seconds == cap
+    credit.spend(0.0, 3.0)
+    assert credit.balance_seconds == pytest.approx(cap - 3.0)
+    credit.saved(0.5)
+    assert credit.balance_seconds == pytest.approx(cap - 2.5)
+    credit.asked(1000.0)
+    assert credit.balance_seconds == pytest.approx(cap - 2.5 + 40.0)
+    credit.asked(0.1)
+    assert credit.balance_seconds > cap, "what a long prompt brought is not taken away"
+
+
+def test_no_regret_means_no_credit() -> None:
+    credit = Credit(0.0)
+    credit.asked(100.0)
+    credit.saved(100.0)
+    assert credit.balance_seconds == 0.0
+    assert not credit.spend(0.0, 0.001)
+
+
 @given(
-    latency=st.floats(0.0001, 10),
-    rate=st.floats(1e4, 1e10),
     prefill=st.floats(100, 1e6),
-    count=st.integers(1, 64),
-    learnt=st.one_of(st.none(), st.tuples(st.floats(0.0001, 10), st.floats(1e4, 1e10))),
+    requests=st.lists(
+        st.tuples(st.integers(1, 64), st.floats(0.0001, 10), st.floats(1e4, 1e10)), max_size=40
+    ),
 )
-def test_waiting_costs_at_most_the_regret(
-    latency: float,
-    rate: float,
-    prefill: float,
-    count: int,
-    learnt: tuple[float, float] | None,
+def test_waiting_costs_at_most_the_regret_and_one_credit(
+    prefill: float, requests: list[tuple[int, float, float]]
 ) -> None:
-    """Whatever the planner believes of the store, the first token is at most 4% later."""
-    planner = make()
-    if learnt is not None:
-        StoreModel(*learnt).read(planner, 16)
-    plan = plan_of(planner, count, prefill=prefill)
-    compute = count * CHUNK_TOKENS / prefill
-    if not plan.read:
-        return
-    seconds, ready = waited(plan, StoreModel(latency, rate).arrivals(count), 1e9)
-    first_token = seconds + (count - ready) * CHUNK_TOKENS / prefill
-    assert first_token <= compute * (1 + REGRET) * (1 + 1e-9)
+    """Whatever stores do between requests, all first tokens together are hardly later."""
+    planner, credit = make(), Credit(REGRET)
+    now = computed = took = longest = 0.0
+    for count, latency, rate in requests:
+        plan = plan_of(planner, count, prefill=prefill)
+        compute = count * CHUNK_TOKENS / prefill
+        credit.asked(compute)
+        store = StoreModel(latency, rate, now=now)
+        seconds, ready = waited(plan, credit, store.arrivals(count), now) if plan.read else (0.0, 0)
+        if plan.read:
+            store.read(planner, count)
+        first_token = seconds + (count - ready) * CHUNK_TOKENS / prefill
+        assert first_token <= 2 * compute + TICK
+        now += max(first_token, store.now - now)
+        computed += compute
+        took += first_token
+        longest = max(longest, compute)
+    credit_seconds = REGRET * max(CREDIT_COMPUTE_SECONDS, longest)
+    assert took <= computed * (1 + REGRET) + credit_seconds + TICK * (1 + 1e-6) + 1e-6
