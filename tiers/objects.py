@@ -1,11 +1,11 @@
-"""The object tier: named immutable objects behind any fsspec URL.
+"""The object tier: named immutable objects behind a URL.
 
-Owns the protocol `ObjectTier` and its one implementation, `FsspecObjects`: checks of names and
-memory, the probe, and errors in the tier's own words.
+Owns the protocol `ObjectTier` and its one implementation, `UrlObjects`: checks of names and
+memory, the probe, errors in the tier's own words, and which client serves a URL.
 
-Does not own how bytes get there (`filesystems.py`), names (`catalog.py`), retries, deadlines and
-counters (`wrap.py`), or the verdict on what was read (`arrow.py`): a read that succeeds is bytes,
-not yet a chunk.
+Does not own how bytes get there (`folder.py`, `cloud.py`, `fsspec_clients.py`), names
+(`catalog.py`), retries, deadlines and counters (`wrap.py`), or the verdict on what was read
+(`arrow.py`): a read that succeeds is bytes, not yet a chunk.
 
 Invariants: once `write` or `read` has returned or raised, cancelled or not, nothing touches the
 caller's memory any more; no name leaves the URL's own folder; every failure is an error of
@@ -15,6 +15,7 @@ caller's memory any more; no name leaves the URL's own folder; every failure is 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import anyio
 import numpy as np
 
+from tiers.access import Access, check, chosen_backend, provider_of
 from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
@@ -31,11 +33,13 @@ from tiers.errors import (
     TierError,
     TierUnavailable,
 )
-from tiers.filesystems import Bytes, Listing, open_filesystem
+from tiers.folder import LocalFolder
 from tiers.object_errors import Secrets, hide_user_info, translate
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
+
+    from tiers.filesystems import Bytes, Filesystem, Listing
 
 NAME_CHARACTERS_MAX: Final = 512
 PROBE_BYTES: Final = 4096
@@ -111,34 +115,34 @@ class ObjectTier(Protocol):
         ...
 
 
-class FsspecObjects:
-    """The objects under one fsspec URL (`file://`, `s3://`, `gs://`, `memory://` and others).
+class UrlObjects:
+    """The objects under one URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
 
     Args:
         url: a folder, or a bucket and a prefix.
-        storage_options: handed to the file system's constructor; values are never logged.
+        access: how the site reaches the store.
+        storage_options: handed to the fsspec client's constructor; values are never logged.
         threads_max: how many writes, and how many reads, of a local folder may run side by side.
-        fsync: whether a local write is on the disk when it returns. Off by default: a cache may
-            lose what a power cut took, and a torn file is found by its checksum.
 
     Raises:
-        TierUnavailable: the URL or an option is not understood, or a package is missing.
+        TierUnavailable: the URL or a setting is not understood, or a package is missing.
     """
 
     def __init__(
         self,
         url: str,
-        storage_options: Mapping[str, object] | None = None,
+        access: Access | None = None,
         *,
+        storage_options: Mapping[str, object] | None = None,
         threads_max: int = THREADS_MAX_DEFAULT,
-        fsync: bool = False,
     ) -> None:
+        access = access or Access()
         options = dict(storage_options or {})
-        self._secrets = Secrets(options)
+        self._secrets = Secrets({**options, **access.credentials.secrets()})
         # "memory://" stays as it is; elsewhere a slash at the end would be doubled in messages.
         self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
         with self._translated("open"):
-            self._store = open_filesystem(url, options, threads_max=threads_max, fsync=fsync)
+            self._store = _open(url, access, options, threads_max=threads_max)
 
     @property
     def url(self) -> str:
@@ -255,6 +259,37 @@ class FsspecObjects:
         except Exception as error:
             # `from None`: the client's own text may hold what Secrets has just taken out.
             raise translate(error, f"{verb} {target}", self._secrets) from None
+
+
+def _open(
+    url: str, access: Access, options: Mapping[str, object], *, threads_max: int
+) -> Filesystem:
+    if "::" in url:
+        raise TierUnavailable(
+            f"store.url={url.split('::', 1)[0]}::…: chained URLs are not served; give the store's "
+            "own URL",
+            retryable=False,
+        )
+    backend = chosen_backend(url, access, options)
+    check(url, access, backend)
+    if provider_of(url) == "folder":
+        path = url.split("://", 1)[1] if "://" in url else url
+        folder = access.folder
+        return LocalFolder(
+            # A root that is given from here stays where it is.
+            os.path.abspath(os.path.expanduser(path)),
+            threads_max=threads_max,
+            fsync=folder.fsync,
+            direct=folder.direct,
+        )
+    # Here: each needs packages that a sidecar with another kind of store does not have.
+    if backend == "obstore":
+        from tiers.cloud import CloudStore
+
+        return CloudStore(url, access)
+    from tiers.fsspec_clients import open_fsspec
+
+    return open_fsspec(url, access, options)
 
 
 def _check_name(name: str) -> None:

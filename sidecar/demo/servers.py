@@ -25,8 +25,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tiers.access import Access, Credentials
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from tiers.access import BackendChoice
 
 HOST: Final = "127.0.0.1"
 REGION: Final = "us-east-1"
@@ -39,10 +43,13 @@ LOG_CHARACTERS_MAX: Final = 4000
 class ServerProcess:
     """One server's process: it may be killed, and started again on the same port and data."""
 
-    def __init__(self, command: Sequence[str], log: Path, ready: str) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, ready: str, environment: Mapping[str, str]
+    ) -> None:
         self._command = command
         self._log = log
         self._ready = ready
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -65,7 +72,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self._log.parent,
-                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **self._environment},
             )
         return _wait_until_ready(self._process, self._log, self._ready)
 
@@ -113,8 +120,36 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, object]:
-        """What `FsspecObjects` and s3fs need beside the URL."""
+        """What s3fs needs beside the URL."""
         return self.options_at(self.endpoint)
+
+    def access_at(self, endpoint: str = "", backend: BackendChoice = "auto") -> Access:
+        """How `UrlObjects` gets there, directly or by another way such as a proxy."""
+        return Access(
+            backend=backend,
+            endpoint=endpoint or self.endpoint,
+            region=REGION,
+            credentials=Credentials(
+                kind="static", access_key=self.access_key, secret_key=self.secret_key
+            ),
+        )
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The same as a sidecar's `store` section, without the URL."""
+        return self.settings_at(self.endpoint)
+
+    def settings_at(self, endpoint: str) -> dict[str, object]:
+        """The `store` section for another way to the server."""
+        return {
+            "endpoint": endpoint,
+            "region": REGION,
+            "credentials": {
+                "kind": "static",
+                "access_key": self.access_key,
+                "secret_key": self.secret_key,
+            },
+        }
 
     def options_at(self, endpoint: str) -> dict[str, object]:
         """The same for another way to the server, such as a proxy."""
@@ -162,7 +197,9 @@ def s3_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
             *_seaweed_ports(),
         ]
 
-    with _server(command, folder / "log", ready="All enabled components are running") as found:
+    with serve_process(
+        command, folder / "log", ready="All enabled components are running"
+    ) as found:
         port, process = found
         yield S3Server(f"http://{HOST}:{port}", access_key, secret_key, bucket, process)
 
@@ -175,7 +212,7 @@ def moto_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server
     def command(port: int) -> Sequence[str]:
         return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", HOST, "-p", str(port)]
 
-    with _server(command, folder / "log", ready="Running on http") as (port, process):
+    with serve_process(command, folder / "log", ready="Running on http") as (port, process):
         _put_bucket(port, bucket)
         secret_key = secrets.token_hex(20)
         yield S3Server(f"http://{HOST}:{port}", "anyone", secret_key, bucket, process)
@@ -222,14 +259,22 @@ def _seaweed_ports() -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(
-    command: Callable[[int], Sequence[str]], log: Path, *, ready: str
+def serve_process(
+    command: Callable[[int], Sequence[str]],
+    log: Path,
+    *,
+    ready: str,
+    environment: Mapping[str, str] | None = None,
 ) -> Generator[tuple[int, ServerProcess]]:
+    """Run `command(port)` until the block ends; yields port and process once `ready` is logged.
+
+    Raises `ServerFailed` where it does not come up.
+    """
     failure = ""
     for _ in range(START_ATTEMPTS_MAX):
         # A port that was free can be taken before the server binds it: then others are tried.
         (port,) = free_ports(1)
-        process = ServerProcess(command(port), log, ready)
+        process = ServerProcess(command(port), log, ready, environment or {})
         try:
             if process.start():
                 yield port, process

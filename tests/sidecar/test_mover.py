@@ -44,7 +44,7 @@ from tiers.catalog import object_name
 from tiers.errors import ChunkMissing, TierUnavailable
 from tiers.fence import PAGE_BYTES, WorkerFence
 from tiers.memfd import sealed_memfd
-from tiers.objects import FsspecObjects, ObjectTier
+from tiers.objects import ObjectTier, UrlObjects
 
 SLOTS = 8
 LAYOUT = layout_of(num_blocks=16)
@@ -362,7 +362,7 @@ async def told(bench: Bench, count: int) -> Event:
 
 
 async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, FsspecObjects(f"file://{tmp_path}")) as mover:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         mover.execute([bench.gather(0, blocks=2)])
         await told(bench, 1)
         mover.execute([Write(1, 1, 0, bench.slot(0), key_of(0), 2)])
@@ -375,7 +375,7 @@ async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: 
 
 
 async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, FsspecObjects(f"file://{tmp_path}")) as mover:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         mover.execute([bench.gather(0)])
         await told(bench, 1)
         bench.pool[5000] ^= 1
@@ -385,7 +385,7 @@ async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None
 
 
 async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, FsspecObjects(f"file://{tmp_path}")) as mover:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         mover.execute([bench.gather(0)])
         await told(bench, 1)
         mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
@@ -423,7 +423,7 @@ async def test_every_failure_of_the_store_ends_in_an_event(
 
 
 async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, FsspecObjects(f"file://{tmp_path}")) as mover:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         bench.sessions.close(bench.session)
         mover.execute([bench.gather(0), IndexSet(1, key_of(0), in_host=True, in_store=False)])
         ended = await told(bench, 1)

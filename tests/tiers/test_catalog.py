@@ -14,7 +14,7 @@ from tests.tiers.tier_suite import image_of
 from tiers.catalog import ListingCatalog, namespace_prefix, object_name, parse_name
 from tiers.filesystems import Found, Listing
 from tiers.layout import HEADS_MAX, LAYERS_MAX, Segment
-from tiers.objects import FsspecObjects
+from tiers.objects import UrlObjects
 
 NAMESPACE = bytes(range(32))
 KEY = bytes(range(100, 132))
@@ -30,8 +30,8 @@ segments = st.builds(
 )
 
 
-def memory() -> FsspecObjects:
-    return FsspecObjects(f"memory://{secrets.token_hex(6)}")
+def memory() -> UrlObjects:
+    return UrlObjects(f"memory://{secrets.token_hex(6)}")
 
 
 def test_the_name_is_this_one() -> None:

@@ -17,29 +17,19 @@ import anyio
 import numpy as np
 import pytest
 
-from sidecar.demo.servers import S3Server, free_ports, moto_server, s3_server
+from sidecar.demo.servers import S3Server, free_ports
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
-from tiers import filesystems
+from tiers import access, filesystems, folder, fsspec_clients
+from tiers.access import Access, Folder
 from tiers.errors import ChunkCorrupt, ChunkMissing, ImageTruncated, TierFull, TierUnavailable
-from tiers.filesystems import SlotBody, run_to_end
-from tiers.objects import FsspecObjects
+from tiers.filesystems import run_to_end
+from tiers.fsspec_clients import SlotBody
+from tiers.objects import UrlObjects
 from tiers.wrap import Deadline, Retrying
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
-
-
-@pytest.fixture(scope="module")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Generator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("seaweed")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Generator[S3Server]:
-    with moto_server(tmp_path_factory.mktemp("moto")) as server:
-        yield server
+    from collections.abc import AsyncGenerator, Callable
 
 
 @pytest.fixture
@@ -54,48 +44,48 @@ def prefix_of(server: S3Server) -> str:
 
 
 @pytest.fixture
-async def behind_proxy(seaweed: S3Server, proxy: FaultyProxy) -> AsyncGenerator[FsspecObjects]:
-    tier = FsspecObjects(prefix_of(seaweed), seaweed.options_at(proxy.endpoint))
+async def behind_proxy(seaweed: S3Server, proxy: FaultyProxy) -> AsyncGenerator[UrlObjects]:
+    tier = UrlObjects(prefix_of(seaweed), storage_options=seaweed.options_at(proxy.endpoint))
     yield tier
     await tier.close()
 
 
 class TestMemory(TierSuite):
     @pytest.fixture
-    async def tier(self) -> AsyncGenerator[FsspecObjects]:
-        tier = FsspecObjects(f"memory://{secrets.token_hex(6)}")
+    async def tier(self) -> AsyncGenerator[UrlObjects]:
+        tier = UrlObjects(f"memory://{secrets.token_hex(6)}")
         yield tier
         await tier.close()
 
 
 class TestMemoryRoot(TierSuite):
     @pytest.fixture
-    async def tier(self) -> AsyncGenerator[FsspecObjects]:
-        tier = FsspecObjects("memory://", {"global_store": False})
+    async def tier(self) -> AsyncGenerator[UrlObjects]:
+        tier = UrlObjects("memory://", storage_options={"global_store": False})
         yield tier
         await tier.close()
 
 
 class TestLocal(TierSuite):
     @pytest.fixture
-    async def tier(self, tmp_path: Path) -> AsyncGenerator[FsspecObjects]:
-        tier = FsspecObjects(f"file://{tmp_path}/new/folder")
+    async def tier(self, tmp_path: Path) -> AsyncGenerator[UrlObjects]:
+        tier = UrlObjects(f"file://{tmp_path}/new/folder")
         yield tier
         await tier.close()
 
 
 class TestLocalSynced(TierSuite):
     @pytest.fixture
-    async def tier(self, tmp_path: Path) -> AsyncGenerator[FsspecObjects]:
-        tier = FsspecObjects(f"file://{tmp_path}/", fsync=True, threads_max=1)
+    async def tier(self, tmp_path: Path) -> AsyncGenerator[UrlObjects]:
+        tier = UrlObjects(f"file://{tmp_path}/", Access(folder=Folder(fsync=True)), threads_max=1)
         yield tier
         await tier.close()
 
 
 class TestSeaweed(TierSuite):
     @pytest.fixture
-    async def tier(self, seaweed: S3Server) -> AsyncGenerator[FsspecObjects]:
-        tier = FsspecObjects(prefix_of(seaweed), seaweed.storage_options)
+    async def tier(self, seaweed: S3Server) -> AsyncGenerator[UrlObjects]:
+        tier = UrlObjects(prefix_of(seaweed), storage_options=seaweed.storage_options)
         yield tier
         await tier.close()
 
@@ -111,7 +101,7 @@ class TestMoto(TierSuite):
     @pytest.fixture
     async def tier(self, moto: S3Server) -> AsyncGenerator[Retrying]:
         tier = Retrying(
-            FsspecObjects(prefix_of(moto), moto.storage_options),
+            UrlObjects(prefix_of(moto), storage_options=moto.storage_options),
             attempts_max=8,
             pause_seconds=0.02,
         )
@@ -123,13 +113,13 @@ class TestThroughTheProxy(TierSuite):
     """The proxy itself is honest as long as it is told to pass."""
 
     @pytest.fixture
-    async def tier(self, behind_proxy: FsspecObjects) -> FsspecObjects:
+    async def tier(self, behind_proxy: UrlObjects) -> UrlObjects:
         return behind_proxy
 
 
 class TestRequestsToS3:
     async def test_one_request_for_each_verb(
-        self, behind_proxy: FsspecObjects, proxy: FaultyProxy
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy
     ) -> None:
         await behind_proxy.write(NAME, image_of(100_000))
         await behind_proxy.read(NAME, slot())
@@ -143,7 +133,7 @@ class TestRequestsToS3:
 
     async def test_an_object_larger_than_a_part_is_one_put(
         self,
-        behind_proxy: FsspecObjects,
+        behind_proxy: UrlObjects,
         proxy: FaultyProxy,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -155,23 +145,23 @@ class TestRequestsToS3:
         assert np.array_equal(into, image)
 
     async def test_a_giant_foreign_object_costs_no_more_than_a_slot(
-        self, behind_proxy: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+        self, behind_proxy: UrlObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await behind_proxy.write(NAME, image_of(4 * 1024 * 1024))
         seen: list[int] = []
-        fill = filesystems._fill
+        fill = filesystems.fill
 
         def spy(body: bytes, into: Any) -> int:
             seen.append(len(body))
             return fill(body, into)
 
-        monkeypatch.setattr(filesystems, "_fill", spy)
+        monkeypatch.setattr(fsspec_clients, "fill", spy)
         with pytest.raises(ImageTruncated):
             await behind_proxy.read(NAME, np.zeros(1000, dtype=np.uint8))
         assert seen == [1001]
 
 
-async def every_verb(tier: FsspecObjects) -> list[BaseException]:
+async def every_verb(tier: UrlObjects) -> list[BaseException]:
     """What each verb raises, and it must raise."""
     raised: list[BaseException] = []
     for call in (
@@ -201,7 +191,7 @@ class TestFaultsOnTheWay:
     )
     async def test_every_verb_says_what_happened(
         self,
-        behind_proxy: FsspecObjects,
+        behind_proxy: UrlObjects,
         proxy: FaultyProxy,
         seaweed: S3Server,
         fault: Fault,
@@ -221,7 +211,7 @@ class TestFaultsOnTheWay:
         assert await behind_proxy.read(NAME, slot()) == 10
 
     async def test_a_body_that_ends_early_is_retryable(
-        self, behind_proxy: FsspecObjects, proxy: FaultyProxy
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy
     ) -> None:
         await behind_proxy.write(NAME, image_of(100_000))
         await proxy.become(Fault.TRUNCATE, times=1)
@@ -231,7 +221,7 @@ class TestFaultsOnTheWay:
         assert await behind_proxy.read(NAME, slot()) == 100_000
 
     async def test_wrong_bytes_are_left_to_the_checksum_but_fail_the_probe(
-        self, behind_proxy: FsspecObjects, proxy: FaultyProxy
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy
     ) -> None:
         image, into = image_of(100_000), slot()
         await behind_proxy.write(NAME, image)
@@ -247,7 +237,7 @@ class TestFaultsOnTheWay:
 
     @pytest.mark.parametrize("fault", [Fault.STALL, Fault.STALL_BODY])
     async def test_a_stalled_server_meets_the_deadline(
-        self, behind_proxy: FsspecObjects, proxy: FaultyProxy, fault: Fault
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy, fault: Fault
     ) -> None:
         image, into = image_of(100_000), slot()
         await behind_proxy.write(NAME, image)
@@ -261,7 +251,7 @@ class TestFaultsOnTheWay:
         assert await hasty.read(NAME, into) == 100_000
 
     async def test_the_body_of_a_cancelled_write_lets_go_of_the_slot(
-        self, behind_proxy: FsspecObjects, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bodies: list[SlotBody] = []
 
@@ -270,7 +260,7 @@ class TestFaultsOnTheWay:
                 super().__init__(image)
                 bodies.append(self)
 
-        monkeypatch.setattr(filesystems, "SlotBody", Spied)
+        monkeypatch.setattr(fsspec_clients, "SlotBody", Spied)
         await proxy.become(Fault.STALL)
         with anyio.move_on_after(0.2) as scope:
             await behind_proxy.write(NAME, image_of(100_000))
@@ -285,7 +275,7 @@ class TestFaultsOnTheWay:
 
 class TestProbeOfS3:
     async def probe(self, url: str, options: dict[str, object]) -> TierUnavailable:
-        tier = FsspecObjects(url, options)
+        tier = UrlObjects(url, storage_options=options)
         try:
             with pytest.raises(TierUnavailable) as info:
                 await tier.probe()
@@ -302,7 +292,7 @@ class TestProbeOfS3:
         error = await self.probe(seaweed.url, options)
         assert not error.retryable
         assert "credentials were refused" in str(error)
-        assert "store.storage_options" in str(error)
+        assert "store.credentials" in str(error)
         assert "completely-wrong" not in str(error)
 
     async def test_no_credentials(
@@ -323,7 +313,7 @@ class TestProbeOfS3:
         assert "create it" in str(error)
 
     async def test_no_bucket_is_not_an_empty_listing(self, seaweed: S3Server) -> None:
-        tier = FsspecObjects("s3://not-there/prefix", seaweed.storage_options)
+        tier = UrlObjects("s3://not-there/prefix", storage_options=seaweed.storage_options)
         with pytest.raises(TierUnavailable, match="bucket does not exist"):
             await tier.list("v1")
         with pytest.raises(TierUnavailable, match="bucket does not exist"):
@@ -334,7 +324,7 @@ class TestProbeOfS3:
         (port,) = free_ports(1)
         error = await self.probe(seaweed.url, seaweed.options_at(f"http://127.0.0.1:{port}"))
         assert "refused" in str(error)
-        assert "endpoint_url" in str(error)
+        assert "store.endpoint" in str(error)
         assert str(port) in str(error)
 
     async def test_https_to_a_server_without_tls(self, seaweed: S3Server) -> None:
@@ -350,7 +340,7 @@ class TestProbeOfS3:
             error = await self.probe(seaweed.url, seaweed.options_at(endpoint))
         assert not error.retryable
         assert "certificate is not trusted" in str(error)
-        assert "AWS_CA_BUNDLE" in str(error)
+        assert "store.tls.ca_file" in str(error)
 
     async def test_an_option_that_nobody_knows(self, seaweed: S3Server) -> None:
         options: dict[str, object] = {**seaweed.storage_options, "bogus_option": 1}
@@ -369,20 +359,27 @@ class TestProbeOfS3:
 )
 def test_a_url_that_nobody_serves_is_refused_at_once(url: str, words: str) -> None:
     with pytest.raises(TierUnavailable, match=words) as info:
-        FsspecObjects(url)
+        UrlObjects(url)
     assert not info.value.retryable
     assert "word" not in str(info.value)
 
 
-def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    def missing(protocol: str) -> None:
-        raise ImportError("Please install gcsfs to access Google Storage")
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(TierUnavailable, match="install gcsfs") as info:
-        FsspecObjects("gs://bucket/prefix")
+@pytest.mark.parametrize(
+    ("url", "package", "remedy"),
+    [
+        ("s3://b", "s3fs", "kvlake\\[s3\\]"),
+        ("gs://b", "gcsfs", "kvlake\\[gcs\\]"),
+        ("az://b", "adlfs", "kvlake\\[azure\\]"),
+        ("dropbox://b", "dropbox", "install"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, package: str, remedy: str
+) -> None:
+    monkeypatch.setattr(access, "installed", lambda name: False)
+    with pytest.raises(TierUnavailable, match=remedy) as info:
+        UrlObjects(url, Access(account="a" if url.startswith("az") else None))
+    assert package in str(info.value)
     assert not info.value.retryable
 
 
@@ -392,11 +389,11 @@ class TestLocalFolder:
         return tmp_path / "store"
 
     @pytest.fixture
-    def tier(self, root: Path) -> FsspecObjects:
-        return FsspecObjects(f"file://{root}")
+    def tier(self, root: Path) -> UrlObjects:
+        return UrlObjects(f"file://{root}")
 
     async def test_a_plain_path_is_a_folder_too(self, root: Path) -> None:
-        await FsspecObjects(str(root)).write(NAME, image_of(10))
+        await UrlObjects(str(root)).write(NAME, image_of(10))
         assert (root / NAME).read_bytes() == image_of(10).tobytes()
 
     @pytest.mark.parametrize(
@@ -411,7 +408,7 @@ class TestLocalFolder:
     )
     async def test_a_write_that_fails_leaves_no_file(
         self,
-        tier: FsspecObjects,
+        tier: UrlObjects,
         root: Path,
         monkeypatch: pytest.MonkeyPatch,
         code: int,
@@ -438,19 +435,19 @@ class TestLocalFolder:
         assert await tier.read(NAME, slot()) == 10
 
     async def test_a_folder_that_cannot_be_written_fails_the_probe(
-        self, tier: FsspecObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The tests may run as root, for whom no mode forbids anything.
         def refuse(path: str) -> int:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-        monkeypatch.setattr(filesystems, "_create", refuse)
+        monkeypatch.setattr(folder, "_create", refuse)
         with pytest.raises(TierUnavailable, match="owner or mode") as info:
             await tier.probe()
         assert not info.value.retryable
         assert str(root) in str(info.value)
 
-    async def test_a_file_where_the_folder_should_be(self, tier: FsspecObjects, root: Path) -> None:
+    async def test_a_file_where_the_folder_should_be(self, tier: UrlObjects, root: Path) -> None:
         root.write_text("a file")
         with pytest.raises(TierUnavailable, match="a file stands where a folder is needed"):
             await tier.probe()
@@ -458,11 +455,11 @@ class TestLocalFolder:
     async def test_a_folder_that_cannot_be_made_is_not_a_miss(self, tmp_path: Path) -> None:
         (tmp_path / "dangling").symlink_to(tmp_path / "no" / "where")
         with pytest.raises(TierUnavailable) as info:
-            await FsspecObjects(f"file://{tmp_path}/dangling").write(NAME, image_of(10))
+            await UrlObjects(f"file://{tmp_path}/dangling").write(NAME, image_of(10))
         assert not info.value.retryable
 
     async def test_pieces_of_a_write_and_a_read_are_put_together(
-        self, tier: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+        self, tier: UrlObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write, readv = os.write, os.readv
         monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
@@ -473,7 +470,7 @@ class TestLocalFolder:
         assert np.array_equal(into[:10_000], image_of(10_000))
 
     async def test_writers_of_one_name_have_files_of_their_own(
-        self, tier: FsspecObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun, release = threading.Event(), threading.Event()
         write = os.write
@@ -497,27 +494,27 @@ class TestLocalFolder:
         assert [path.name for path in root.rglob("*") if path.is_file()] == [Path(NAME).name]
 
     async def test_a_file_that_shrinks_while_it_is_read(
-        self, tier: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+        self, tier: UrlObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await tier.write(NAME, image_of(10_000))
         monkeypatch.setattr(os, "readv", lambda fd, views: 0)
         with pytest.raises(ImageTruncated, match="ended at 0 of 10000"):
             await tier.read(NAME, slot())
 
-    async def test_an_empty_file_is_no_image(self, tier: FsspecObjects, root: Path) -> None:
+    async def test_an_empty_file_is_no_image(self, tier: UrlObjects, root: Path) -> None:
         (root / NAME).parent.mkdir(parents=True)
         (root / NAME).touch()
         with pytest.raises(ImageTruncated, match="empty"):
             await tier.read(NAME, slot())
 
     async def test_temporary_files_are_not_objects_and_old_ones_go(
-        self, tier: FsspecObjects, root: Path
+        self, tier: UrlObjects, root: Path
     ) -> None:
         await tier.write(NAME, image_of(10))
         young, old = (root / f"{NAME}.{word}.tmp" for word in ("young", "old"))
         young.write_bytes(b"x")
         old.write_bytes(b"x")
-        long_ago = time.time() - 2 * filesystems.TEMPORARY_SECONDS_MAX
+        long_ago = time.time() - 2 * folder.TEMPORARY_SECONDS_MAX
         os.utime(old, (long_ago, long_ago))
         assert sized(await tier.list("")) == [(NAME, 10)]
         assert young.exists()
@@ -560,7 +557,7 @@ class TestRunToEnd:
             return count
 
         monkeypatch.setattr(os, "write", slow)
-        tier = FsspecObjects(f"file://{tmp_path}")
+        tier = UrlObjects(f"file://{tmp_path}")
         await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
         assert ended.is_set()
 

@@ -14,7 +14,7 @@ import pytest
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
 from tiers.filesystems import Found
-from tiers.objects import Abilities, FsspecObjects
+from tiers.objects import Abilities, UrlObjects
 from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Retrying
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tiers.filesystems import Bytes, Listing
 
 
-def memory() -> FsspecObjects:
-    return FsspecObjects(f"memory://{secrets.token_hex(6)}")
+def memory() -> UrlObjects:
+    return UrlObjects(f"memory://{secrets.token_hex(6)}")
 
 
 async def no_sleep(seconds: float) -> None:

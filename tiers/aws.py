@@ -1,0 +1,168 @@
+"""S3 credentials by profile, role, environment and instance, the same for both clients.
+
+Owns the aiobotocore session that finds, assumes and renews credentials, and the callback that
+hands them to obstore. botocore knows every way that AWS documents (profiles with sources, single
+sign-on, web identity, containers, instances); obstore alone knows fewer and reads no profile.
+
+Does not own static and anonymous credentials: the clients take those as they are.
+
+Invariants: a role's credentials are asked for when a request first needs them and again shortly
+before they end; STS is reached with the same proxy and authorities as the store.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from tiers.access import Access
+
+SESSION_NAME: Final = "kvlake"
+REFRESH_SECONDS: Final = 600
+"""How soon obstore asks again for credentials whose end botocore does not tell."""
+
+
+def session_for(access: Access) -> Any:
+    """An aiobotocore session whose `get_credentials` follows `access.credentials`."""
+    from aiobotocore.session import AioSession  # here: only S3 needs it
+
+    credentials = access.credentials
+    base: Any = AioSession(profile=credentials.profile)
+    if access.region is not None:
+        base.set_config_variable("region", access.region)
+    if credentials.kind != "role":
+        return base
+
+    session: Any = AioSession(profile=credentials.profile)
+    if access.region is not None:
+        session.set_config_variable("region", access.region)
+    # What the session itself would look up is not the role: its lookup is replaced.
+    session.get_credentials = _Assuming(base, access)
+    return session
+
+
+class _Assuming:
+    """Assumes the role when it is first needed; botocore renews it from then on."""
+
+    def __init__(self, base: Any, access: Access) -> None:
+        self._base = base
+        self._access = access
+        self._credentials: Any = None
+
+    async def __call__(self) -> Any:
+        if self._credentials is None:
+            self._credentials = await _assumed(self._base, self._access)
+        return self._credentials
+
+
+async def _assumed(base: Any, access: Access) -> Any:
+    from aiobotocore.credentials import (
+        AioAssumeRoleCredentialFetcher,
+        AioAssumeRoleWithWebIdentityCredentialFetcher,
+        AioDeferredRefreshableCredentials,
+    )
+    from botocore.exceptions import NoCredentialsError
+    from botocore.utils import FileWebIdentityTokenLoader
+
+    credentials = access.credentials
+    extra: dict[str, str] = {"RoleSessionName": credentials.role_session_name or SESSION_NAME}
+    if credentials.external_id is not None:
+        extra["ExternalId"] = credentials.external_id
+    fetcher: Any
+    if credentials.web_identity_token_file is not None:
+        fetcher = AioAssumeRoleWithWebIdentityCredentialFetcher(
+            client_creator=_sts_creator(base, access),
+            web_identity_token_loader=FileWebIdentityTokenLoader(
+                credentials.web_identity_token_file
+            ),
+            role_arn=credentials.role_arn,
+            extra_args=extra,
+        )
+        method = "assume-role-with-web-identity"
+    else:
+        source = await base.get_credentials()
+        if source is None:
+            raise NoCredentialsError
+        fetcher = AioAssumeRoleCredentialFetcher(
+            client_creator=_sts_creator(base, access),
+            source_credentials=source,
+            role_arn=credentials.role_arn,
+            extra_args=extra,
+        )
+        method = "assume-role"
+    return AioDeferredRefreshableCredentials(refresh_using=fetcher.fetch_credentials, method=method)
+
+
+def _sts_creator(base: Any, access: Access) -> Any:
+    from aiobotocore.config import AioConfig
+
+    own = AioConfig(**client_config(access))
+
+    def create(service: str, **options: Any) -> Any:
+        given = options.pop("config", None)
+        config = own if given is None else own.merge(given)
+        return base.create_client(service, config=config, verify=verify(access), **options)
+
+    return create
+
+
+def verify(access: Access) -> bool | str | None:
+    """What botocore calls `verify`: a file of authorities, False, or None for its own default."""
+    if not access.tls.verify:
+        return False
+    return access.tls.ca_file
+
+
+def client_config(access: Access) -> dict[str, Any]:
+    """The part of botocore's `Config` that is about the way, for the store and for STS alike."""
+    config: dict[str, Any] = {
+        "connect_timeout": access.connect_seconds_max,
+        "read_timeout": access.read_seconds_max,
+    }
+    if access.proxy is not None:
+        config["proxies"] = {"http": access.proxy, "https": access.proxy}
+    return config
+
+
+class SessionCredentials:
+    """obstore's `credential_provider`: asks an aiobotocore session."""
+
+    def __init__(self, access: Access) -> None:
+        self._session = session_for(access)
+
+    async def __call__(self) -> Any:
+        """Credentials as obstore takes them. Raises botocore's `NoCredentialsError`."""
+        from botocore.exceptions import NoCredentialsError
+
+        found = await self._session.get_credentials()
+        if found is None:
+            raise NoCredentialsError
+        frozen = await found.get_frozen_credentials()
+        # botocore renews what ends; obstore only has to come back for it.
+        until = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REFRESH_SECONDS)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": until,
+        }
+
+
+def static_credentials(access: Access) -> Any:
+    """Obstore's `credential_provider` for keys that were given.
+
+    As a callback, because obstore mixes keys of its configuration with a session token that it
+    finds in the environment.
+    """
+    credentials = access.credentials
+
+    def provide() -> Any:
+        return {
+            "access_key_id": credentials.access_key,
+            "secret_access_key": credentials.secret_key,
+            "token": credentials.session_token,
+            "expires_at": None,
+        }
+
+    return provide
