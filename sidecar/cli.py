@@ -173,11 +173,9 @@ def _status(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from sidecar.inspection import inspect_file
 
-    storage_options: dict[str, object] = {}
-    if options.config is not None:
-        store = _load(options.config).store
-        storage_options = store.storage_options if store is not None else {}
-    findings = [inspect_file(place, storage_options) for place in options.places]
+    store = None if options.config is None else _load(options.config).store
+    access, storage_options = (store.access, store.storage_options) if store else (None, None)
+    findings = [inspect_file(place, access, storage_options) for place in options.places]
     if options.json:
         say(json.dumps([finding.document() for finding in findings], indent=2))
     else:
@@ -327,7 +325,7 @@ def _add_looking(commands: _Commands) -> None:
     inspect.add_argument(
         "places", nargs="+", metavar="FILE_OR_URL", help="a path, or a URL such as s3://bucket/..."
     )
-    _add_config_option(inspect, help_text="take the store's storage_options for URLs from here")
+    _add_config_option(inspect, help_text="reach URLs as its section store says")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(command_function=_inspect)
 

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import anyio
 import numpy as np
 
 from sidecar.configfile import mask_url
 from sidecar.units import approximate_size
+from tiers.access import Access, provider_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tiers.arrow import SegmentReport
 
 IMAGE_BYTES_MAX: Final = 4 << 30
@@ -99,11 +103,20 @@ def _shown(name: str, value: object) -> str:
     return "none (starts a prompt)" if value is None else str(value)
 
 
-def inspect_file(place: str, storage_options: dict[str, object]) -> Finding:
-    """Read and examine one file. `storage_options` are for URLs."""
-    shown = mask_url(place)
+def inspect_file(
+    place: str,
+    access: Access | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> Finding:
+    """Read and examine one file. `access` and `storage_options` are for URLs."""
+    shown, options = mask_url(place), storage_options or {}
     try:
-        image = _read_url(place, storage_options) if "://" in place else _read_path(Path(place))
+        if "://" not in place:
+            image = _read_path(Path(place))
+        elif provider_of(place) in ("s3", "gcs", "azure"):
+            image = anyio.run(_read_object, place, access or Access(), options)
+        else:
+            image = _read_url(place, options)
     except ModuleNotFoundError:
         raise
     except Exception as error:
@@ -124,19 +137,39 @@ def _read_path(path: Path) -> bytes:
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise ValueError("not a regular file; name the .arrow files in it")
-    if about.st_size > IMAGE_BYTES_MAX:
-        raise ValueError(f"{about.st_size} bytes; a chunk file has at most {IMAGE_BYTES_MAX}")
+    _check_size(about.st_size)
     return path.read_bytes()
 
 
-def _read_url(url: str, storage_options: dict[str, object]) -> bytes:
+async def _read_object(url: str, access: Access, options: Mapping[str, object]) -> bytes:
+    from tiers.objects import UrlObjects
+
+    root, _, name = url.rpartition("/")
+    tier = UrlObjects(root, access, storage_options=options)
+    try:
+        sizes = {one.name: one.size_bytes for one in await tier.list("", deep=False)}
+        if name not in sizes:
+            raise FileNotFoundError("no such object")
+        _check_size(sizes[name])
+        # One byte more: an object that has grown meanwhile is refused rather than cut.
+        image = np.zeros(sizes[name] + 1, dtype=np.uint8)
+        size_bytes = await tier.read(name, image)
+    finally:
+        await tier.close()
+    return image[:size_bytes].tobytes()
+
+
+def _read_url(url: str, storage_options: Mapping[str, object]) -> bytes:
     import fsspec
 
     filesystem, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **storage_options))
-    size_bytes = int(filesystem.size(path) or 0)
+    _check_size(int(filesystem.size(path) or 0))
+    return cast("bytes", filesystem.cat_file(path))
+
+
+def _check_size(size_bytes: int) -> None:
     if size_bytes > IMAGE_BYTES_MAX:
         raise ValueError(f"{size_bytes} bytes; a chunk file has at most {IMAGE_BYTES_MAX}")
-    return cast("bytes", filesystem.cat_file(path))
 
 
 def _columns(image: bytes) -> tuple[tuple[str, str], ...]:

@@ -124,6 +124,12 @@ class Access(Section):
     """Class (S3, GCS) or access tier (Azure) of what is written; left out, the bucket's own."""
     folder: Folder = Field(default_factory=Folder)
 
+    @field_validator("endpoint", "region", "account", "proxy", "storage_class", mode="before")
+    @classmethod
+    def _left_out(cls, value: object) -> object:
+        # So that `endpoint: ${KVLAKE_S3_ENDPOINT:-}` serves sites with and without one.
+        return None if value == "" else value
+
     def shown_access(self) -> dict[str, object]:
         """Those of the fields that hold secrets, as they may be shown."""
         fields = type(self.credentials).model_fields

@@ -52,9 +52,9 @@ def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> File
     """The file system of `url`. Raises `TierUnavailable` where the URL is not understood."""
     import fsspec  # here: a sidecar without a store, or with a folder, does not need it
 
-    protocol = url.split("://", 1)[0]
+    protocol = url.split("://", 1)[0].lower()
     try:
-        kind: Any = fsspec.get_filesystem_class(protocol)
+        kind: Any = _kind(protocol) or fsspec.get_filesystem_class(protocol)
     except ValueError as error:
         raise TierUnavailable(
             f"store.url: {error}; use file://, s3://, gs:// or another fsspec URL", retryable=False
@@ -75,6 +75,17 @@ def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> File
             return _Azure(kind(**azure_options(url, access, given)), path, access, client)
         case _:
             return _AsyncFilesystem(kind(**given), path)
+
+
+def _kind(protocol: str) -> Any:
+    """The class for a protocol, where fsspec's own choice is not the one that fits."""
+    if protocol not in ("gs", "gcs"):
+        return None
+    # Its sibling, which fsspec would take, asks for the layout of each bucket first, from an API
+    # that other servers than Google's do not have, and sends some requests by gRPC.
+    from gcsfs.core import GCSFileSystem
+
+    return GCSFileSystem
 
 
 class DeleteRefused(Exception):

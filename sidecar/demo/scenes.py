@@ -232,7 +232,7 @@ class Demo:
         return SidecarProcess(self._folder / name, config)
 
     def _bucket(self, server: S3Server) -> dict[str, Any]:
-        return {"url": server.url, "storage_options": server.storage_options}
+        return {"url": server.url, **server.settings}
 
     @contextlib.contextmanager
     def _engine(self, sidecar: SidecarProcess) -> Generator[Engine]:

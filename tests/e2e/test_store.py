@@ -334,8 +334,7 @@ def server(folder: Path) -> Iterator[S3Server]:
 
 
 def _bucket(server: S3Server, endpoint: str = "") -> dict[str, Any]:
-    options = server.options_at(endpoint or server.endpoint)
-    return {"url": server.url, "storage_options": options}
+    return {"url": server.url, **server.settings_at(endpoint or server.endpoint)}
 
 
 def test_bucket_serves_another_cluster(folder: Path, engine: Engine, server: S3Server) -> None:

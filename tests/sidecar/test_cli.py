@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
+import yaml
 
 from sidecar import cli
 from sidecar.config import load
+from sidecar.demo.servers import S3Server
 from sidecar.inspection import inspect_file
 from sidecar.status import StatusError, fetch, render, url_of
 from tiers.arrow import SlotTemplate
 from tiers.layout import ChunkLayout, Segment
+from tiers.objects import UrlObjects
 
 KEY = bytes(range(32))
 
@@ -288,6 +292,27 @@ def test_an_intact_file_is_shown(
     assert finding["token_ids"] == list(range(16))
 
 
+def test_a_file_in_a_bucket_is_reached_as_the_configuration_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes, seaweed: S3Server
+) -> None:
+    async def put() -> None:
+        tier = UrlObjects(f"{seaweed.url}/inspected", seaweed.access_at())
+        await tier.write("chunk.arrow", np.frombuffer(image, dtype=np.uint8))
+        await tier.close()
+
+    anyio.run(put)
+    config = tmp_path / "c.yaml"
+    for backend in ("obstore", "fsspec"):
+        config.write_text(
+            yaml.safe_dump({"store": {"url": seaweed.url, "backend": backend, **seaweed.settings}})
+        )
+        there, gone = f"{seaweed.url}/inspected/chunk.arrow", f"{seaweed.url}/inspected/none.arrow"
+        code, out, _ = kvlake(capsys, "inspect", "--config", str(config), there)
+        assert (code, f"{there}: intact" in out) == (0, True), out
+        code, out, _ = kvlake(capsys, "inspect", "--config", str(config), gone)
+        assert (code, "no such object" in out) == (1, True), out
+
+
 def test_a_damaged_file_is_named_and_ends_with_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, image: bytes
 ) -> None:
@@ -307,7 +332,7 @@ def test_rubbish_is_named_with_its_reason(tmp_path: Path, image: bytes) -> None:
     (tmp_path / "text").write_text("not arrow")
     (tmp_path / "cut").write_bytes(image[:5000])
     reasons = {
-        name: str(inspect_file(str(tmp_path / name), {}).reason)
+        name: str(inspect_file(str(tmp_path / name)).reason)
         for name in ("empty", "text", "cut", "none", "")
     }
     assert reasons["empty"] == "the file is empty"
@@ -315,10 +340,10 @@ def test_rubbish_is_named_with_its_reason(tmp_path: Path, image: bytes) -> None:
     assert "ImageTruncated" in reasons["cut"]
     assert "No such file" in reasons["none"]
     assert "not a regular file" in reasons[""]
-    assert "cannot be read" in str(inspect_file("nosuch://x/y", {}).reason)
+    assert "cannot be read" in str(inspect_file("nosuch://x/y").reason)
 
 
 def test_a_url_is_shown_without_its_password() -> None:
-    finding = inspect_file("memory://user:hunter2@x/none.arrow", {})
+    finding = inspect_file("memory://user:hunter2@x/none.arrow")
     assert not finding.intact
     assert "hunter2" not in finding.place

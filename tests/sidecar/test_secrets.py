@@ -30,26 +30,30 @@ PLANTED = {
     "PLANT_HTTP": "plantedHttpToken06",
     "PLANT_SALT": "plantedSalt07",
     "PLANT_NESTED": "plantedNested08",
+    "PLANT_STATIC": "plantedStaticSecret09",
+    "PLANT_SESSION": "plantedSession10",
+    "PLANT_PROXY": "plantedProxy11",
 }
 WORDS = ("planted", "Secret+Key", "Secret%2BKey", "Pass:04", "Pass%3A04")
 
 # A store whose errors repeat all that it was given, as some libraries' do.
 SPILL = """
+    import dataclasses
     import sys
     from sidecar import cli, storage
     from tiers import wrap
     from tiers.errors import TierUnavailable
 
-    whole = storage.FsspecObjects
-    def spilling(url, options, **more):
-        tier = whole("file://" + sys.argv[2] + "/bucket", {}, **more)
+    whole = storage.UrlObjects
+    def spilling(url, access, *, storage_options, **more):
+        tier = whole("file://" + sys.argv[2] + "/bucket", **more)
+        told = f"401 for {url} with {storage_options!r} {dataclasses.asdict(access)!r}"
         async def fail(*a, **k):
-            raise TierUnavailable(f"401 for {url} with {options!r}", retryable=False)
-        for verb in ("probe", "write", "write_new", "read", "list", "list_after", "stat"):
-            if hasattr(tier, verb):
-                setattr(tier, verb, fail)
+            raise TierUnavailable(told, retryable=False)
+        for verb in ("probe", "write", "read", "list", "delete"):
+            setattr(tier, verb, fail)
         return tier
-    storage.FsspecObjects = spilling
+    storage.UrlObjects = spilling
     sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
 """
 
@@ -66,6 +70,13 @@ def config_file(directory: Path, port: int) -> Path:
         "tenants": {"named": {"team-a": {"salt": "${PLANT_SALT}"}}},
         "store": {
             "url": "s3://${PLANT_USER}:${PLANT_PASSWORD}@bucket/kv?sig=${PLANT_QUERY}",
+            "proxy": "http://user:${PLANT_PROXY}@proxy.example:3128",
+            "credentials": {
+                "kind": "static",
+                "access_key": "anybody",
+                "secret_key": "${PLANT_STATIC}",
+                "session_token": "${PLANT_SESSION}",
+            },
             "storage_options": {
                 "key": "${PLANT_KEY}",
                 "secret": "${PLANT_SECRET}",
