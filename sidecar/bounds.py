@@ -1,15 +1,15 @@
 """What waits may cost: how much of it there may be in all, and how much one session may have.
 
 Owns the shares of everything that waits in the control plane (memory, copies, host memory that is
-being stored into, lookups, leases, jobs) and the count of what was refused, by reason. Does not own
-what waits: whoever takes from a share gives the same back when the thing is over.
+being stored into or pinned, lookups, leases, jobs) and the count of what was refused, by reason.
+Does not own what waits: whoever takes from a share gives the same back when the thing is over.
 
-The rule of every share is one number: a session may have at most as much as is left free. So one
-that floods gets half of it, two that flood a third each, and whoever comes then finds as much as
-any of them has; nobody has to be counted, and nothing is set aside for clients that ask for
-nothing.
-(Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM
-Transactions on Networking 6(2), 1998, with alpha = 1.)
+The rule of every share is one number: a session may have at most `alpha` times what is left free.
+With 1, one that floods gets half, two that flood a third each, and whoever comes then finds as much
+as any of them has; nobody has to be counted, and nothing is set aside for clients that ask for
+nothing. (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches,
+IEEE/ACM Transactions on Networking 6(2), 1998.) Of pinned memory one long prompt may need most, so
+there one session gets up to seven eighths.
 
 Invariants: a share never holds more than its limit; a session that has nothing is not in it; at
 rest everything is zero.
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from sidecar.directory import Realm
     from sidecar.protocol import LoadChunk, StoreChunk
 
+PINNED_ALPHA: Final = 7
+
 # What one of each costs in Python's heap, rounded up; tests/sidecar/test_bounds.py measures it.
 LOOKUP_BYTES: Final = 1024
-LOOKUP_CHUNK_BYTES: Final = 1024
-LOOKUP_RANK_BYTES: Final = 320
+LOOKUP_CHUNK_BYTES: Final = 1280
+LOOKUP_RANK_BYTES: Final = 640
 LEASE_BYTES: Final = 1024
-LEASE_CHUNK_BYTES: Final = 64
+LEASE_CHUNK_BYTES: Final = 256
 COPY_BYTES: Final = 2048
 COPY_RANK_BYTES: Final = 320
 BLOCK_BYTES: Final = 48
@@ -41,10 +43,11 @@ BLOCK_BYTES: Final = 48
 class Share:
     """One bounded quantity, divided between sessions."""
 
-    __slots__ = ("_by_session", "limit", "used")
+    __slots__ = ("_alpha", "_by_session", "limit", "used")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, alpha: int = 1) -> None:
         self.limit = limit
+        self._alpha = alpha
         self.used = 0
         self._by_session: dict[int, int] = {}
 
@@ -59,7 +62,8 @@ class Share:
 
     def fits(self, session_id: int, amount: int) -> bool:
         """Whether a session may have so much more."""
-        return self.of(session_id) + 2 * amount <= self.limit - self.used
+        left = self.limit - self.used - amount
+        return self.of(session_id) + amount <= self._alpha * left
 
     def take(self, session_id: int, amount: int) -> None:
         """Take what was found to fit."""
@@ -83,6 +87,7 @@ class BoundLimits:
     memory_bytes_max: int = 256 << 20
     copies_queued_max: int = 65_536
     storing_bytes_max: int = 1 << 62
+    pinned_bytes_max: int = 1 << 62
     lookups_max: int = 4096
     leases_max: int = 4096
     jobs_max_per_session: int = 1024
@@ -95,6 +100,7 @@ class Bounds:
         self.memory = Share(limits.memory_bytes_max)
         self.copies = Share(limits.copies_queued_max)
         self.storing = Share(limits.storing_bytes_max)
+        self.pinned = Share(limits.pinned_bytes_max, PINNED_ALPHA)
         self.lookups = Share(limits.lookups_max)
         self.leases = Share(limits.leases_max)
         self.jobs: Counter[int] = Counter()
@@ -109,6 +115,7 @@ class Bounds:
             "memory_bytes": self.memory,
             "copies": self.copies,
             "storing_bytes": self.storing,
+            "pinned_bytes": self.pinned,
             "lookups": self.lookups,
             "leases": self.leases,
         }

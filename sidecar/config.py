@@ -296,6 +296,8 @@ class Limits(Section):
     """Chunks that may wait to be copied; beyond it loads miss and stores are dropped."""
     storing_max: Size | None = Field(default=None, ge=1)
     """Host memory that may be in the middle of being stored into. null: host.size."""
+    pinned_max: Size | None = Field(default=None, ge=1)
+    """Host memory that leases and lookups may keep from being evicted. null: host.size."""
     lookups_max: Count = Field(default=4096, ge=2, le=1_000_000)
     """Lookups that may wait or keep what they brought; beyond it they are answered as full."""
     leases_max: Count = Field(default=4096, ge=2, le=1_000_000)

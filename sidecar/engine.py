@@ -46,6 +46,7 @@ from sidecar.jobs import Job, Jobs
 from sidecar.leases import Leases
 from sidecar.lookups import Lookups
 from sidecar.outbox import Outbox
+from sidecar.pins import Pins
 from sidecar.protocol import Error, JobOutcome, Role
 from sidecar.store import StoreTier
 from sidecar.tenants import Tenants, TenantSnapshot
@@ -172,6 +173,7 @@ class Engine:
             on_complete=self._chunk_complete,
             on_removed=self._chunk_removed,
         )
+        self._pins = Pins(self._directory, self._host.chunk_bytes, self.bounds.pinned)
         self._store = StoreTier(
             self._directory,
             self._host,
@@ -190,6 +192,7 @@ class Engine:
             self.counters,
             self.tenants,
             self.bounds,
+            self._pins,
             self._outbox.emit,
             epoch=epoch,
             reads_inflight_max=limits.reads_inflight_max,
@@ -198,9 +201,7 @@ class Engine:
             recompute=limits.recompute,
             regret_max=limits.regret_max,
         )
-        self._leases = Leases(
-            self._directory, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max
-        )
+        self._leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
         self._jobs = Jobs(
             self._directory,
             self._host,
@@ -417,6 +418,7 @@ class Engine:
         for lease in self._leases:
             held["memory_bytes"][lease.session_id] += lease.cost
             held["leases"][lease.session_id] += 1
+        held["pinned_bytes"].update(self._pins.held_bytes())
         for name, share in self.bounds.shares.items():
             assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
             assert share.used == sum(share.by_session.values()) <= share.limit, name
@@ -448,6 +450,8 @@ class Engine:
         pins: Counter[Chunk] = Counter()
         for owner in (*self._leases, *self._lookups):
             pins.update(owner.chunks)
+        assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
+        self._lookups.check()
         for chunk in {*chunks, *pins}:
             assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
         for chunk in chunks:

@@ -102,6 +102,11 @@ class HostTier:
         """Bytes of the slot that this segment has or would get."""
         return self._slots.slot_bytes(segment.chunk.realm.slot_classes[segment.rank])
 
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Bytes of the slots of all ranks that are known."""
+        classes = chunk.realm.slot_classes
+        return sum(self._slots.slot_bytes(class_id) for class_id in classes if class_id >= 0)
+
     def reserve(self, segment: Segment, cause: Cause) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
         chunk = segment.chunk

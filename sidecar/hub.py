@@ -308,6 +308,7 @@ def _engine_limits(config: Config) -> EngineLimits:
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,
             storing_bytes_max=limits.storing_max or config.host.size,
+            pinned_bytes_max=limits.pinned_max or config.host.size,
             lookups_max=limits.lookups_max,
             leases_max=limits.leases_max,
             jobs_max_per_session=limits.jobs_inflight_max * JOBS_SLACK,

@@ -1,14 +1,14 @@
 """Pins with an owner and a deadline: what keeps a chunk from being evicted before its load.
 
-Owns the leases that schedulers take, by session and by (realm, engine, job), and the count of
-pins on each chunk for them. It does not own the pins of lookups (`lookups.py`) nor the slots.
+Owns the leases that schedulers take, by session and by (realm, engine, job). It does not own the
+count of pins (`pins.py`) nor the slots.
 
 A lease ends once: when every rank finished the load job of the same id, when it is released, when
 its session ends, or when its deadline passes. Scheduler and workers speak over different sockets,
 so a rank may finish before the lease is known; such early ranks are remembered, a bounded number
 of them, and counted when the lease comes.
 
-Invariant: `chunk.pins` is the number of times that live leases and lookups list the chunk.
+Invariant: a lease's chunks are pinned once for each time that it lists them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sidecar.bounds import Bounds
-    from sidecar.directory import Chunk, Directory
+    from sidecar.directory import Chunk
+    from sidecar.pins import Pins
 
 EARLY_JOBS_MAX: Final = 4096
 """Load jobs without a lease whose finished ranks are remembered."""
@@ -55,8 +56,8 @@ class Lease:
 class Leases:
     """All leases."""
 
-    def __init__(self, directory: Directory, bounds: Bounds, *, ttl_seconds_max: float) -> None:
-        self._directory = directory
+    def __init__(self, pins: Pins, bounds: Bounds, *, ttl_seconds_max: float) -> None:
+        self._pins = pins
         self._bounds = bounds
         self._ttl_seconds_max = ttl_seconds_max
         # All leases live equally long, so the order of insertion is that of the deadlines.
@@ -83,14 +84,16 @@ class Leases:
         False, and nothing is changed, where the session has all that it may have.
         """
         bounds = self._bounds
+        if self._pins.fitting(session_id, chunks) < len(chunks):
+            bounds.refuse("lease", "pinned")
+            return False
         wanted = (
             ("memory", bounds.memory, lease_cost(len(chunks))),
             ("leases", bounds.leases, 1),
         )
         if not bounds.admit("lease", session_id, wanted):
             return False
-        for chunk in chunks:
-            self._directory.pin(chunk)
+        self._pins.pin(session_id, chunks)
         # Pinned first, so that what both leases name is never without a pin in between.
         self.release(session_id, name[2])
         early = self._early.pop(name, set[int]())
@@ -159,5 +162,4 @@ class Leases:
             del self._held[lease.session_id]
         self._bounds.memory.give(lease.session_id, lease.cost)
         self._bounds.leases.give(lease.session_id, 1)
-        for chunk in lease.chunks:
-            self._directory.unpin(chunk)
+        self._pins.unpin(lease.session_id, lease.chunks)

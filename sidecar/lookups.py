@@ -1,7 +1,8 @@
 """Lookups: bring chunks that only the store holds to the host tier, and keep them for a while.
 
-Owns the lookups that wait, those that were answered and still pin their chunks, the queue of
-reads and the running reads. It does not own leases, slots, or what the store holds.
+Owns the lookups that wait, those that were answered and still pin their chunks, and the running
+reads. It does not own the order of reads (`readqueue.py`), the count of pins (`pins.py`), leases,
+slots, or what the store holds.
 
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
@@ -24,13 +25,15 @@ from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutc
 from sidecar.directory import Cause, SegmentState
 from sidecar.planner import UNKNOWN, Credit, Plan, Planner, ReadStart
 from sidecar.protocol import Lookup, LookupDone, Outcome
+from sidecar.readqueue import ReadQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from sidecar.bounds import Bounds
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
+    from sidecar.pins import Pins
     from sidecar.store import StoreTier
     from sidecar.tenants import Tenants
 
@@ -116,6 +119,7 @@ class Lookups:
         counters: Counters,
         tenants: Tenants,
         bounds: Bounds,
+        pins: Pins,
         emit: Callable[[Command], None],
         *,
         epoch: int,
@@ -131,6 +135,7 @@ class Lookups:
         self._counters = counters
         self._tenants = tenants
         self._bounds = bounds
+        self._pins = pins
         self._emit = emit
         self._epoch = epoch
         self._reads_inflight_max = reads_inflight_max
@@ -145,8 +150,8 @@ class Lookups:
         """Of the last event."""
         self._starts: dict[int, ReadStart] = {}
         self._by_session: dict[int, dict[int, PendingLookup]] = {}
-        self._waiters: dict[Chunk, list[PendingLookup]] = {}
-        self._queue: dict[Segment, None] = {}
+        self._waiters: dict[Chunk, dict[PendingLookup, None]] = {}
+        self._queue = ReadQueue()
         self._running: dict[int, Segment] = {}
         self._last_read_id = 0
         self._draining = False
@@ -182,14 +187,16 @@ class Lookups:
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
         chunks = self._run(realm, message.keys, message.tenant)
-        plan = self._plan(realm, message, chunks)
+        fitting = self._pins.fitting(session_id, chunks)
+        cut = fitting < len(chunks)
+        if cut:
+            self._bounds.refuse("lookup", "pinned")
+            self._shorten(chunks, fitting)
+        plan = self._plan(session_id, realm, message, chunks)
         self._credit(session_id).asked(plan.compute_seconds)
         if not plan.read:
             self._counters.lookups_recomputed += 1
-            refused = chunks[_leading(chunks, 0) :]
-            del chunks[len(chunks) - len(refused) :]
-            for chunk in refused:
-                self._directory.settle(chunk)
+            self._shorten(chunks, _leading(chunks, 0))
         wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
         lookup = PendingLookup(
             session_id,
@@ -205,21 +212,30 @@ class Lookups:
         if cost != lookup.cost:
             self._bounds.memory.give(session_id, cost - lookup.cost)
         own[message.lookup_id] = lookup
+        self._pins.pin(session_id, chunks)
         for chunk in chunks:
-            self._directory.pin(chunk)
             self._host.touch(chunk)
             if not chunk.loadable:
                 lookup.waits.add(chunk)
-                self._waiters.setdefault(chunk, []).append(lookup)
-        if not chunks:
+                self._waiters.setdefault(chunk, {})[lookup] = None
+        if cut:
+            lookup.outcome = Outcome.FULL
+        elif not chunks:
             lookup.outcome = Outcome.MISSING if message.keys else Outcome.OK
         # Copied: queueing a read may find that the chunk cannot come, and cut the run.
         for chunk in list(chunks):
             if not chunk.loadable and not lookup.answered:
-                self._queue_reads(chunk)
+                self._queue_reads(chunk, (lookup,))
         self._answer_if_over(lookup)
 
-    def _plan(self, realm: Realm, message: Lookup, chunks: list[Chunk]) -> Plan:
+    def _shorten(self, chunks: list[Chunk], length: int) -> None:
+        """Cut a run that is not pinned yet."""
+        cut = chunks[length:]
+        del chunks[length:]
+        for chunk in cut:
+            self._directory.settle(chunk)
+
+    def _plan(self, session_id: int, realm: Realm, message: Lookup, chunks: list[Chunk]) -> Plan:
         """Weigh reading what the run lacks against computing the run from there on."""
         first = _leading(chunks, 0)
         missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
@@ -228,12 +244,13 @@ class Lookups:
         layouts = [layout for layout in realm.layouts if layout is not None]
         chunk_bytes = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
         num_chunks = len(chunks) - first
+        reads = len(missing) * realm.world_size
         return self._planner.plan(
             num_chunks,
             message.num_tokens * num_chunks // len(message.keys),
-            reads=len(missing) * realm.world_size,
+            reads=reads,
             read_bytes=len(missing) * chunk_bytes,
-            queued=len(self._queue) + len(self._running),
+            queued=self._queue.ahead(session_id, reads) + len(self._running),
             prefill_tokens_per_second=message.prefill_tokens_per_second,
         )
 
@@ -289,25 +306,27 @@ class Lookups:
                     mask |= 1 << segment.rank
         return mask == realm.full_mask
 
-    def _queue_reads(self, chunk: Chunk) -> None:
+    def _queue_reads(self, chunk: Chunk, waiters: Iterable[PendingLookup]) -> None:
         """Queue what the chunk lacks, or give the chunk up if the store lacks it too."""
         absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
         if not all(chunk.realm.stored_rank(chunk.key, segment.rank) for segment in absent):
             self._give_up(chunk, Outcome.MISSING)
             return
         for segment in absent:
-            self._queue[segment] = None
+            for lookup in waiters:
+                self._queue.add(lookup.session_id, segment)
 
     def _forget_reads(self, chunk: Chunk) -> None:
         """No lookup waits for the chunk any more: its reads lose their place in the queue."""
         for segment in chunk.segments:
-            self._queue.pop(segment, None)
+            self._queue.discard(segment)
 
     def pump(self, now: float) -> None:
         """Start as many reads as may run."""
-        while self._queue and len(self._running) < self._reads_inflight_max:
-            segment = next(iter(self._queue))
-            del self._queue[segment]
+        while len(self._running) < self._reads_inflight_max:
+            segment = self._queue.take()
+            if segment is None:
+                break
             chunk = segment.chunk
             if segment.state is not SegmentState.ABSENT:
                 continue
@@ -369,8 +388,9 @@ class Lookups:
 
     def store_failed(self, chunk: Chunk) -> None:
         """A gather that lookups may have waited for brought nothing: read instead."""
-        if chunk in self._waiters:
-            self._queue_reads(chunk)
+        waiters = self._waiters.get(chunk)
+        if waiters is not None:
+            self._queue_reads(chunk, waiters)
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk was quarantined in the host tier."""
@@ -392,11 +412,11 @@ class Lookups:
             if chunk in lookup.waits:
                 lookup.waits.discard(chunk)
                 waiters = self._waiters[chunk]
-                waiters.remove(lookup)
+                del waiters[lookup]
                 if not waiters:
                     del self._waiters[chunk]
                     self._forget_reads(chunk)
-            self._directory.unpin(chunk)
+        self._pins.unpin(lookup.session_id, cut)
 
     def _answer_if_over(self, lookup: PendingLookup) -> None:
         if not lookup.waits and not lookup.answered:
@@ -461,6 +481,7 @@ class Lookups:
         for lookup in list(self._by_session.get(session_id, {}).values()):
             self._end(lookup)
         self._by_session.pop(session_id, None)
+        self._queue.leave(session_id)
         self._credits.pop(session_id, None)
 
     def expire(self, now: float) -> None:
@@ -493,6 +514,12 @@ class Lookups:
         for lookup in list(self):
             if not lookup.answered:
                 self._answer_with_what_is_there(lookup, Outcome.MISSING)
+
+    def check(self) -> None:
+        """Verify the queue of reads; raises AssertionError."""
+        self._queue.check()
+        for segment in self._queue:
+            assert segment.chunk in self._waiters, "a read is queued that nobody waits for"
 
     def _answer_with_what_is_there(self, lookup: PendingLookup, outcome: Outcome) -> None:
         lookup.outcome = outcome

@@ -62,6 +62,9 @@ TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01
 """While requests wait for the store: what they wait in vain is a part of their first token."""
 
+TICK_REST: Final = 9.0
+"""With thousands of lookups a tick takes milliseconds; it rests so many times as long after it."""
+
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
 
@@ -267,10 +270,13 @@ class Server:
     async def _tick(self) -> None:
         """Let time pass for the engine: finely while something ends with it, else rarely."""
         while True:
+            begun = time.monotonic()
             self._hub.feed(Tick())
             now = self._hub.engine.snapshot()
             if now.leases or now.lookups:
-                await anyio.sleep(TICK_SECONDS_WAITED_FOR if now.lookups else TICK_SECONDS)
+                seconds = TICK_SECONDS_WAITED_FOR if now.lookups else TICK_SECONDS
+                took = time.monotonic() - begun
+                await anyio.sleep(max(seconds, took * TICK_REST))
                 continue
             self._hub.deadlines = anyio.Event()
             with anyio.move_on_after(TICK_SECONDS_IDLE):

@@ -16,15 +16,33 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.bounds import BoundLimits, Share
+from sidecar.bounds import PINNED_ALPHA, BoundLimits, Share
 from sidecar.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
-from sidecar.protocol import Lookup, Outcome, Role, StoreChunk, StoreJob, Submit
+from sidecar.protocol import (
+    Lookup,
+    Outcome,
+    Role,
+    ServerMessage,
+    StoreChunk,
+    StoreJob,
+    Submit,
+)
 from tests.sidecar.client import NAMESPACE, Scheduler, Worker, key_of, layout_of
-from tests.sidecar.engine_kit import RANK_0, World, key, make_world, messages, only
+from tests.sidecar.engine_kit import (
+    RANK_0,
+    World,
+    answer,
+    key,
+    layout,
+    make_world,
+    messages,
+    only,
+)
 from tests.sidecar.test_lives import Process, wait_until
 from tiers.catalog import object_name
 
 MIB = 1 << 20
+SLOT = layout(0).payload_bytes(2)
 
 
 class TestShare:
@@ -43,6 +61,13 @@ class TestShare:
                     share.take(session_id, 1)
         assert (share.of(1), share.of(2)) == (40, 40)
         assert share.fits(3, 20), "who comes later finds room"
+
+    def test_of_what_one_may_need_most_of_it_may_have_seven_eighths(self) -> None:
+        share = Share(80, PINNED_ALPHA)
+        while share.fits(1, 1):
+            share.take(1, 1)
+        assert share.of(1) == 70
+        assert share.fits(2, 8), "who comes later finds room"
 
     @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), max_size=60))
     def test_never_over_the_limit_and_empty_in_the_end(self, wanted: list[tuple[int, int]]) -> None:
@@ -69,7 +94,7 @@ def empty(world: World) -> bool:
 
 class TestEngine:
     def test_a_lookup_over_the_share_is_answered_full(self) -> None:
-        world = bounded(memory_bytes_max=8192)
+        world = bounded(memory_bytes_max=16384)
         world.open(Role.WORKER)
         scheduler = world.open(Role.SCHEDULER)
         world.listed(dict.fromkeys(range(1, 9), RANK_0))
@@ -109,12 +134,10 @@ class TestEngine:
         assert not world.engine.bounds.jobs
 
     def test_slots_that_are_being_filled_are_shared_too(self) -> None:
-        slot = 64
-        world = bounded(storing_bytes_max=8 * slot)
+        world = bounded(storing_bytes_max=8 * SLOT)
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
-        gathers = only(world.store(flooding, 1, range(1, 30)), Gather)
-        held = world.engine.bounds.storing.of(flooding)
-        assert held <= 4 * slot or len(gathers) == held // slot
+        assert len(only(world.store(flooding, 1, range(1, 30)), Gather)) == 4
+        assert world.engine.bounds.refused == {("store", "storing"): 25}
         assert only(world.store(other, 2, [40]), Gather)
 
     def test_jobs_of_a_session_are_bounded(self) -> None:
@@ -135,6 +158,57 @@ class TestEngine:
         assert world.engine.snapshot().leases == 2
         assert world.engine.bounds.refused == {("lease", "leases"): 2}
         assert only(world.load(worker, 13, [1]), Scatter)
+
+    def test_a_client_that_pins_everything_leaves_slots_to_evict(self) -> None:
+        world = make_world(
+            slabs=8, store_writes=False, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+        )
+        flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
+        scheduler = world.open(Role.SCHEDULER)
+        world.stored(flooding, 1, range(1, 9))
+        for lease_id in range(1, 9):
+            world.lease(scheduler, lease_id, [lease_id])
+        assert world.engine.snapshot().leases == 7
+        assert world.engine.bounds.refused == {("lease", "pinned"): 1}
+        assert only(world.store(other, 2, [20]), Gather), "what was not pinned made room"
+        # What a session pins already costs it nothing more.
+        world.lease(scheduler, 20, list(range(1, 8)))
+        assert world.engine.snapshot().leases == 8
+        world.send(SessionClosed(scheduler))
+        del world.sessions[scheduler]
+        assert not world.engine.bounds.pinned.used
+
+    def test_a_lookup_is_cut_where_it_would_pin_more_than_its_share(self) -> None:
+        world = make_world(
+            slabs=8, store_writes=False, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+        )
+        world.open(Role.WORKER)
+        scheduler = world.open(Role.SCHEDULER)
+        world.listed(dict.fromkeys(range(1, 20), RANK_0))
+        world.look_up(scheduler, 1, range(1, 13), deadline_ms=9000)
+        reads = 0
+        told: list[ServerMessage] = []
+        while world.reads:
+            reads += 1
+            told += messages(world.read_done(next(iter(world.reads))), scheduler)
+        assert reads == 7
+        assert told == answer(1, 7, Outcome.FULL)
+        assert world.engine.bounds.refused == {("lookup", "pinned"): 1}
+
+    def test_reads_of_a_session_do_not_wait_for_another_ones_backlog(self) -> None:
+        world = bounded()
+        world.open(Role.WORKER)
+        flooding, other = world.open(Role.SCHEDULER), world.open(Role.SCHEDULER, engine_id="b")
+        world.listed(dict.fromkeys(range(1, 60), RANK_0))
+        for number in range(1, 41, 10):
+            world.look_up(flooding, number, range(number, number + 10), deadline_ms=9000)
+        world.look_up(other, 1, [50, 51], deadline_ms=9000)
+        assert world.engine.pending_work().reads_queued == 40
+        ended = 0
+        while not messages(world.read_done(next(iter(world.reads))), other):
+            ended += 1
+        # Two were running; then the sessions take turns.
+        assert ended <= 2 + 4
 
     @pytest.mark.parametrize("what", ["lookups", "stores"])
     def test_the_account_is_no_smaller_than_what_python_allocates(self, what: str) -> None:

@@ -128,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
                 memory_bytes_max=memory,
                 copies_queued_max=share,
                 storing_bytes_max=share * slot_bytes,
+                pinned_bytes_max=share * slot_bytes * world_size,
                 lookups_max=share,
                 leases_max=share,
                 jobs_max_per_session=share,

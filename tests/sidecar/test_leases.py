@@ -10,6 +10,7 @@ from sidecar.bounds import BoundLimits, Bounds
 from sidecar.commands import SessionClosed
 from sidecar.directory import Chunk, Directory, Realm
 from sidecar.leases import EARLY_JOBS_MAX, Leases
+from sidecar.pins import Pins
 from sidecar.protocol import Role
 from tests.sidecar.engine_kit import no_writes
 
@@ -18,6 +19,12 @@ ENGINE = (0, "engine")
 
 def job(job_id: int) -> tuple[int, str, int]:
     return (*ENGINE, job_id)
+
+
+def leases_in(directory: Directory) -> Leases:
+    bounds = Bounds(BoundLimits())
+    pins = Pins(directory, lambda _: 1, bounds.pinned)
+    return Leases(pins, bounds, ttl_seconds_max=10.0)
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def realm(directory: Directory) -> Realm:
 
 @pytest.fixture
 def leases(directory: Directory) -> Leases:
-    return Leases(directory, Bounds(BoundLimits()), ttl_seconds_max=10.0)
+    return leases_in(directory)
 
 
 @pytest.fixture
@@ -120,7 +127,7 @@ EVENTS = st.one_of(
 def test_pins_are_those_of_the_leases(steps: list[tuple[str, int, int]]) -> None:
     directory = Directory(readable=True)
     realm = directory.open_realm(0, 2)
-    leases = Leases(directory, Bounds(BoundLimits()), ttl_seconds_max=10.0)
+    leases = leases_in(directory)
     now = 0.0
     for kind, who, job_id in steps:
         match kind:

@@ -1,0 +1,44 @@
+"""Who pins what is counted, and nobody pins more than its share."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from sidecar.bounds import Share
+from sidecar.directory import Directory
+from sidecar.pins import Pins
+
+CHUNK_BYTES = 10
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.sets(st.integers(0, 7))), max_size=40)
+)
+def test_a_chunk_costs_a_session_once_and_is_given_back(
+    steps: list[tuple[bool, int, set[int]]],
+) -> None:
+    directory = Directory(readable=True)
+    realm = directory.open_realm(0, 1)
+    share = Share(80, 7)
+    pins = Pins(directory, lambda _: CHUNK_BYTES, share)
+    held: list[tuple[int, list[int]]] = []
+    for taking, session_id, numbers in steps:
+        if taking:
+            chunks = [directory.open_chunk(realm, bytes([n]) * 32) for n in sorted(numbers)]
+            fitting = pins.fitting(session_id, chunks)
+            pins.pin(session_id, chunks[:fitting])
+            for chunk in chunks[fitting:]:
+                directory.settle(chunk)
+            held.append((session_id, sorted(numbers)[:fitting]))
+        elif held:
+            owner, owned = held.pop(0)
+            pins.unpin(owner, [realm.chunks[bytes([n]) * 32] for n in owned])
+        distinct: dict[int, set[int]] = {}
+        for owner, owned in held:
+            distinct.setdefault(owner, set()).update(owned)
+        wanted = {owner: CHUNK_BYTES * len(owned) for owner, owned in distinct.items() if owned}
+        assert pins.held_bytes() == dict(share.by_session) == wanted
+        assert share.used <= share.limit
+        counts = {chunk.key[0]: count for chunk, count in pins.counts().items()}
+        assert counts == {key[0]: chunk.pins for key, chunk in realm.chunks.items()}
