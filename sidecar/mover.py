@@ -40,7 +40,7 @@ from sidecar.commands import (
 )
 from sidecar.copyqueue import Group
 from sidecar.logs import fields
-from tiers.catalog import object_name
+from tiers.catalog.names import object_name
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierExpired, TierFull, TierUnavailable
 from tiers.filesystems import run_to_end
 from tiers.index import FLAG_HOST, FLAG_STORE, tag_of

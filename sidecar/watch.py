@@ -21,7 +21,7 @@ import anyio.lowlevel
 
 from sidecar.commands import Event, Listed
 from sidecar.logs import fields
-from tiers.catalog import ListingCatalog
+from tiers.catalog.listing import ListingCatalog
 from tiers.errors import TierError
 
 if TYPE_CHECKING:

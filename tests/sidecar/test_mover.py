@@ -40,7 +40,7 @@ from sidecar.protocol import Role
 from sidecar.realms import Rank, Realm, Realms
 from sidecar.session import Session, Sessions
 from tests.sidecar.client import attach_message, key_of, layout_of
-from tiers.catalog import object_name
+from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, TierUnavailable
 from tiers.fence import PAGE_BYTES, WorkerFence
 from tiers.memfd import sealed_memfd

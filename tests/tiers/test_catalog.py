@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import ListingCatalog, namespace_prefix, object_name, parse_name
+from tiers.catalog.listing import ListingCatalog
+from tiers.catalog.names import namespace_prefix, object_name, parse_name
 from tiers.filesystems import Found, Listing
 from tiers.layout import HEADS_MAX, LAYERS_MAX, Segment
 from tiers.objects import UrlObjects

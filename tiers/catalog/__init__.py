@@ -1,0 +1,1 @@
+"""What the object store holds: names, announcements, snapshots, and their bounds."""

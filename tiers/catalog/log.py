@@ -1,0 +1,127 @@
+"""One writer's log: what this process wrote, announced in batches.
+
+Owns the rows that are not announced yet, when they are sent, and the numbers of one writer's
+files. Does not own when `flush` is called beyond saying that it is `due` (the sidecar's watch
+calls it), nor the local view of own writes: the engine has them at once.
+
+A crash loses the announcement of what was written since the last flush; the objects are found
+again by the reconciliation of `collection.py`.
+
+Invariants: a writer's name is random, and new for each life, so no two processes share a folder
+and numbers grow without gaps; rows leave the buffer only once the store has them; the buffer is
+bounded, and what does not fit is counted and left to the reconciliation.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from tiers.catalog.names import LogName, log_name
+from tiers.catalog.rows import Bytes, ROWS_PER_FILE_MAX, Row, Rows, digest_of, encode, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiers.objects import ObjectTier
+
+ROWS_WAITING_MAX: Final = 200_000
+"""While the store is away: some 60 MiB."""
+
+
+def new_writer(kind: str = "s") -> str:
+    """A name that nobody else has: `s` for a sidecar, `c` for a collector."""
+    return kind + secrets.token_hex(8)[:15]
+
+
+class LogWriter:
+    """Appends to one catalog under one writer's name. One task at a time may flush.
+
+    Args:
+        tier: the store.
+        folder: the catalog's folder.
+        writer: from `new_writer`.
+        rows_max: rows after which a file is due, whatever the time.
+        seconds_max: how long a row waits.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tier: ObjectTier,
+        folder: str,
+        writer: str,
+        *,
+        rows_max: int,
+        seconds_max: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._folder = folder
+        self._writer = writer
+        self._rows_max = rows_max
+        self._seconds_max = seconds_max
+        self._clock = clock
+        self._rows: list[Row] = []
+        self._oldest = 0.0
+        self._flushing = anyio.Lock()
+        self._unsent: tuple[Bytes, int] | None = None
+        self.files = 0
+        """Files written; the next one's number."""
+        self.rows_lost = 0
+        """Rows that found the buffer full."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def append(self, row: Row) -> None:
+        """Announce a row with the next file."""
+        if len(self._rows) >= ROWS_WAITING_MAX:
+            self.rows_lost += 1
+            return
+        if not self._rows:
+            self._oldest = self._clock()
+        self._rows.append(row)
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until a flush is due (0: now); None while there is nothing to announce."""
+        if not self._rows:
+            return None
+        if len(self._rows) >= self._rows_max:
+            return 0.0
+        return max(0.0, self._oldest + self._seconds_max - self._clock())
+
+    async def flush(self) -> None:
+        """Write everything that waits. Raises the tier's errors; the rows then wait on."""
+        async with self._flushing:
+            while self._rows:
+                if self._unsent is None:
+                    rows = self._rows[:ROWS_PER_FILE_MAX]
+                    body = await anyio.to_thread.run_sync(lambda rows=rows: encode(rows_of(rows)))
+                    self._unsent = (body, len(rows))
+                # An answer may have been lost, so the same bytes are sent again under the same
+                # name: a reader never finds two files of one number.
+                body, count = self._unsent
+                await self._send(body)
+                self._unsent = None
+                del self._rows[:count]
+                self._oldest = self._clock()
+
+    async def write(self, rows: Rows) -> None:
+        """Write these rows at once, past the buffer. After an error, use another writer's name."""
+        async with self._flushing:
+            for first in range(0, len(rows), ROWS_PER_FILE_MAX):
+                part = rows.take(np.arange(first, min(first + ROWS_PER_FILE_MAX, len(rows))))
+                body = await anyio.to_thread.run_sync(encode, part)
+                await self._send(body)
+
+    async def _send(self, body: Bytes) -> None:
+        name = log_name(self._folder, LogName(self._writer, self.files), digest_of(body))
+        await self._tier.write(name, body)
+        self.files += 1
