@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sidecar.protocol import Lookup, Role, ServerMessage, Submit
     from tiers.layout import ChunkLayout
 
@@ -116,6 +118,8 @@ class Written:
     write_id: int
     outcome: StoreOutcome
     num_bytes: int = 0
+    written_at: int = 0
+    """As announced in the catalog: microseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +133,24 @@ class ReadDone:
     num_bytes: int = 0
 
 
+class ListedRow(NamedTuple):
+    """One line of the catalog."""
+
+    key: bytes
+    mask: int
+    """Ranks whose segment it names, as bits."""
+    written_at: int
+    """By the writer's clock: microseconds since 1970."""
+    withdrawn: bool
+    """The segments are not in the store any more, unless they were written later than that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A listing of the store for one realm's namespace: key -> ranks whose segment is there.
-
-    `complete` is True for a whole listing (keys that it lacks are gone from the store) and False
-    for an addition.
-    """
+    """Lines of the catalog that are new to one realm; any of them may come again."""
 
     realm_id: int
-    ranks_by_key: dict[bytes, frozenset[int]]
-    complete: bool
+    rows: Sequence[ListedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +227,9 @@ class Write:
     key: bytes
     num_blocks: int
     tenant: bytes = b""
+    parent: bytes = bytes(32)
+    written_after: int = 0
+    """The catalog has to say that it was written later than this: when it was withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +254,17 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Announce that the object of a segment is gone. Best effort, not answered."""
+
+    realm_id: int
+    rank: int
+    key: bytes
+    written_at: int
+    """What the catalog said of it; a later writing holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """Send a message to one session; dropped where the session is gone."""
 
@@ -257,7 +282,7 @@ class IndexSet:
     in_store: bool
 
 
-Command = Gather | Scatter | Write | Read | Quarantine | Reply | IndexSet
+Command = Gather | Scatter | Write | Read | Quarantine | Withdraw | Reply | IndexSet
 
 
 @dataclass(slots=True)

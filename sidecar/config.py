@@ -223,7 +223,13 @@ class Store(Access):
     read: ReadMode = "on"
     """`on`: chunks that only the store holds are served. `off`: they are not looked for."""
     refresh_seconds: Duration = Field(default=5.0, ge=0.05)
-    """How often the store is listed for what other sidecars wrote."""
+    """How often the catalog is looked at for what other sidecars wrote."""
+    catalog_flush: Duration = Field(default=1.0, ge=0.01, le=3600)
+    """Longest that a written chunk waits to be announced to others; a crash loses so much."""
+    catalog_rows_max: Count = Field(default=10_000, ge=1, le=100_000)
+    """Chunks after which they are announced at once."""
+    reconcile_every: Duration = Field(default=86_400.0, ge=1.0)
+    """How long it takes to compare all objects with the catalog, in the background, in slices."""
     writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
     """Objects written at the same time."""
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)

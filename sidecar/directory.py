@@ -4,8 +4,8 @@ Owns the realms (one namespace cut one way over `world_size` ranks), their chunk
 table of a segment, and the list of chunks whose public flags changed. It does not own slots (it
 only notes their numbers), nor who pins a chunk (it only counts), nor the order of eviction.
 
-A chunk that only the store holds is one entry of a dict, key -> bit mask of ranks: there may be a
-million of them. A `Chunk` object exists while something of it is in, on its way to, or pinned
+A chunk that only the store holds is one entry of a table (`stored.py`): there may be millions of
+them. A `Chunk` object exists while something of it is in, on its way to, or pinned
 for, the host tier.
 
 Invariants: a segment's state changes only through `Directory.move`, along `TRANSITIONS`; a
@@ -18,6 +18,8 @@ from __future__ import annotations
 import enum
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from sidecar.stored import StoredChunks
 
 if TYPE_CHECKING:
     from tiers.layout import ChunkLayout
@@ -154,7 +156,6 @@ class Realm:
         "stored",
         "stored_chunks",
         "world_size",
-        "written",
     )
 
     def __init__(self, realm_id: int, world_size: int, *, readable: bool) -> None:
@@ -167,10 +168,8 @@ class Realm:
         """Geometry of each rank's segment, once a worker of that rank attached."""
         self.slot_classes: list[int] = [-1] * world_size
         self.chunks: dict[bytes, Chunk] = {}
-        self.stored: dict[bytes, int] = {}
-        """Key -> mask of the ranks whose segment is in the store. Never holds a zero."""
-        self.written: set[bytes] = set()
-        """Keys written since the last whole listing: that listing may be older than they are."""
+        self.stored = StoredChunks(world_size)
+        """Which ranks' segments of a chunk are in the store, and since when."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
 
@@ -181,11 +180,11 @@ class Realm:
 
     def in_store(self, key: bytes) -> bool:
         """Whether every rank's segment of `key` can be read from the store."""
-        return self.readable and self.stored.get(key, 0) == self.full_mask
+        return self.readable and self.stored.get(key) == self.full_mask
 
     def stored_rank(self, key: bytes, rank: int) -> bool:
         """Whether the store holds the segment of `rank`."""
-        return bool(self.stored.get(key, 0) >> rank & 1)
+        return bool(self.stored.get(key) >> rank & 1)
 
     def store_state(self, key: bytes, rank: int) -> StoreState:
         """What the store holds of one segment, as far as this sidecar knows."""
@@ -273,16 +272,11 @@ class Directory:
         del chunk.realm.chunks[chunk.key]
         chunk.detached = True
 
-    def set_stored(self, realm: Realm, key: bytes, mask: int) -> None:
-        """Say which ranks' segments the store holds (0: none)."""
-        if realm.stored.get(key, 0) == mask:
-            return
-        self._touch(realm, key)
-        if mask == 0:
-            realm.stored.pop(key, None)
-        else:
-            # The common mask is one shared int, however many ranks there are.
-            realm.stored[key] = realm.full_mask if mask == realm.full_mask else mask
+    def set_stored(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
+        """Say which ranks' segments the store holds (0: none), and when the newest was written."""
+        if realm.stored.get(key) != mask:
+            self._touch(realm, key)
+        realm.stored.set(key, mask, time)
 
     def _touch(self, realm: Realm, key: bytes) -> None:
         touched = (realm.realm_id, key)

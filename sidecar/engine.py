@@ -2,8 +2,9 @@
 
 Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
 `host.py` (slots), `jobs.py` (copies of workers), `lookups.py` (reads), `store.py` (writes and
-listings), `leases.py` (pins). It does no I/O and has neither clock nor randomness: the same events
-in the same order give the same commands. The server checks epochs and frames before an event.
+the catalog), `leases.py` (pins). It does no I/O and has neither clock nor randomness: the same
+events in the same order give the same commands. The server checks epochs and frames before an
+event.
 
 Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
 the directory or a zombie, and in one place only; every pin has an owner; what runs on a slot is
@@ -183,6 +184,7 @@ class Engine:
             writes_inflight_max=limits.writes_inflight_max,
             write_queue_chunks_max=limits.write_queue_chunks_max,
             quarantine_keys_max=limits.quarantine_keys_max,
+            announces=limits.store_writes,
             admit=admit_write,
         )
         self._lookups = Lookups(
@@ -368,6 +370,11 @@ class Engine:
         self._host.clear()
         return self._flush()
 
+    def stored_mask(self, realm_id: int, key: bytes) -> int:
+        """Ranks whose segment of `key` is known to be in the store, as bits."""
+        realm = self._directory.realms.get(realm_id)
+        return 0 if realm is None else realm.stored.get(key)
+
     def pending_work(self) -> PendingWork:
         """What has not ended yet."""
         return PendingWork(
@@ -459,6 +466,7 @@ class Engine:
             hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
             assert hosted == chunk.hosted, "HOST segments are miscounted"
         for realm in self._directory.realms.values():
-            flags = [realm.flags(key) for key in realm.chunks.keys() | realm.stored.keys()]
+            flags = [realm.flags(key) for key in realm.chunks]
             assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
-            assert sum(in_store for _, in_store in flags) == realm.stored_chunks
+            in_store = sum(mask == realm.full_mask for mask in realm.stored.masks())
+            assert in_store * realm.readable == realm.stored_chunks

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from sidecar.bounds import BoundLimits
+from sidecar.catalogs import Catalogs
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
@@ -88,14 +89,17 @@ class Hub:
             _engine_limits(config),
             epoch=epoch,
             tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
+            admit_write=self._admits,
         )
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
-        self.watch = None if store is None else self._new_watch(store)
+        self.catalogs = None if store is None else _new_catalogs(config, store)
+        self.watch = self._new_watch()
         self.mover = Mover(
             realms=self.realms,
             sessions=self.sessions,
             pool=pool.memory,
             store=store,
+            catalogs=self.catalogs,
             copies=self.copies,
             load_deadline_seconds=config.limits.load_deadline,
             store_deadline_seconds=config.limits.store_deadline,
@@ -115,17 +119,29 @@ class Hub:
         self._over = False
         self._logged: dict[tuple[bytes, str], None] = {}
 
-    def _new_watch(self, store: Metered) -> StoreWatch:
+    def _new_watch(self) -> StoreWatch | None:
         settings = self.config.store
-        assert settings is not None, "a store was opened"
+        if settings is None or self.store is None or self.catalogs is None:
+            return None
         return StoreWatch(
-            store,
+            self.store,
+            self.catalogs,
             self.realms,
             refresh_seconds=settings.refresh_seconds,
+            flush_seconds=settings.catalog_flush,
             writes=settings.write == "through",
             reads=settings.read == "on",
+            reconcile_seconds=settings.reconcile_every,
             feed=self.feed,
+            held=self.engine.stored_mask,
         )
+
+    def _admits(self, tenant: bytes, num_bytes: int) -> bool:
+        """Whether a tenant may have so many bytes more in the store, as far as is known."""
+        most = self.engine.tenants.quota(tenant).store_bytes_max
+        if most is None or self.catalogs is None:
+            return True
+        return self.catalogs.tenant_bytes(tenant) + num_bytes <= most
 
     def connect(self, router: Router) -> None:
         """Give it the socket that its replies go to."""
@@ -288,6 +304,12 @@ class Hub:
             reads = session.realm is realm and session.attach.role is Role.SCHEDULER
             if reads and not session.connection.try_send(moved, (realm.index.fd,)):
                 session.connection.hang_up()
+
+
+def _new_catalogs(config: Config, store: Metered) -> Catalogs:
+    settings = config.store
+    assert settings is not None, "a store was opened"
+    return Catalogs(store, rows_max=settings.catalog_rows_max, flush_seconds=settings.catalog_flush)
 
 
 def _engine_limits(config: Config) -> EngineLimits:

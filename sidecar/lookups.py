@@ -299,7 +299,7 @@ class Lookups:
         if not realm.readable or None in realm.layouts:
             # Without a rank's layout there is no slot to read into.
             return False
-        mask = realm.stored.get(key, 0)
+        mask = realm.stored.get(key)
         if chunk is not None:
             for segment in chunk.segments:
                 if segment.state in (SegmentState.HOST, SegmentState.READING):

@@ -123,8 +123,9 @@ class HubCollector(Collector):
         if store is None or watch is None:
             return
         yield _gauge("store_well", "1 if the last probe succeeded", {(): int(watch.health.well)})
-        yield _counter("store_listings", "Listings of the store", {(): watch.listings})
-        yield _counter("store_listings_failed", "Failed listings", {(): watch.listings_failed})
+        yield _counter("store_listings", "Refreshes of the catalog", {(): watch.listings})
+        yield _counter("store_listings_failed", "Failed refreshes", {(): watch.listings_failed})
+        yield from self._catalog()
         verbs = store.snapshot()
         labels = ["verb"]
         calls = {(verb,): counts.calls for verb, counts in verbs.items()}
@@ -141,6 +142,21 @@ class HubCollector(Collector):
             for error, count in counts.failures.items()
         }
         yield _counter("store_failures", "Calls that failed, by error", failures, ["verb", "error"])
+
+    def _catalog(self) -> Iterator[Metric]:
+        catalogs = self._hub.catalogs
+        if catalogs is None:
+            return
+        for name, value in dataclasses.asdict(catalogs.counts).items():
+            told = f"Catalog {name.replace('_', ' ')}"
+            yield _counter(f"catalog_{name}", told, {(): value})
+        yield _counter("catalog_files_written", "Logs written", {(): catalogs.files_written})
+        yield _counter("catalog_rows_lost", "Rows never announced", {(): catalogs.rows_lost})
+        sweeps = self._hub.watch.reconciler if self._hub.watch is not None else None
+        if sweeps is not None:
+            yield _counter("catalog_sweeps", "Namespaces looked through", {(): sweeps.sweeps})
+            yield _counter("catalog_found", "Objects it did not know", {(): sweeps.found})
+        yield _gauge("catalog_rows_waiting", "Rows to announce", {(): catalogs.rows_waiting})
 
     def _sockets(self) -> Iterator[Metric]:
         hub = self._hub
@@ -305,9 +321,24 @@ class Reporter:
             "reason": watch.health.reason,
             "chunks": self._hub.engine.snapshot().chunks_in_store,
             "listings": watch.listings,
+            "catalog": self._catalog_status(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
             },
+        }
+
+    def _catalog_status(self) -> dict[str, object]:
+        catalogs, watch = self._hub.catalogs, self._hub.watch
+        assert catalogs is not None, "a store was opened"
+        assert watch is not None, "a store was opened"
+        return {
+            **dataclasses.asdict(catalogs.counts),
+            "files_written": catalogs.files_written,
+            "rows_waiting": catalogs.rows_waiting,
+            "rows_lost": catalogs.rows_lost,
+            "sweeps": watch.reconciler.sweeps,
+            "found": watch.reconciler.found,
+            "compacts": watch.health.creates,
         }
 
     def _sessions(self) -> list[dict[str, object]]:

@@ -35,12 +35,14 @@ from sidecar.commands import (
     Reply,
     Scatter,
     StoreOutcome,
+    Withdraw,
     Write,
     Written,
 )
 from sidecar.copyqueue import Group
 from sidecar.logs import fields
 from tiers.catalog.names import object_name
+from tiers.catalog.rows import Row
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierExpired, TierFull, TierUnavailable
 from tiers.filesystems import run_to_end
 from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from sidecar.catalogs import Catalogs
     from sidecar.copies import Copies
     from sidecar.protocol import ServerMessage
     from sidecar.realms import Rank, Realm, Realms
@@ -79,6 +82,7 @@ class Mover:
         sessions: Sessions,
         pool: npt.NDArray[np.uint8],
         store: ObjectTier | None,
+        catalogs: Catalogs | None,
         copies: Copies,
         load_deadline_seconds: float,
         store_deadline_seconds: float,
@@ -91,6 +95,7 @@ class Mover:
         self._sessions = sessions
         self._pool = pool
         self._store = store
+        self._catalogs = catalogs
         self._copies = copies
         self._load_deadline_seconds = load_deadline_seconds
         self._store_deadline_seconds = store_deadline_seconds
@@ -126,6 +131,8 @@ class Mover:
                     self._start(self._read, command)
                 case Quarantine():
                     self._start(self._quarantine, command)
+                case Withdraw():
+                    self._withdraw(command)
         for group in groups.values():
             self._copy(group)
 
@@ -175,12 +182,13 @@ class Mover:
         rank, name = self._object(command)
         template = rank.templates[command.num_blocks]
         image = self._pool[command.slot : command.slot + template.image_bytes]
-        outcome = StoreOutcome.UNAVAILABLE
+        outcome, written_at = StoreOutcome.UNAVAILABLE, 0
         try:
             assert self._store is not None, "the engine writes only where there is a store"
             await self._give_way()
             await run_to_end(lambda: template.verify_payload(image), self._verifying)
             await self._store.write(name, image)
+            written_at = self._announce(command, rank, template.image_bytes)
             outcome = StoreOutcome.OK
         except ChunkCorrupt as error:
             outcome = StoreOutcome.CORRUPT
@@ -193,7 +201,29 @@ class Mover:
         except Exception:
             _logger.exception("write failed", extra=fields(object=name))
         num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
-        self._feed(Written(command.write_id, outcome, num_bytes))
+        self._feed(Written(command.write_id, outcome, num_bytes, written_at))
+
+    def _announce(self, command: Write, rank: Rank, size_bytes: int) -> int:
+        """Have the catalog say that an object is there; returns when it was written."""
+        assert self._catalogs is not None, "the engine writes only where there is a store"
+        row = Row(
+            key=command.key,
+            segment=rank.layout.segment.name,
+            written_at=0,
+            size_bytes=size_bytes,
+            num_blocks=command.num_blocks,
+            parent=command.parent,
+            tenant=command.tenant,
+        )
+        realm = self._realms[command.realm_id]
+        return self._catalogs.wrote(realm, row, later_than=command.written_after)
+
+    def _withdraw(self, command: Withdraw) -> None:
+        if self._catalogs is None:
+            return
+        realm = self._realms[command.realm_id]
+        segment = realm.ranks[command.rank].layout.segment.name
+        self._catalogs.lost(realm, Row(command.key, segment, command.written_at))
 
     async def _give_way(self) -> None:
         """Let loads go first: hashing and sending take cores, and nobody waits for a write."""

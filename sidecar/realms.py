@@ -59,12 +59,18 @@ class Realm:
     index: IndexWriter
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
 
-    def ranks_by_segment(self) -> dict[str, frozenset[int]]:
-        """Segment name -> ranks that hold it. Ranks with replicated heads share one."""
-        found: dict[str, set[int]] = {}
+    @property
+    def complete(self) -> bool:
+        """Whether all its ranks are known, so that segments can be matched to them."""
+        return len(self.ranks) >= self.world_size
+
+    def masks_by_segment(self) -> dict[str, int]:
+        """Segment name -> ranks that hold it, as bits. Ranks with replicated heads share one."""
+        found: dict[str, int] = {}
         for number, rank in self.ranks.items():
-            found.setdefault(rank.layout.segment.name, set()).add(number)
-        return {name: frozenset(numbers) for name, numbers in found.items()}
+            name = rank.layout.segment.name
+            found[name] = found.get(name, 0) | 1 << number
+        return found
 
     def learn(self, rank: int, layout: ChunkLayout) -> bool:
         """Take a worker's geometry. True if it was not known yet.

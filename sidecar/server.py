@@ -67,6 +67,7 @@ TICK_REST: Final = 9.0
 
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
+ANNOUNCE_SECONDS_MAX: Final = 5.0
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -287,6 +288,10 @@ class Server:
         self._hub.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max):
             await self._hub.drained.wait()
+        if self._hub.watch is not None:
+            # Whatever was written, however far the drain got.
+            with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
+                await self._hub.watch.flush()
         left = self._hub.engine.pending_work()
         if left.idle:
             _logger.info("drained")

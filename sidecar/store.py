@@ -1,20 +1,31 @@
 """What the store holds and what is on its way there.
 
-Owns the queue of writes, the running writes, the answers to listings, and the bounded memory of
-quarantined objects. It does not own reads (`lookups.py`), nor the slots that it sends. Whether a
+Owns the queue of writes, the running writes, what the catalog says, and the bounded memory of
+withdrawn segments. It does not own reads (`lookups.py`), nor the slots that it sends. Whether a
 tenant may have so many bytes more in the store is asked of `admit(tenant, num_bytes)`.
 
 Invariants: only a running write holds its slot; a pending one is forgotten, and counted, when its
-chunk leaves the host tier first. At most `writes_inflight_max` writes run. A quarantined object
-is not offered by a listing again until this sidecar wrote it anew (or the memory is full and it
-is the oldest): a listing may be older than the quarantine, and best effort may have failed.
+chunk leaves the host tier first. At most `writes_inflight_max` writes run. A segment that
+was withdrawn, or found missing or corrupt here, is not offered again by what was written before
+that, in whatever order the catalog's lines come; only by a later writing, or when the memory is
+full and it is the oldest. Clocks order lines of one chunk only: one that is off costs a miss, or a
+read that finds nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sidecar.commands import Command, Counters, Listed, Quarantine, StoreOutcome, Write, Written
+from sidecar.commands import (
+    Command,
+    Counters,
+    Listed,
+    Quarantine,
+    StoreOutcome,
+    Withdraw,
+    Write,
+    Written,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +49,7 @@ class StoreTier:
         writes_inflight_max: int,
         write_queue_chunks_max: int,
         quarantine_keys_max: int,
+        announces: bool,
         admit: Callable[[bytes, int], bool],
     ) -> None:
         self._directory = directory
@@ -52,7 +64,9 @@ class StoreTier:
         self._pending: dict[Chunk, list[int]] = {}
         self._running: dict[int, Segment] = {}
         self._last_write_id = 0
-        self._quarantined: dict[tuple[int, bytes], int] = {}
+        self._announces = announces
+        # (realm_id, key) -> ranks, and the newest writing that does not count for them.
+        self._gone: dict[tuple[int, bytes], tuple[int, int]] = {}
 
     @property
     def writes_pending(self) -> int:
@@ -70,7 +84,7 @@ class StoreTier:
 
     def enqueue(self, chunk: Chunk) -> None:
         """Queue a write for every rank of a complete chunk that the store lacks."""
-        mask = chunk.realm.stored.get(chunk.key, 0)
+        mask = chunk.realm.stored.get(chunk.key)
         ranks = [
             segment.rank
             for segment in chunk.segments
@@ -117,6 +131,8 @@ class StoreTier:
                 key=chunk.key,
                 num_blocks=segment.num_blocks,
                 tenant=chunk.tenant,
+                parent=chunk.parent,
+                written_after=self._gone.get((chunk.realm.realm_id, chunk.key), (0, 0))[1],
             )
         )
 
@@ -139,75 +155,66 @@ class StoreTier:
             # The chunk was found corrupt while it was being sent. A listing may offer what was
             # sent, and reading verifies it; this sidecar does not vouch for it.
             return
-        realm = chunk.realm
-        self._heal(realm, chunk.key, segment.rank)
-        realm.written.add(chunk.key)
-        mask = realm.stored.get(chunk.key, 0) | 1 << segment.rank
-        self._directory.set_stored(realm, chunk.key, mask)
+        realm, key = chunk.realm, chunk.key
+        self._heal(realm, key, segment.rank)
+        mask = realm.stored.get(key) | 1 << segment.rank
+        self._directory.set_stored(realm, key, mask, max(realm.stored.time(key), event.written_at))
         if mask == realm.full_mask:
             self._counters.chunks_written += 1
 
     def lost(self, realm: Realm, key: bytes, rank: int) -> None:
         """A read found no object."""
-        self._directory.set_stored(realm, key, realm.stored.get(key, 0) & ~(1 << rank))
+        bit, time = 1 << rank, realm.stored.time(key)
+        self._directory.set_stored(realm, key, realm.stored.get(key) & ~bit, time)
+        self._remember(realm, key, bit, time)
+        # Where nothing is known of it any more, somebody else has said so already.
+        if self._announces and time:
+            self._emit(Withdraw(realm.realm_id, rank, key, time))
 
     def quarantine(self, realm: Realm, key: bytes, rank: int) -> None:
         """A read found an object that is not the segment it claims to be."""
         self.lost(realm, key, rank)
         self._counters.quarantined_store += 1
         self._emit(Quarantine(realm.realm_id, rank, key))
+
+    def _remember(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
         name = (realm.realm_id, key)
         # Taken out first, so that it is the newest again.
-        self._quarantined[name] = self._quarantined.pop(name, 0) | 1 << rank
-        if len(self._quarantined) > self._quarantine_keys_max:
-            del self._quarantined[next(iter(self._quarantined))]
+        known_mask, known_time = self._gone.pop(name, (0, 0))
+        self._gone[name] = (known_mask | mask, max(known_time, time))
+        if len(self._gone) > self._quarantine_keys_max:
+            del self._gone[next(iter(self._gone))]
 
     def _heal(self, realm: Realm, key: bytes, rank: int) -> None:
         name = (realm.realm_id, key)
-        left = self._quarantined.get(name, 0) & ~(1 << rank)
-        if left:
-            self._quarantined[name] = left
+        mask, time = self._gone.get(name, (0, 0))
+        if mask & ~(1 << rank):
+            self._gone[name] = (mask & ~(1 << rank), time)
         else:
-            self._quarantined.pop(name, None)
+            self._gone.pop(name, None)
 
     def listed(self, event: Listed) -> None:
-        """Take over what a listing says, whole or in addition to what is known."""
+        """Take over lines of the catalog.
+
+        Millions come by when a sidecar starts, so this loop does for each only what it must.
+        """
         realm = self._directory.realms.get(event.realm_id)
         if realm is None:
             self._counters.stale_messages += 1
             return
-        held = self._take_over(realm, event)
-        if not event.complete:
-            return
-        # A listing holds what was held before, as a rule; then there is nothing to look for.
-        if held < len(realm.stored):
-            listed, written = event.ranks_by_key, realm.written
-            for key in [key for key in realm.stored if key not in listed and key not in written]:
-                self._directory.set_stored(realm, key, 0)
-        # What was written before this listing came is in the next one.
-        realm.written.clear()
-
-    def _take_over(self, realm: Realm, event: Listed) -> int:
-        """Set what the listing names; returns how many of its keys the store then holds.
-
-        A million keys come by every few seconds and few of them are news, so this loop does for
-        each key only what may change something.
-        """
-        masks: dict[frozenset[int], int] = {}
-        stored, written, quarantined = realm.stored, realm.written, self._quarantined
-        held = 0
-        for key, ranks in event.ranks_by_key.items():
-            mask = masks.get(ranks)
-            if mask is None:
-                # A rank outside the world is another topology's object: not ours.
-                mask = sum(1 << rank for rank in ranks if 0 <= rank < realm.world_size)
-                masks[ranks] = mask
-            if quarantined:
-                mask &= ~quarantined.get((realm.realm_id, key), 0)
-            before = stored.get(key, 0)
-            if not event.complete or key in written:
-                mask |= before
-            if mask != before:
-                self._directory.set_stored(realm, key, mask)
-            held += mask != 0
-        return held
+        stored, gone, set_stored = realm.stored, self._gone, self._directory.set_stored
+        for key, named, written_at, withdrawn in event.rows:
+            # A rank outside the world is another topology's object: not ours.
+            mask = named & realm.full_mask
+            held, time = stored.get(key), stored.time(key)
+            if withdrawn:
+                self._remember(realm, key, mask, written_at)
+                if held & mask and time <= written_at:
+                    set_stored(realm, key, held & ~mask, time)
+                continue
+            if gone:
+                lost, until = gone.get((realm.realm_id, key), (0, 0))
+                if written_at <= until:
+                    mask &= ~lost
+            if mask & ~held or (mask and written_at > time):
+                set_stored(realm, key, held | mask, max(time, written_at))

@@ -1,17 +1,18 @@
 """The store's watch: is it well, and what does it hold that this sidecar did not write.
 
-Owns probing and listing the object store, again and again, and the verdict (`StoreHealth`) that
-status, readiness and metrics show. Does not own reads and writes (`mover.py`), nor what the engine
-makes of a listing.
+Owns probing the object store, reading its catalog and announcing in it, again and again, and the
+verdict (`StoreHealth`) that status, readiness and metrics show. Does not own reads and writes of
+chunks (`mover.py`), objects that the catalog lacks (`reconcile.py`), positions and what waits to be
+announced (`catalogs.py`), nor what the engine makes of the rows.
 
 Invariants: an unwell store is an error in the log once, and a reason in the status as long as it
-lasts; the host tier works on meanwhile. A realm is listed only once all its ranks are known:
-before that no name can be matched to a rank, and nobody could load what it names.
+lasts; the host tier works on meanwhile. A realm's catalog is read only once all its ranks are
+known: before that no segment can be matched to a rank, and nobody could load it. Files are parsed
+in threads, and rows are handed on a few at a time, so that engines are answered in between.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,19 +20,24 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.lowlevel
 
-from sidecar.commands import Event, Listed
+from sidecar.commands import Event, Listed, ListedRow
 from sidecar.logs import fields
-from tiers.catalog.listing import ListingCatalog
+from sidecar.reconcile import Reconciler
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sidecar.catalogs import Catalogs
     from sidecar.realms import Realm, Realms
+    from tiers.catalog.rows import Rows
     from tiers.objects import ObjectTier
 
-KEYS_PER_SLICE: Final = 2048
-"""About 10 ms of the event loop, the first time that a store is listed."""
+ROWS_PER_SLICE: Final = 1024
+"""Some 5 ms of the event loop."""
+ANNOUNCE_POLL_SECONDS_MAX: Final = 0.5
+FLUSH_PAUSE_SECONDS: Final = 1.0
+"""Between two tries to announce, while the store is unwell."""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -43,6 +49,8 @@ class StoreHealth:
     checked: bool = False
     well: bool = False
     reason: str = "not probed yet"
+    creates: bool | None = None
+    """Whether it can create without replacing, which compaction needs; None: not known."""
 
     @property
     def state(self) -> str:
@@ -53,34 +61,47 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes and lists. `feed` takes the `Listed` events."""
+    """Probes, reads and announces. `feed` takes the `Listed` events."""
 
     def __init__(
         self,
         store: ObjectTier,
+        catalogs: Catalogs,
         realms: Realms,
         *,
         refresh_seconds: float,
+        flush_seconds: float,
         writes: bool,
         reads: bool,
+        reconcile_seconds: float,
         feed: Callable[[Event], None],
+        held: Callable[[int, bytes], int],
     ) -> None:
         self._store = store
         self._realms = realms
         self._refresh_seconds = refresh_seconds
+        self._flush_seconds = flush_seconds
         self._writes = writes
         self._reads = reads
         self._feed = feed
-        self._catalog = ListingCatalog(store)
+        self._catalogs = catalogs
         self._due: set[int] = set()
         self._wake = anyio.Event()
         self.health = StoreHealth()
-        self._listed: set[int] = set()
+        self.reconciler = Reconciler(
+            store,
+            catalogs,
+            realms,
+            feed_rows=self._feed_rows,
+            held=held,
+            announces=writes,
+            every_seconds=reconcile_seconds,
+        )
         self.listings = 0
         self.listings_failed = 0
 
     def learnt(self, realm: Realm) -> None:
-        """A rank of this realm became known: list it as soon as all are."""
+        """A rank of this realm became known: read its catalog as soon as all are."""
         self._due.add(realm.realm_id)
         self._wake.set()
 
@@ -89,7 +110,35 @@ class StoreWatch:
         self._judge(str(error))
 
     async def run(self) -> None:
-        """Probe, list, wait, for ever."""
+        """Probe, refresh, announce, wait, for ever."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._refresh)
+            if self._writes:
+                tasks.start_soon(self._announce)
+            if self._reads:
+                tasks.start_soon(self.reconciler.run)
+
+    async def _announce(self) -> None:
+        """Flush what waits whenever it is due."""
+        while True:
+            due_in = self._catalogs.due_in
+            if due_in is None or due_in > 0:
+                # A row that comes meanwhile is due no sooner than in this many seconds.
+                longest = self._flush_seconds
+                await anyio.sleep(min(longest, due_in or longest, ANNOUNCE_POLL_SECONDS_MAX))
+            elif not await self.flush():
+                await anyio.sleep(FLUSH_PAUSE_SECONDS)
+
+    async def flush(self) -> bool:
+        """Announce everything that waits, now. False where the store would not take it."""
+        try:
+            await self._catalogs.flush()
+        except TierError as error:
+            self.failed(error)
+            return False
+        return True
+
+    async def _refresh(self) -> None:
         while True:
             probed = not self.health.well
             reason = await self._probe() if probed else None
@@ -105,7 +154,7 @@ class StoreWatch:
                     self._judge(reason)
 
     async def _due_before(self, moment: float) -> bool:
-        """Wait until a realm is to be listed. False when the time for all of them has come."""
+        """Wait until a realm is to be read. False when the time for all of them has come."""
         while not self._due:
             self._wake = anyio.Event()
             with anyio.move_on_after(moment - anyio.current_time()):
@@ -116,38 +165,52 @@ class StoreWatch:
 
     async def _probe(self) -> str | None:
         """What is wrong with the store, in words for an operator, or None."""
-        # Read-only credentials are enough where nothing is written; the listings judge then.
+        # Read-only credentials are enough where nothing is written; the refreshes judge then.
         if not self._writes:
             return None
         try:
-            await self._store.probe()
+            self.health.creates = (await self._store.probe()).creates
         except TierError as error:
             return str(error)
         return None
 
     async def _list(self, realm: Realm) -> str | None:
-        """Tell the engine what the store holds for a realm; what is wrong, or None."""
-        if not self._reads or len(realm.ranks) < realm.world_size:
+        """Tell the engine what is new in the store for a realm; what is wrong, or None."""
+        if not self._reads or not realm.complete:
             return None
         try:
-            found = await self._catalog.refresh(realm.namespace_digest)
+            reader = self._catalogs.reader(realm)
+            async for rows in reader.changes():
+                self._catalogs.note(realm, rows)
+                await self._feed_rows(realm, rows)
+            if reader.take_doubt():
+                self.reconciler.doubt(realm)
         except TierError as error:
             self.listings_failed += 1
             return str(error)
         self.listings += 1
-        ranks_by_key = _by_rank(found, realm)
-        if realm.realm_id not in self._listed:
-            # All of it is new, and adding is the slow part: a few at a time, so that engines are
-            # answered in between.
-            self._listed.add(realm.realm_id)
-            await self._feed_slices(realm, ranks_by_key)
-        self._feed(Listed(realm.realm_id, ranks_by_key, complete=True))
         return None
 
-    async def _feed_slices(self, realm: Realm, ranks_by_key: dict[bytes, frozenset[int]]) -> None:
-        items = iter(ranks_by_key.items())
-        while part := dict(itertools.islice(items, KEYS_PER_SLICE)):
-            self._feed(Listed(realm.realm_id, part, complete=False))
+    async def _feed_rows(self, realm: Realm, rows: Rows) -> None:
+        known = realm.masks_by_segment()
+        # Segments of other cuts of the model are left out.
+        masks = [known.get(name, 0) for name in rows.segments]
+        for first in range(0, len(rows), ROWS_PER_SLICE):
+            part = slice(first, first + ROWS_PER_SLICE)
+            columns = zip(
+                rows.key_list(part.start, part.stop),
+                rows.segment_ids[part].tolist(),
+                rows.written_at[part].tolist(),
+                (rows.size_bytes[part] == 0).tolist(),
+                strict=True,
+            )
+            listed = [
+                ListedRow(key, masks[segment], written_at, withdrawn)
+                for key, segment, written_at, withdrawn in columns
+                if masks[segment]
+            ]
+            if listed:
+                self._feed(Listed(realm.realm_id, listed))
             await anyio.lowlevel.checkpoint()
 
     def _judge(self, reason: str | None) -> None:
@@ -164,20 +227,3 @@ class StoreWatch:
                 "the store is unwell; the host tier works without it",
                 extra=fields(url=self._store.url, reason=reason),
             )
-
-
-def _by_rank(found: dict[bytes, frozenset[str]], realm: Realm) -> dict[bytes, frozenset[int]]:
-    """Segment names to ranks; segments of other cuts of the model are left out."""
-    ranks_by_segment = realm.ranks_by_segment()
-    none: frozenset[int] = frozenset()
-    # Few different sets of segments come up, so each is translated once.
-    translated: dict[frozenset[str], frozenset[int]] = {}
-    ranks_by_key: dict[bytes, frozenset[int]] = {}
-    for key, segments in found.items():
-        ranks = translated.get(segments)
-        if ranks is None:
-            ranks = none.union(*(ranks_by_segment.get(name, none) for name in segments))
-            translated[segments] = ranks
-        if ranks:
-            ranks_by_key[key] = ranks
-    return ranks_by_key

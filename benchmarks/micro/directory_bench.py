@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from typing import TYPE_CHECKING
 
-from sidecar.commands import Listed, SessionOpened
+from sidecar.commands import Listed, ListedRow, SessionOpened
 from sidecar.directory import Cause, Directory
 from sidecar.engine import Engine, EngineLimits
 from sidecar.protocol import Role
@@ -38,7 +38,6 @@ LIMITS = EngineLimits(
     store_writes=True,
     store_reads=True,
 )
-RANK_0 = frozenset({0})
 
 
 class NoSlots:
@@ -80,7 +79,7 @@ def measure_memory(chunks: int) -> dict[str, float]:
     realm = directory.open_realm(0, 1)
     tracemalloc.start()
     for _ in range(chunks):
-        directory.set_stored(realm, generator.randbytes(32), 1)
+        directory.set_stored(realm, generator.randbytes(32), 1, 1)
         if len(realm.stored) % 65_536 == 0:
             directory.take_changes()
     directory.take_changes()
@@ -107,15 +106,15 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     present = keys_of(generator, chunks)
     engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
     engine.handle(SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, 0, False, None), 0.0)
-    listing = dict.fromkeys(present, RANK_0)
+    listing = [ListedRow(key, 1, 5, withdrawn=False) for key in present]
     started = time.perf_counter()
-    told = len(engine.handle(Listed(0, listing, complete=True), 0.0))
+    told = len(engine.handle(Listed(0, listing), 0.0))
     first_seconds = time.perf_counter() - started
     if told != chunks or engine.snapshot().chunks_in_store != chunks:
         raise RuntimeError("the directory lost a chunk, or made one up")
-    del listing[present[0]]
+    listing[0] = ListedRow(present[0], 1, 5, withdrawn=True)
     started = time.perf_counter()
-    told = len(engine.handle(Listed(0, listing, complete=True), 0.0))
+    told = len(engine.handle(Listed(0, listing), 0.0))
     again_seconds = time.perf_counter() - started
     if told != 1:
         raise RuntimeError("a listing told more than what it changed")
@@ -123,7 +122,7 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     directory = Directory(readable=True)
     realm = directory.open_realm(0, 1)
     for key in present:
-        directory.set_stored(realm, key, 1)
+        directory.set_stored(realm, key, 1, 1)
     directory.take_changes()
     lookups_us: list[float] = []
     for _ in range(rounds):
@@ -136,7 +135,7 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
     lookups_us.sort()
     started = time.perf_counter()
     for key in present[:rounds]:
-        directory.set_stored(realm, key, 0)
+        directory.set_stored(realm, key, 0, 0)
         directory.take_changes()
     change_us = (time.perf_counter() - started) / rounds * 1e6
     return {

@@ -115,7 +115,7 @@ def test_folder_serves_an_empty_sidecar(folder: Path, engine: Engine, tokens: in
     store = {"url": f"file://{place}", "prefix": "team/kv"}
     with cluster(folder, engine, store) as sidecar:
         expected = own_hit(engine, call, before=[call])
-    assert len(list((place / "team" / "kv").rglob("*.arrow"))) >= chunks_of(tokens)
+    assert len(list((place / "team" / "kv").rglob("??/*/*.arrow"))) >= chunks_of(tokens)
     with cluster(folder, engine, store) as sidecar:
         listed(sidecar, chunks_of(tokens))
         check_equal(again(engine, call, expected.salt), expected)
@@ -155,16 +155,16 @@ def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -
     url = {"url": f"file://{place}"}
     with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
         expected = own_hit(engine, call, before=[call])
-    files = len(list(place.rglob("*.arrow")))
+    files = len(list(place.rglob("??/*/*.arrow")))
     with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
         assert again(engine, call, expected.salt).generation.cached_tokens == 0
     with cluster(folder, engine, {**url, "write": "off"}) as sidecar:
         listed(sidecar, chunks_of(600))
-        files = len(list(place.rglob("*.arrow")))
+        files = len(list(place.rglob("??/*/*.arrow")))
         check_equal(again(engine, call, expected.salt), expected)
         engine.generate(words(600, 3), cache_salt=fresh_salt())
         sidecar.wait("everything ended", idle)
-    assert len(list(place.rglob("*.arrow"))) == files
+    assert len(list(place.rglob("??/*/*.arrow"))) == files
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -
 def _object_of(place: Path, tokens: list[int]) -> Path:
     """The file of the chunk of these tokens, found by what it holds rather than by its name."""
     wanted = array("i", tokens).tobytes()
-    (path,) = [path for path in place.rglob("*.arrow") if wanted in path.read_bytes()]
+    (path,) = [path for path in place.rglob("??/*/*.arrow") if wanted in path.read_bytes()]
     return path
 
 

@@ -61,7 +61,7 @@ from tests.fuzz.mutation import damage, damage_message, damage_yaml
 from tests.tiers.golden_images import CASES, NAMESPACE, image
 from tiers.arrow import SlotTemplate, SlotTemplates, inspect_image
 from tiers.arrow_file import find_descriptor
-from tiers.catalog import NAMESPACE_CHARACTERS, object_name, parse_name
+from tiers.catalog.names import NAMESPACE_CHARACTERS, object_name, parse_name
 from tiers.copy import CopyPlan
 from tiers.errors import ChunkCorrupt, LayoutError
 from tiers.fence import SidecarFence

@@ -21,6 +21,7 @@ from sidecar.commands import (
     IndexSet,
     LeaseTaken,
     Listed,
+    ListedRow,
     LookedUp,
     Quarantine,
     Read,
@@ -30,6 +31,7 @@ from sidecar.commands import (
     SessionOpened,
     StoreOutcome,
     Submitted,
+    Withdraw,
     Write,
     Written,
 )
@@ -194,6 +196,9 @@ class World:
     sessions: dict[int, SessionOpened] = field(default_factory=dict[int, SessionOpened])
     world_sizes: dict[int, int] = field(default_factory=dict[int, int])
     quarantined: list[Quarantine] = field(default_factory=list[Quarantine])
+    withdrawn: list[Withdraw] = field(default_factory=list[Withdraw])
+    clock_us: int = 1000
+    """The wall clock that writes are announced with."""
     last_session_id: int = 0
 
     def send(self, event: Event) -> list[Command]:
@@ -247,6 +252,8 @@ class World:
                     del self.index[name]
             case Quarantine():
                 self.quarantined.append(command)
+            case Withdraw():
+                self.withdrawn.append(command)
             case Reply():
                 assert command.session_id in self.sessions, "a reply to a session that is gone"
 
@@ -330,7 +337,9 @@ class World:
         write = self.writes.pop(write_id)
         if outcome is StoreOutcome.CORRUPT:
             self._bury(self.content[write.slot])
-        return self.send(Written(write_id, outcome, num_bytes=100))
+        self.clock_us += 1
+        written_at = max(self.clock_us, write.written_after + 1)
+        return self.send(Written(write_id, outcome, num_bytes=100, written_at=written_at))
 
     def read_done(self, read_id: int, outcome: StoreOutcome = StoreOutcome.OK) -> list[Command]:
         read = self.reads.pop(read_id)
@@ -398,10 +407,18 @@ class World:
         return self.send(LeaseTaken(session_id, lease_id, tuple(key(n) for n in numbers)))
 
     def listed(
-        self, numbers: dict[int, frozenset[int]], *, complete: bool = False, realm_id: int = 0
+        self,
+        numbers: dict[int, frozenset[int]],
+        *,
+        written_at: int = 1,
+        withdrawn: bool = False,
+        realm_id: int = 0,
     ) -> list[Command]:
-        by_key = {key(number): ranks for number, ranks in numbers.items()}
-        return self.send(Listed(realm_id, by_key, complete))
+        rows = [
+            ListedRow(key(number), sum(1 << rank for rank in ranks), written_at, withdrawn)
+            for number, ranks in numbers.items()
+        ]
+        return self.send(Listed(realm_id, rows))
 
     def stored(
         self, session_id: int, job_id: int, numbers: Sequence[int], *, tenant: bytes = b""

@@ -95,8 +95,8 @@ def test_chunk_is_loadable_with_its_last_rank() -> None:
 def test_change_that_is_undone_is_not_told() -> None:
     directory, realm, chunk = make(world_size=1)
     bring(directory, chunk.segments[0], Cause.GATHER, Cause.ARRIVED, Cause.EVICTED)
-    directory.set_stored(realm, KEY, 1)
-    directory.set_stored(realm, KEY, 0)
+    directory.set_stored(realm, KEY, 1, 5)
+    directory.set_stored(realm, KEY, 0, 5)
     assert directory.take_changes() == []
 
 
@@ -136,20 +136,20 @@ def test_pinned_chunk_stays_without_a_slot() -> None:
 def test_store_states() -> None:
     directory, realm, chunk = make()
     chunk.segments[0].writing = True
-    directory.set_stored(realm, KEY, 0b10)
+    directory.set_stored(realm, KEY, 0b10, 5)
     assert realm.store_state(KEY, 0) is StoreState.WRITING
     assert realm.store_state(KEY, 1) is StoreState.STORED
     assert realm.store_state(bytes(32), 0) is StoreState.ABSENT
     assert not realm.in_store(KEY)
-    directory.set_stored(realm, KEY, 0b11)
+    directory.set_stored(realm, KEY, 0b11, 5)
     assert realm.in_store(KEY)
-    assert realm.stored[KEY] is realm.full_mask
+    assert realm.stored.get(KEY) == realm.full_mask
 
 
 def test_store_that_is_not_read_is_not_offered() -> None:
     directory = Directory(readable=False)
     realm = directory.open_realm(0, 1)
-    directory.set_stored(realm, KEY, 1)
+    directory.set_stored(realm, KEY, 1, 5)
     assert realm.stored_rank(KEY, 0)
     assert directory.take_changes() == []
 
@@ -160,7 +160,7 @@ def test_counts_follow_the_store(steps: list[tuple[int, int]]) -> None:
     realm = directory.open_realm(0, 2)
     model: dict[int, int] = {}
     for number, mask in steps:
-        directory.set_stored(realm, bytes([number]) * 32, mask)
+        directory.set_stored(realm, bytes([number]) * 32, mask, 5)
         model[number] = mask
         directory.take_changes()
     assert realm.stored_chunks == sum(mask == 0b11 for mask in model.values())

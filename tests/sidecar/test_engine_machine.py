@@ -139,8 +139,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.last_id = 0
         self.ever_opened: dict[int, SessionOpened] = {}
         self.stored: dict[Name, set[int]] = {}
-        self.written: set[Name] = set()
-        self.quarantined: dict[Name, set[int]] = {}
+        self.times: dict[Name, int] = {}
+        self.gone: dict[Name, tuple[set[int], int]] = {}
         self.jobs: dict[tuple[int, int], OwedJob] = {}
         self.finished: dict[tuple[int, str, int], set[int]] = {}
         self.leases: dict[tuple[int, int], Pin] = {}
@@ -348,7 +348,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(numbers=CHUNKS, pick=PICK)
     def store_holds_and_is_asked(self, numbers: list[int], pick: int) -> None:
-        self.list_chunks(MAIN, dict.fromkeys(numbers, frozenset({0, 1})), complete=False)
+        self.list_chunks(MAIN, dict.fromkeys(numbers, frozenset({0, 1})), 10**9, withdrawn=False)
         if self.has_scheduler:
             self.look_up(pick, numbers, 60_000)
 
@@ -491,11 +491,20 @@ class EngineMachine(RuleBasedStateMachine):
 
     # --- the store ------------------------------------------------------------------------------
 
-    def set_stored(self, name: Name, ranks: set[int]) -> None:
+    def set_stored(self, name: Name, ranks: set[int], time: int) -> None:
         if ranks:
             self.stored[name] = ranks
+            self.times[name] = time
         else:
             self.stored.pop(name, None)
+            self.times.pop(name, None)
+
+    def forget(self, name: Name, ranks: set[int], time: int) -> None:
+        """What was written until `time` does not count for these ranks any more."""
+        known, known_time = self.gone.pop(name, (set[int](), 0))
+        self.gone[name] = (known | ranks, max(known_time, time))
+        if len(self.gone) > self.world.limits.quarantine_keys_max:
+            del self.gone[next(iter(self.gone))]
 
     @precondition(lambda self: self.world.writes)
     @rule(pick=PICK, outcome=STORE_OUTCOMES)
@@ -503,13 +512,14 @@ class EngineMachine(RuleBasedStateMachine):
         write = choose(list(self.world.writes.values()), pick)
         name = (write.realm_id, write.key)
         if outcome is StoreOutcome.OK and not self.world.content[write.slot].dead:
-            self.stored.setdefault(name, set()).add(write.rank)
-            self.written.add(name)
-            left = self.quarantined.get(name, set()) - {write.rank}
-            if left:
-                self.quarantined[name] = left
+            written_at = max(self.world.clock_us + 1, write.written_after + 1)
+            time = max(self.times.get(name, 0), written_at)
+            self.set_stored(name, self.stored.get(name, set()) | {write.rank}, time)
+            ranks, until = self.gone.get(name, (set[int](), 0))
+            if ranks - {write.rank}:
+                self.gone[name] = (ranks - {write.rank}, until)
             else:
-                self.quarantined.pop(name, None)
+                self.gone.pop(name, None)
         buried = name if outcome is StoreOutcome.CORRUPT else None
         self.absorb(self.world.written(write.write_id, outcome), buried=buried)
 
@@ -520,11 +530,9 @@ class EngineMachine(RuleBasedStateMachine):
         name = (read.realm_id, read.key)
         before = len(self.world.quarantined)
         if outcome in (StoreOutcome.MISSING, StoreOutcome.CORRUPT):
-            self.set_stored(name, self.stored.get(name, set()) - {read.rank})
-        if outcome is StoreOutcome.CORRUPT:
-            self.quarantined[name] = self.quarantined.pop(name, set()) | {read.rank}
-            if len(self.quarantined) > self.world.limits.quarantine_keys_max:
-                del self.quarantined[next(iter(self.quarantined))]
+            time = self.times.get(name, 0)
+            self.set_stored(name, self.stored.get(name, set()) - {read.rank}, time)
+            self.forget(name, {read.rank}, time)
         self.absorb(self.world.read_done(read.read_id, outcome))
         assert len(self.world.quarantined) - before == (outcome is StoreOutcome.CORRUPT)
 
@@ -534,36 +542,48 @@ class EngineMachine(RuleBasedStateMachine):
             st.integers(1, 4), st.frozensets(st.integers(0, 2), max_size=3), max_size=4
         ),
         everywhere=st.booleans(),
-        complete=st.booleans(),
+        written_at=st.sampled_from([1, 2, 1000, 1001, 1002, 1005, 10**9]),
+        withdrawn=st.booleans(),
     )
     def listed(
         self,
         realm_id: int,
         ranks_by_number: dict[int, frozenset[int]],
         everywhere: bool,
-        complete: bool,
+        written_at: int,
+        withdrawn: bool,
     ) -> None:
         if everywhere:
             ranks_by_number = dict.fromkeys(ranks_by_number, frozenset({0, 1, 2}))
-        self.list_chunks(realm_id, ranks_by_number, complete=complete)
+        self.list_chunks(realm_id, ranks_by_number, written_at, withdrawn=withdrawn)
 
     def list_chunks(
-        self, realm_id: int, ranks_by_number: dict[int, frozenset[int]], *, complete: bool
+        self,
+        realm_id: int,
+        ranks_by_number: dict[int, frozenset[int]],
+        written_at: int,
+        *,
+        withdrawn: bool,
     ) -> None:
-        if realm_id in self.world.world_sizes:
-            size = self.world.world_sizes[realm_id]
-            names = {(realm_id, key(number)): ranks for number, ranks in ranks_by_number.items()}
-            for name, ranks in names.items():
-                found = {rank for rank in ranks if rank < size} - self.quarantined.get(name, set())
-                if not complete or name in self.written:
-                    found |= self.stored.get(name, set())
-                self.set_stored(name, found)
-            if complete:
-                for name in list(self.stored):
-                    if name[0] == realm_id and name not in names and name not in self.written:
-                        del self.stored[name]
-                self.written = {name for name in self.written if name[0] != realm_id}
-        self.absorb(self.world.listed(ranks_by_number, complete=complete, realm_id=realm_id))
+        size = self.world.world_sizes.get(realm_id, 0)
+        for number, all_ranks in ranks_by_number.items() if size else ():
+            name = (realm_id, key(number))
+            ranks = {rank for rank in all_ranks if rank < size}
+            held, time = self.stored.get(name, set()), self.times.get(name, 0)
+            if withdrawn:
+                self.forget(name, ranks, written_at)
+                if time <= written_at:
+                    self.set_stored(name, held - ranks, time)
+                continue
+            lost, until = self.gone.get(name, (set[int](), 0))
+            if written_at <= until:
+                ranks -= lost
+            if ranks:
+                self.set_stored(name, held | ranks, max(time, written_at))
+        commands = self.world.listed(
+            ranks_by_number, written_at=written_at, withdrawn=withdrawn, realm_id=realm_id
+        )
+        self.absorb(commands)
 
     # --- the end --------------------------------------------------------------------------------
 

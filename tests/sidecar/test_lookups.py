@@ -117,15 +117,11 @@ def test_corrupt_object_is_quarantined_until_it_is_written_again() -> None:
     commands = world.read_done(read.read_id, StoreOutcome.CORRUPT)
     assert only(commands, Quarantine) == [Quarantine(0, 0, key(1))]
     assert world.listed({1: RANK_0}) == []
-    assert world.listed({1: RANK_0}, complete=True) == []
     world.stored(worker, 1, [1])
     [write] = world.writes.values()
     world.written(write.write_id)
     assert world.index[0, key(1)] == (True, True)
-    world.listed({}, complete=True)
-    world.listed({}, complete=True)
-    assert world.index[0, key(1)] == (True, False)
-    world.listed({1: RANK_0})
+    world.listed({1: RANK_0}, withdrawn=True)
     assert world.index[0, key(1)] == (True, True)
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from sidecar import copies, copyqueue
+from sidecar.catalogs import Catalogs
 from sidecar.commands import (
     Copied,
     CopyOutcome,
@@ -340,6 +341,7 @@ async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Mover]:
         sessions=bench.sessions,
         pool=bench.pool,
         store=store,
+        catalogs=Catalogs(store, rows_max=1000, flush_seconds=60),
         copies=work,
         load_deadline_seconds=5,
         store_deadline_seconds=5,
@@ -367,7 +369,10 @@ async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: 
         await told(bench, 1)
         mover.execute([Write(1, 1, 0, bench.slot(0), key_of(0), 2)])
         size = bench.rank.templates[2].image_bytes
-        assert await told(bench, 2) == Written(1, StoreOutcome.OK, size)
+        event = await told(bench, 2)
+        assert isinstance(event, Written)
+        assert event.written_at > 0
+        assert event == Written(1, StoreOutcome.OK, size, event.written_at)
         mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.OK, 2, bytes(32), size)
         first, second = (bench.pool[bench.slot(n) :][:size] for n in (0, 3))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sidecar.commands import (
     CopyOutcome,
     Gather,
     IndexSet,
     Scatter,
     StoreOutcome,
+    Withdraw,
     Write,
 )
 from sidecar.protocol import (
@@ -18,12 +21,14 @@ from sidecar.protocol import (
     StoredEvent,
 )
 from tests.sidecar.engine_kit import (
+    ALL_RANKS,
     BLOCK_TOKENS,
     EPOCH,
     RANK_0,
     ROOT,
     done,
     key,
+    looking,
     make_world,
     messages,
     only,
@@ -107,28 +112,79 @@ def test_listing_spares_a_queued_write() -> None:
     assert world.engine.counters.chunks_written == 1
 
 
-def test_whole_listing_removes_what_it_lacks_but_not_what_was_just_written() -> None:
+def test_withdrawing_spares_what_was_written_later() -> None:
     world = make_world()
     worker = world.open(Role.WORKER)
-    world.listed({1: RANK_0, 2: RANK_0})
+    world.listed({1: RANK_0, 2: RANK_0}, written_at=5)
     world.stored(worker, 1, [3])
     world.settle()
-    world.listed({1: RANK_0}, complete=True)
+    world.listed({2: RANK_0, 3: RANK_0}, written_at=5, withdrawn=True)
     assert world.index == {(0, key(1)): (False, True), (0, key(3)): (True, True)}
-    world.listed({1: RANK_0}, complete=True)
-    assert world.index == {(0, key(1)): (False, True), (0, key(3)): (True, False)}
+    world.listed({1: RANK_0}, written_at=6)
+    world.listed({1: RANK_0}, written_at=5, withdrawn=True)
+    assert (0, key(1)) in world.index
+    world.listed({1: RANK_0}, written_at=6, withdrawn=True)
+    assert (0, key(1)) not in world.index
 
 
-def test_listing_that_misses_one_rank_just_written_spares_it() -> None:
+def test_lines_of_the_catalog_may_come_in_any_order_and_twice() -> None:
     world = make_world()
-    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
-    for worker in workers:
-        world.stored(worker, 1, [1])
+    world.open(Role.WORKER)
+    world.listed({1: RANK_0}, written_at=5, withdrawn=True)
+    for written_at in (4, 5, 5):
+        world.listed({1: RANK_0}, written_at=written_at)
+        assert not world.index
+    world.listed({1: RANK_0}, written_at=6)
+    world.listed({1: RANK_0}, written_at=6)
+    world.listed({1: RANK_0}, written_at=5, withdrawn=True)
+    assert world.index == {(0, key(1)): (False, True)}
+
+
+def test_withdrawing_one_rank_makes_a_chunk_unloadable() -> None:
+    world = make_world()
+    world.open(Role.WORKER, world_size=2)
+    world.listed({1: ALL_RANKS}, written_at=5)
+    world.listed({1: RANK_0}, written_at=5, withdrawn=True)
+    assert not world.index
+    world.listed({1: RANK_0}, written_at=5)
+    assert not world.index
+    world.listed({1: RANK_0}, written_at=7)
+    assert world.index == {(0, key(1)): (False, True)}
+
+
+def test_a_write_after_a_withdrawal_is_announced_as_later() -> None:
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.listed({1: RANK_0}, written_at=10**9)
+    world.listed({1: RANK_0}, written_at=10**9, withdrawn=True)
+    world.stored(worker, 1, [1])
+    [write] = world.writes.values()
+    assert write.written_after == 10**9
     world.settle()
-    world.listed({1: RANK_0}, complete=True)
     assert world.index == {(0, key(1)): (True, True)}
-    world.listed({1: RANK_0}, complete=True)
-    assert world.index == {(0, key(1)): (True, False)}
+    world.listed({1: RANK_0}, written_at=10**9, withdrawn=True)
+    assert world.index == {(0, key(1)): (True, True)}
+
+
+@pytest.mark.parametrize("outcome", [StoreOutcome.MISSING, StoreOutcome.CORRUPT])
+def test_what_is_gone_is_withdrawn_for_everybody(outcome: StoreOutcome) -> None:
+    world, _, scheduler = looking()
+    world.listed({1: RANK_0}, written_at=8)
+    world.look_up(scheduler, 1, [1])
+    [read] = world.reads.values()
+    world.read_done(read.read_id, outcome)
+    assert world.withdrawn == [Withdraw(0, 0, key(1), 8)]
+    world.listed({1: RANK_0}, written_at=8)
+    assert not world.index
+
+
+def test_a_sidecar_that_only_reads_announces_nothing() -> None:
+    world, _, scheduler = looking(store_writes=False)
+    world.listed({1: RANK_0})
+    world.look_up(scheduler, 1, [1])
+    [read] = world.reads.values()
+    world.read_done(read.read_id, StoreOutcome.MISSING)
+    assert not world.withdrawn
 
 
 def test_listing_of_some_ranks_is_not_loadable() -> None:

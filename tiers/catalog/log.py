@@ -23,7 +23,7 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.names import LogName, log_name
-from tiers.catalog.rows import Bytes, ROWS_PER_FILE_MAX, Row, Rows, digest_of, encode, rows_of
+from tiers.catalog.rows import ROWS_PER_FILE_MAX, Bytes, Row, Rows, digest_of, encode, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,9 +102,8 @@ class LogWriter:
         async with self._flushing:
             while self._rows:
                 if self._unsent is None:
-                    rows = self._rows[:ROWS_PER_FILE_MAX]
-                    body = await anyio.to_thread.run_sync(lambda rows=rows: encode(rows_of(rows)))
-                    self._unsent = (body, len(rows))
+                    rows = rows_of(self._rows[:ROWS_PER_FILE_MAX])
+                    self._unsent = (await anyio.to_thread.run_sync(encode, rows), len(rows))
                 # An answer may have been lost, so the same bytes are sent again under the same
                 # name: a reader never finds two files of one number.
                 body, count = self._unsent

@@ -1,0 +1,142 @@
+"""The catalogs of this sidecar: one log that it writes per namespace, one reader per realm.
+
+Owns what waits to be announced, readers' positions, and what the tenants are known to hold in the
+store. Does not own when to refresh or flush (`watch.py`), nor what rows mean (the engine).
+
+Own writes are known to the engine at once; here they only wait to be told to others.
+
+Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
+be opened when another of its namespace has read the catalog already. What a tenant holds is an
+estimate between two compactions: rows add to it as they come, and a manifest sets it right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import Counts
+from tiers.catalog.names import catalog_folder, namespace_prefix
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Row
+
+if TYPE_CHECKING:
+    from sidecar.realms import Realm
+    from tiers.catalog.rows import Rows
+    from tiers.objects import ObjectTier
+
+
+class Catalogs:
+    """Logs and readers, made when they are first needed."""
+
+    def __init__(self, store: ObjectTier, *, rows_max: int, flush_seconds: float) -> None:
+        self._store = store
+        self._rows_max = rows_max
+        self._flush_seconds = flush_seconds
+        self._writer = new_writer()
+        self._logs: dict[bytes, LogWriter] = {}
+        self._readers: dict[int, CatalogReader] = {}
+        self._usage: dict[bytes, _Usage] = {}
+        self.counts = Counts()
+        """What all readers read."""
+
+    @property
+    def files_written(self) -> int:
+        """Log files that this sidecar wrote."""
+        return sum(log.files for log in self._logs.values())
+
+    @property
+    def rows_waiting(self) -> int:
+        """Rows that nobody else can know yet."""
+        return sum(len(log) for log in self._logs.values())
+
+    @property
+    def rows_lost(self) -> int:
+        """Rows that found the buffer full; reconciliation finds their objects."""
+        return sum(log.rows_lost for log in self._logs.values())
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until something is to be flushed, or None while nothing waits."""
+        due = [log.due_in for log in self._logs.values()]
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+    def wrote(self, realm: Realm, row: Row, *, later_than: int) -> int:
+        """Announce a segment that is in the store now; returns when, in microseconds."""
+        written_at = max(time.time_ns() // 1000, later_than + 1)
+        self._log(realm).append(row._replace(written_at=written_at))
+        return written_at
+
+    def lost(self, realm: Realm, row: Row) -> None:
+        """Announce that a segment is not there any more."""
+        self._log(realm).append(row)
+
+    def found(self, realm: Realm, row: Row) -> None:
+        """Announce a segment that is in the store, and of which no row was known."""
+        self._log(realm).append(row)
+
+    async def flush(self) -> None:
+        """Write what waits. Raises the tier's errors; what is left then waits on."""
+        for log in list(self._logs.values()):
+            await log.flush()
+
+    def reader(self, realm: Realm) -> CatalogReader:
+        """The reader that feeds this realm."""
+        reader = self._readers.get(realm.realm_id)
+        if reader is None:
+            folder = catalog_folder(namespace_prefix(realm.namespace_digest))
+            reader = CatalogReader(self._store, folder, self.counts)
+            self._readers[realm.realm_id] = reader
+        return reader
+
+    def note(self, realm: Realm, rows: Rows) -> None:
+        """Count what rows say of tenants; those of a namespace are counted for one realm only."""
+        usage = self._usage.setdefault(realm.namespace_digest, _Usage(realm.realm_id))
+        if usage.realm_id != realm.realm_id:
+            return
+        manifest = self.reader(realm).manifest
+        if manifest.generation != usage.generation:
+            usage.generation = manifest.generation
+            held = {bytes.fromhex(name): size for name, size in manifest.tenants.items()}
+            usage.tenant_bytes = Counter(held)
+        usage.add(rows)
+
+    def tenant_bytes(self, tenant: bytes) -> int:
+        """What a tenant is known to hold in the store."""
+        return sum(usage.tenant_bytes[tenant or NO_TENANT] for usage in self._usage.values())
+
+    def _log(self, realm: Realm) -> LogWriter:
+        log = self._logs.get(realm.namespace_digest)
+        if log is None:
+            log = LogWriter(
+                self._store,
+                catalog_folder(namespace_prefix(realm.namespace_digest)),
+                self._writer,
+                rows_max=self._rows_max,
+                seconds_max=self._flush_seconds,
+            )
+            self._logs[realm.namespace_digest] = log
+        return log
+
+
+class _Usage:
+    """What the tenants of one namespace hold, as told to one realm."""
+
+    def __init__(self, realm_id: int) -> None:
+        self.realm_id = realm_id
+        self.generation = -1
+        self.tenant_bytes: Counter[bytes] = Counter()
+
+    def add(self, rows: Rows) -> None:
+        tenants, places = np.unique(
+            np.ascontiguousarray(rows.tenants).view(f"V{TENANT_BYTES}").ravel(),
+            return_inverse=True,
+        )
+        sums = np.zeros(len(tenants), dtype=np.int64)
+        np.add.at(sums, places, rows.size_bytes)
+        for tenant, num_bytes in zip(tenants, sums.tolist(), strict=True):
+            self.tenant_bytes[tenant.tobytes()] += num_bytes

@@ -1,0 +1,181 @@
+"""Reconciliation: offering and announcing objects that the catalog does not know.
+
+Owns going through a namespace's objects: at once where a reader doubts its catalog (there is none,
+or a file of it is damaged or missing), and slowly, a slice at a time, for ever. That is how chunks
+that an earlier release wrote, or that a sidecar wrote right before it died, are found. Does not
+own listing and naming (`tiers/catalog/sweep.py`), nor what the engine makes of rows.
+
+Invariants: one listing runs at a time, of one slice; nothing is announced twice by one sweep, nor
+while too many rows wait to be announced; a namespace is gone through because of a doubt at most
+once in `SWEEP_PAUSE_SECONDS`. A store that fails is asked again after a pause, from where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.lowlevel
+
+from sidecar.logs import fields
+from tiers.catalog.names import namespace_prefix
+from tiers.catalog.sweep import SLICES, objects_in, slices_there
+from tiers.errors import TierError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sidecar.catalogs import Catalogs
+    from sidecar.realms import Realm, Realms
+    from tiers.catalog.rows import Rows
+    from tiers.objects import ObjectTier
+
+SWEEP_PAUSE_SECONDS: Final = 600.0
+RETRY_SECONDS: Final = 2.0
+ROWS_WAITING_MAX: Final = 50_000
+ROWS_PER_SLICE: Final = 1024
+YOUNG_SECONDS: Final = 600.0
+"""An object younger than this may still be announced by whoever wrote it."""
+
+_logger = logging.getLogger("kvlake.store")
+
+
+class Reconciler:
+    """Compares objects with what the engine knows of the catalog.
+
+    Args:
+        feed_rows: tells the engine rows of one realm.
+        held: the ranks whose segment of a key the engine knows to be in the store, as bits.
+        announces: whether others are told; without it, only the engine is.
+        every_seconds: how long a slow pass over all slices takes.
+    """
+
+    def __init__(
+        self,
+        store: ObjectTier,
+        catalogs: Catalogs,
+        realms: Realms,
+        *,
+        feed_rows: Callable[[Realm, Rows], Awaitable[None]],
+        held: Callable[[int, bytes], int],
+        announces: bool,
+        every_seconds: float,
+    ) -> None:
+        self._store = store
+        self._catalogs = catalogs
+        self._realms = realms
+        self._feed_rows = feed_rows
+        self._held = held
+        self._announces = announces
+        self._every_seconds = every_seconds
+        self._doubted: dict[bytes, None] = {}
+        self._swept: dict[bytes, float] = {}
+        self._wake = anyio.Event()
+        self._one = anyio.Lock()
+        self.sweeps = 0
+        """Namespaces gone through because of a doubt."""
+        self.found = 0
+        """Segments that the catalog did not know."""
+
+    def doubt(self, realm: Realm) -> None:
+        """The catalog of this realm may lack something: go through its objects soon."""
+        self._doubted[realm.namespace_digest] = None
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Go through what is doubted at once, and through everything slowly, for ever."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._sweep_doubted)
+            tasks.start_soon(self._sweep_slowly)
+
+    async def _sweep_doubted(self) -> None:
+        while True:
+            digest = next(iter(self._doubted), None)
+            if digest is None:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+                continue
+            del self._doubted[digest]
+            again = self._swept.get(digest, -SWEEP_PAUSE_SECONDS) + SWEEP_PAUSE_SECONDS
+            await anyio.sleep(max(0.0, again - anyio.current_time()))
+            await self._sweep(digest)
+            self._swept[digest] = anyio.current_time()
+
+    async def _sweep(self, digest: bytes) -> None:
+        """Go through all slices of a namespace now."""
+        before = self.found
+        while (there := await self._listed(digest)) is None:  # noqa: ASYNC110 (a store tells nobody)
+            await anyio.sleep(RETRY_SECONDS)
+        for number in there:
+            while not await self._slice(digest, number, slowly=False):  # noqa: ASYNC110
+                await anyio.sleep(RETRY_SECONDS)
+        self.sweeps += 1
+        if self.found > before:
+            _logger.info(
+                "objects that the catalog did not know are offered",
+                extra=fields(namespace=namespace_prefix(digest), segments=self.found - before),
+            )
+
+    async def _listed(self, digest: bytes) -> list[int] | None:
+        try:
+            return await slices_there(self._store, namespace_prefix(digest))
+        except TierError as error:
+            _logger.debug("a sweep waits for the store", extra=fields(error=error))
+            return None
+
+    async def _sweep_slowly(self) -> None:
+        number = 0
+        while True:
+            await anyio.sleep(self._every_seconds / SLICES)
+            for digest in {realm.namespace_digest: None for realm in self._realms.all()}:
+                # One that fails has its turn again in the next pass.
+                await self._slice(digest, number, slowly=True)
+            number = (number + 1) % SLICES
+
+    async def _slice(self, digest: bytes, number: int, *, slowly: bool) -> bool:
+        """Compare one slice. False where the store failed."""
+        while self._catalogs.rows_waiting > ROWS_WAITING_MAX:  # noqa: ASYNC110
+            await anyio.sleep(RETRY_SECONDS)
+        async with self._one:
+            try:
+                rows = await objects_in(self._store, namespace_prefix(digest), number)
+            except TierError as error:
+                _logger.debug("a sweep waits for the store", extra=fields(error=error))
+                return False
+            if slowly:
+                rows = rows.take(rows.written_at < (time.time() - YOUNG_SECONDS) * 1e6)
+            await self._compare(digest, rows, slowly=slowly)
+        return True
+
+    async def _compare(self, digest: bytes, rows: Rows, *, slowly: bool) -> None:
+        realms = [
+            realm
+            for realm in self._realms.all()
+            if realm.namespace_digest == digest and realm.complete
+        ]
+        if not realms:
+            return
+        known = [realm.masks_by_segment() for realm in realms]
+        unknown: list[int] = []
+        for first in range(0, len(rows), ROWS_PER_SLICE):
+            last = min(first + ROWS_PER_SLICE, len(rows))
+            for index, key in enumerate(rows.key_list(first, last), first):
+                segment = rows.segments[rows.segment_ids[index]]
+                masks = [masks.get(segment, 0) for masks in known]
+                # Of segments that no engine here has, a slow pass cannot tell who knows them.
+                lacks = not any(masks) and not slowly
+                for realm, mask in zip(realms, masks, strict=True):
+                    lacks |= bool(mask & ~self._held(realm.realm_id, key))
+                if lacks:
+                    unknown.append(index)
+            await anyio.lowlevel.checkpoint()
+        if not unknown:
+            return
+        self.found += len(unknown)
+        if self._announces:
+            for index in unknown:
+                self._catalogs.found(realms[0], rows.row(index))
+        for realm in realms:
+            await self._feed_rows(realm, rows)

@@ -1,0 +1,235 @@
+"""Sidecars that share a store through its catalog, on a folder and on a real S3 server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar import reconcile
+from sidecar.demo.servers import s3_server
+from sidecar.protocol import Outcome
+from tests.sidecar.client import (
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
+from tiers.errors import TierUnavailable
+from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.wrap import Verb, Wrapper
+
+QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with s3_server(tmp_path_factory.mktemp("seaweed")) as server:
+        yield {"url": server.url, "storage_options": server.storage_options}
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest, short_directory: Path) -> dict[str, Any]:
+    if request.param == "folder":
+        return {"url": f"file://{short_directory}/bucket", **QUICK}
+    bucket: dict[str, Any] = request.getfixturevalue("bucket")
+    return {**bucket, "prefix": secrets.token_hex(4), **QUICK}
+
+
+def stored(now: dict[str, Any]) -> int:
+    return int(now["tiers"]["store"]["chunks"])
+
+
+def holds(chunks: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda now: stored(now) == chunks
+
+
+def read(rows: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda now: catalog(now)["rows_read"] == rows
+
+
+def catalog(now: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = now["tiers"]["store"]["catalog"]
+    return found
+
+
+def test_what_one_sidecar_writes_the_other_offers(
+    short_directory: Path, store: dict[str, Any]
+) -> None:
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with (
+        RunningSidecar(first) as here,
+        RunningSidecar(second) as there,
+        Worker(here.path) as worker,
+        Worker(there.path) as other,
+        Scheduler(there.path) as scheduler,
+    ):
+        for round_ in range(3):
+            key = key_of("shared", round_)
+            content = worker.fill(range(4), seed=round_)
+            assert worker.store(round_, key, range(4)) is Outcome.OK
+            there.wait_until(holds(round_ + 1))
+            assert scheduler.flags(key) == [FLAG_STORE]
+            assert scheduler.lookup(round_, [key]).ready == 1
+            assert scheduler.flags(key) == [FLAG_STORE | FLAG_HOST]
+            scheduler.lease(100 + round_, [key])
+            assert other.load(100 + round_, key, [9, 10, 11, 12]) is Outcome.OK
+            assert [other.read(block) for block in (9, 10, 11, 12)] == content
+        # What came from the store is not written to it again.
+        assert there.status()["counters"]["chunks_written"] == 0
+        assert catalog(there.status())["compacts"] is True
+        assert b"kvlake_catalog_rows_read_total 3.0" in there.get("/metrics")
+
+
+def test_what_was_not_due_is_announced_when_a_sidecar_stops(
+    short_directory: Path, store: dict[str, Any]
+) -> None:
+    patient = {**store, "catalog_flush": 3600.0}
+    first = config_in(short_directory, store=patient, runtime={"name": "first"})
+    with RunningSidecar(first) as here, Worker(here.path) as worker:
+        assert worker.store(1, key_of("late"), [0]) is Outcome.OK
+        here.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
+        here.wait_until(lambda now: stored(now) == 1)
+        assert catalog(here.status())["rows_waiting"] == 1
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with (
+        RunningSidecar(second) as there,
+        Worker(there.path),
+        Scheduler(there.path) as scheduler,
+    ):
+        there.wait_until(lambda now: stored(now) == 1)
+        assert scheduler.flags(key_of("late")) == [FLAG_STORE]
+
+
+def test_a_chunk_that_is_gone_is_withdrawn_for_all(short_directory: Path) -> None:
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with RunningSidecar(first) as here, Worker(here.path) as worker:
+        assert worker.store(1, key_of("lost"), [0]) is Outcome.OK
+    for path in (short_directory / "bucket").glob("v1/*/??/*/*.arrow"):
+        path.unlink()
+    with (
+        RunningSidecar(first) as here,
+        RunningSidecar(second) as there,
+        Worker(here.path),
+        Worker(there.path),
+        Scheduler(there.path) as scheduler,
+    ):
+        for sidecar in (here, there):
+            sidecar.wait_until(lambda now: stored(now) == 1)
+        assert scheduler.lookup(1, [key_of("lost")]).outcome is Outcome.MISSING
+        for sidecar in (here, there):
+            sidecar.wait_until(lambda now: stored(now) == 0)
+
+
+def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path) -> None:
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    limits = {"default": {"store_max": 50_000}}
+    config = config_in(short_directory, store=store, tenants=limits)
+    with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        for number in range(30):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+            sidecar.wait_until(
+                lambda now: (
+                    not now["pending"]["writes_running"]
+                    and catalog(now)["rows_read"] == now["counters"]["chunks_written"]
+                )
+            )
+            if sidecar.status()["counters"]["writes_refused_quota"]:
+                break
+        counters = sidecar.status()["counters"]
+        assert counters["writes_refused_quota"] == 1
+        assert counters["bytes_written"] <= 50_000
+
+
+def found(now: dict[str, Any]) -> int:
+    return int(catalog(now)["found"])
+
+
+def test_objects_without_a_catalog_are_found_and_announced(
+    short_directory: Path, store: dict[str, Any]
+) -> None:
+    """As an earlier release left them, or somebody who removed the catalog's folder."""
+    patient = {**store, "catalog_flush": 3600.0}
+    first = config_in(short_directory, store=patient, runtime={"name": "first"})
+    keys = [key_of("old", number) for number in range(6)]
+
+    class Silent(Wrapper):
+        async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+            if verb == "write" and "/catalog/" in name:
+                raise TierUnavailable("no catalog", retryable=False)
+            return await call()
+
+    with RunningSidecar(first, wrap_store=Silent) as here, Worker(here.path) as worker:
+        for number, key in enumerate(keys):
+            assert worker.store(number, key, [number]) is Outcome.OK
+        here.wait_until(lambda now: now["counters"]["chunks_written"] == len(keys))
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    third = config_in(short_directory, store=store, runtime={"name": "third"})
+    with RunningSidecar(second) as there:
+        with Worker(there.path), Scheduler(there.path) as scheduler:
+            there.wait_until(holds(len(keys)))
+            assert all(scheduler.flags(key) == [FLAG_STORE] for key in keys)
+            assert found(there.status()) == len(keys)
+            there.wait_until(lambda now: catalog(now)["rows_waiting"] == 0)
+        with RunningSidecar(third) as other, Worker(other.path):
+            other.wait_until(holds(len(keys)))
+            assert found(other.status()) == 0
+            # Its own announcement does not come back as news.
+            assert found(there.status()) == len(keys)
+
+
+def test_a_damaged_catalog_costs_no_chunk(short_directory: Path) -> None:
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    with RunningSidecar(first) as here, Worker(here.path) as worker:
+        for number in range(4):
+            assert worker.store(number, key_of(number), [number]) is Outcome.OK
+            here.wait_until(read(number + 1))
+    logs = sorted((short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"))
+    logs[0].write_bytes(b"not a catalog")
+    logs[2].unlink()
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with RunningSidecar(second) as there, Worker(there.path):
+        there.wait_until(holds(4))
+        assert found(there.status()) > 0
+
+
+def test_a_slow_pass_finds_what_nobody_announced(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+    store = {"url": f"file://{short_directory}/bucket", **QUICK, "reconcile_every": 4.0}
+    config = config_in(short_directory, store=store)
+    with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        for number in range(2):
+            assert worker.store(number, key_of(number), [number]) is Outcome.OK
+        sidecar.wait_until(holds(2))
+        [one, _] = (short_directory / "bucket").glob("v1/*/??/*/*.arrow")
+        copied = key_of("copied").hex()
+        target = one.parent.parent.parent / copied[:2] / copied / one.name
+        target.parent.mkdir(parents=True)
+        target.write_bytes(one.read_bytes())
+        sidecar.wait_until(holds(3))
+        sidecar.wait_until(lambda now: catalog(now)["rows_waiting"] == 0)
+        assert found(sidecar.status()) == 1
+
+
+def test_a_sidecar_that_may_only_read_offers_and_writes_nothing(short_directory: Path) -> None:
+    store = {"url": f"file://{short_directory}/bucket", **QUICK}
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    with RunningSidecar(first) as here, Worker(here.path) as worker:
+        assert worker.store(1, key_of("old"), [0]) is Outcome.OK
+    for path in (short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"):
+        path.unlink()
+    second = config_in(short_directory, store={**store, "write": "off"}, runtime={"name": "second"})
+    with RunningSidecar(second) as there, Worker(there.path):
+        there.wait_until(holds(1))
+        assert catalog(there.status())["rows_waiting"] == 0
+    assert not list((short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"))

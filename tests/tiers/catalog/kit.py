@@ -1,0 +1,53 @@
+"""What the catalog's tests share: a store in memory that counts, and rows."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import Counts
+from tiers.catalog.names import catalog_folder, namespace_prefix
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import Row
+from tiers.objects import FsspecObjects
+from tiers.wrap import Metered
+
+if TYPE_CHECKING:
+    from tiers.objects import ObjectTier
+
+NAMESPACE = bytes(range(32))
+PREFIX = namespace_prefix(NAMESPACE)
+FOLDER = catalog_folder(PREFIX)
+SEGMENT = "0-8.0-4"
+
+
+def memory() -> Metered:
+    return Metered(FsspecObjects(f"memory://{secrets.token_hex(6)}"))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def row(
+    number: int,
+    written_at: int = 100,
+    size_bytes: int = 1000,
+    *,
+    parent: int = 0,
+    tenant: bytes = b"",
+) -> Row:
+    return Row(key(number), SEGMENT, written_at, size_bytes, 1, key(parent), tenant)
+
+
+def writer(tier: ObjectTier, kind: str = "s") -> LogWriter:
+    return LogWriter(tier, FOLDER, new_writer(kind), rows_max=10_000, seconds_max=1.0)
+
+
+def reader(tier: ObjectTier, *, page_names: int = 1000) -> CatalogReader:
+    return CatalogReader(tier, FOLDER, Counts(), page_names=page_names)
+
+
+async def new_rows(of: CatalogReader) -> list[Row]:
+    return [rows.row(index) async for rows in of.changes() for index in range(len(rows))]

@@ -1,0 +1,326 @@
+"""Readers: what is new, what is broken, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
+from tests.tiers.tier_suite import image_of
+from tiers.catalog import manifest as manifests
+from tiers.catalog.manifest import Manifest, Merged
+from tiers.catalog.names import (
+    LogName,
+    log_name,
+    manifest_name,
+    parse_log,
+    parse_manifest,
+    snapshot_name,
+)
+from tiers.catalog.rows import CatalogCorrupt, Row, digest_of, encode, rows_of
+from tiers.errors import TierUnavailable
+from tiers.objects import ObjectTier
+from tiers.wrap import FaultRates, Faulty, Metered
+
+
+async def put_snapshot(tier: ObjectTier, manifest: Manifest, rows: list[Row]) -> Manifest:
+    """A manifest that holds these rows, created with its snapshot."""
+    body = encode(rows_of(rows))
+    name = snapshot_name(FOLDER, manifest.generation, 0, digest_of(body))
+    await tier.write(name, body)
+    whole = Manifest(manifest.generation, (*manifest.snapshots, name), manifest.merged)
+    await tier.write(manifest_name(FOLDER, whole.generation), manifests.encode(whole), create=True)
+    return whole
+
+
+def lists(tier: Metered) -> int:
+    return tier.snapshot()["list"].calls
+
+
+def reads(tier: Metered) -> int:
+    return tier.snapshot()["read"].calls
+
+
+@pytest.mark.parametrize("page_names", [1000, 1])
+async def test_what_is_new_comes_once_from_every_writer(page_names: int) -> None:
+    tier = memory()
+    first, second = writer(tier), writer(tier)
+    one = reader(tier, page_names=page_names)
+    assert await new_rows(one) == []
+    first.append(row(1))
+    second.append(row(2))
+    await first.flush()
+    await second.flush()
+    assert sorted(await new_rows(one)) == [row(1), row(2)]
+    for number in range(3, 9):
+        first.append(row(number))
+        await first.flush()
+        assert await new_rows(one) == [row(number)]
+    third = writer(tier)
+    third.append(row(9))
+    await third.flush()
+    assert await new_rows(one) == [row(9)]
+    assert await new_rows(one) == []
+    assert len(await new_rows(reader(tier))) == 9
+
+
+async def test_a_refresh_without_news_is_one_listing_and_no_read() -> None:
+    tier = memory()
+    for number in range(20):
+        log = writer(tier)
+        log.append(row(number))
+        await log.flush()
+    one = reader(tier)
+    await new_rows(one)
+    before = lists(tier), reads(tier)
+    await new_rows(one)
+    assert (lists(tier), reads(tier)) == (before[0] + 1, before[1])
+
+
+async def test_many_files_are_listed_from_where_each_writer_was() -> None:
+    tier = memory()
+    logs = [writer(tier) for _ in range(3)]
+    for log in logs:
+        for number in range(10):
+            log.append(row(number))
+            await log.flush()
+    one = reader(tier, page_names=5)
+    await new_rows(one)
+    before = lists(tier), reads(tier)
+    # The folder of manifests, that of logs, and one for each writer.
+    assert await new_rows(one) == []
+    assert (lists(tier), reads(tier)) == (before[0] + 5, before[1])
+
+
+async def test_broken_and_foreign_files_are_skipped_and_counted_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = memory()
+    log = writer(tier)
+    for number in range(3):
+        log.append(row(number))
+        await log.flush()
+    names = sorted(found.name for found in await tier.list(FOLDER))
+    body = image_of(5000)
+    await tier.write(names[1], body)
+    foreign = log_name(FOLDER, LogName("s" + "0" * 15, 0), digest_of(body))
+    await tier.write(foreign, body)
+    await tier.write(f"{FOLDER}/log/README.txt", body)
+    await tier.write(f"{FOLDER}/manifest/000000000009", body)
+    one = reader(tier)
+    assert await new_rows(one) == [row(0), row(2)]
+    assert one._counts.files_corrupt == 3
+    assert await new_rows(one) == []
+    assert "is ignored" in caplog.text
+    # The manifest is looked at again: its name may be that of a whole one by then.
+    assert one._counts.files_corrupt == 4
+
+
+async def test_a_file_longer_than_any_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.catalog import reader as module
+
+    monkeypatch.setattr(module, "FILE_BYTES_MAX", 1000)
+    tier = memory()
+    log = writer(tier)
+    for number in range(100):
+        log.append(row(number))
+    await log.flush()
+    one = reader(tier)
+    assert await new_rows(one) == []
+    assert one._counts.files_corrupt == 1
+
+
+async def test_a_store_that_fails_costs_a_refresh_and_no_rows() -> None:
+    inner = memory()
+    log = writer(inner)
+    for number in range(10):
+        log.append(row(number))
+        await log.flush()
+    one = reader(Faulty(inner, seed=2, rates=FaultRates(unavailable=0.3)))
+    found: list[Row] = []
+    for _ in range(200):
+        try:
+            async for rows in one.changes():
+                found += [rows.row(index) for index in range(len(rows))]
+        except TierUnavailable:
+            continue
+    assert found == [row(number) for number in range(10)]
+
+
+async def test_a_new_reader_takes_the_snapshot_and_an_old_one_goes_on() -> None:
+    tier = memory()
+    log = writer(tier)
+    for number in range(3):
+        log.append(row(number))
+        await log.flush()
+    old, behind = reader(tier), reader(tier)
+    await new_rows(old)
+    log.append(row(3))
+    await log.flush()
+    merged = {log._writer: Merged(3, 0)}
+    await put_snapshot(tier, Manifest(0, merged=merged), [row(number) for number in range(4)])
+    log.append(row(4))
+    await log.flush()
+    assert await new_rows(old) == [row(3), row(4)]
+    assert (old.generation, old._counts.reloads) == (0, 0)
+    for found in await tier.list(f"{FOLDER}/log"):
+        parsed = parse_log(FOLDER, found.name)
+        if parsed and parsed.number < 4:
+            await tier.delete([found.name])
+    assert await new_rows(old) == []
+    assert await new_rows(behind) == [row(number) for number in range(5)]
+    assert await new_rows(reader(tier)) == [row(number) for number in range(5)]
+    assert await new_rows(behind) == []
+
+
+async def test_a_reader_that_slept_through_a_deletion_reads_the_snapshot() -> None:
+    tier = memory()
+    log = writer(tier)
+    slept = reader(tier)
+    log.append(row(0))
+    await log.flush()
+    await put_snapshot(tier, Manifest(0, merged={log._writer: Merged(0, 0)}), [row(0)])
+    assert await new_rows(slept) == [row(0)]
+    for number in range(1, 4):
+        log.append(row(number))
+        await log.flush()
+    rows = [row(number) for number in range(4)]
+    await put_snapshot(tier, Manifest(1, merged={log._writer: Merged(3, 1)}), rows)
+    await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
+    assert await new_rows(slept) == rows
+    assert slept._counts.reloads == 1
+    assert await new_rows(slept) == []
+
+
+async def test_a_snapshot_that_was_replaced_while_reading_is_tried_again() -> None:
+    tier = memory()
+    manifest = await put_snapshot(tier, Manifest(0), [row(0)])
+    await tier.delete(list(manifest.snapshots))
+    one = reader(tier)
+    with pytest.raises(TierUnavailable, match="newer manifest") as info:
+        await new_rows(one)
+    assert info.value.retryable
+    await put_snapshot(tier, Manifest(1), [row(0), row(1)])
+    assert await new_rows(one) == [row(0), row(1)]
+
+
+async def test_a_damaged_manifest_leaves_the_one_before() -> None:
+    tier = memory()
+    await put_snapshot(tier, Manifest(0), [row(0)])
+    await put_snapshot(tier, Manifest(1), [row(0), row(1)])
+    names = [found.name for found in await tier.list(FOLDER)]
+    [newest] = [name for name in names if parse_manifest(FOLDER, name) == 1]
+    await tier.write(newest, image_of(200))
+    one = reader(tier)
+    assert await new_rows(one) == [row(0)]
+    assert one.generation == 0
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(3),
+        Manifest(2, format=2),
+        Manifest(2, ("v1/elsewhere/snapshot/x",)),
+        Manifest(2, merged={"../../up": Merged(1, 1)}),
+        Manifest(2, tenants={"zz": 1}),
+    ],
+)
+def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
+    with pytest.raises(CatalogCorrupt):
+        manifests.decode(manifests.encode(manifest), FOLDER, 2)
+
+
+def test_every_flipped_byte_of_a_manifest_is_found() -> None:
+    whole = Manifest(2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: 5})
+    body = manifests.encode(whole)
+    assert manifests.decode(body, FOLDER, 2) == whole
+    assert whole.after(tenants={}) == Manifest(3, merged=whole.merged)
+    for position in range(len(body)):
+        damaged = body.copy()
+        damaged[position] ^= 4
+        with pytest.raises(CatalogCorrupt):
+            manifests.decode(damaged, FOLDER, 2)
+    for length in (0, 5, 33, len(body) - 1):
+        with pytest.raises(CatalogCorrupt):
+            manifests.decode(body[:length], FOLDER, 2)
+
+
+async def test_an_absent_catalog_is_doubted_once() -> None:
+    tier = memory()
+    one = reader(tier)
+    assert not one.take_doubt()
+    for doubted in (True, False):
+        assert await new_rows(one) == []
+        assert one.take_doubt() is doubted
+    log = writer(tier)
+    log.append(row(1))
+    await log.flush()
+    assert await new_rows(one) == [row(1)]
+    other = reader(tier)
+    await new_rows(other)
+    assert not one.take_doubt()
+    assert not other.take_doubt()
+
+
+async def test_a_file_that_was_lost_is_waited_for_once_and_doubted() -> None:
+    tier = memory()
+    log = writer(tier)
+    one = reader(tier)
+    log.append(row(0))
+    await log.flush()
+    await new_rows(one)
+    one.take_doubt()
+    for number in range(1, 4):
+        log.append(row(number))
+        await log.flush()
+    names = sorted(found.name for found in await tier.list(FOLDER))
+    await tier.delete([names[1]])
+    assert await new_rows(one) == []
+    assert not one.take_doubt()
+    assert await new_rows(one) == [row(2), row(3)]
+    assert one.take_doubt()
+    assert await new_rows(one) == []
+    assert not one.take_doubt()
+
+
+async def test_a_file_that_a_listing_did_not_show_yet_is_read_before_the_next() -> None:
+    tier = memory()
+    log = writer(tier)
+    for number in range(2):
+        log.append(row(number))
+        await log.flush()
+    names = sorted(found.name for found in await tier.list(FOLDER))
+    late = encode(rows_of([row(0)]))
+    await tier.delete([names[0]])
+    one = reader(tier)
+    assert await new_rows(one) == []
+    await tier.write(names[0], late)
+    assert await new_rows(one) == [row(0), row(1)]
+    assert not one.take_doubt()
+
+
+async def test_a_snapshot_that_is_lost_is_given_up_the_second_time() -> None:
+    tier = memory()
+    whole = await put_snapshot(tier, Manifest(0), [row(0)])
+    whole = await put_snapshot(tier, Manifest(1, whole.snapshots), [row(1)])
+    await tier.delete([whole.snapshots[0]])
+    one = reader(tier)
+    with pytest.raises(TierUnavailable):
+        await new_rows(one)
+    assert await new_rows(one) == [row(1)]
+    assert one.take_doubt()
+    assert await new_rows(one) == []
+
+
+async def test_a_broken_file_is_a_doubt() -> None:
+    tier = memory()
+    log = writer(tier)
+    log.append(row(0))
+    await log.flush()
+    [name] = [found.name for found in await tier.list(FOLDER)]
+    await tier.write(name, image_of(100))
+    one = reader(tier)
+    assert await new_rows(one) == []
+    assert one.take_doubt()
+    await new_rows(one)
+    assert not one.take_doubt()

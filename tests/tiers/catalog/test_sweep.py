@@ -1,0 +1,55 @@
+"""Sweeps: what a listing of the objects themselves comes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
+from tests.tiers.tier_suite import image_of
+from tiers.catalog.names import object_name
+from tiers.catalog.sweep import objects_in, rows_of_listing, slice_folder, slices_there
+from tiers.errors import TierUnavailable
+from tiers.filesystems import Found
+from tiers.layout import Segment
+from tiers.wrap import FaultRates, Faulty
+
+KEYS = [bytes([first]) * 32 for first in (0, 7, 7, 255)]
+
+
+async def test_a_namespace_is_its_folders_by_two_digits() -> None:
+    tier = memory()
+    assert await slices_there(tier, PREFIX) == []
+    assert len(await objects_in(tier, PREFIX, 7)) == 0
+    for number, key in enumerate(KEYS):
+        name = object_name(NAMESPACE, key, Segment(0, 8, number, 1))
+        await tier.write(name, image_of(1000 + number))
+    await tier.write(f"{FOLDER}/log/s{'0' * 15}/junk", image_of(10))
+    assert await slices_there(tier, PREFIX) == [0, 7, 255]
+    rows = await objects_in(tier, PREFIX, 7)
+    found = sorted(rows.row(index) for index in range(len(rows)))
+    assert [(one.key, one.segment, one.size_bytes) for one in found] == [
+        (KEYS[1], "0-8.1-2", 1001),
+        (KEYS[2], "0-8.2-3", 1002),
+    ]
+    assert all(one.written_at > 1e15 and one.tenant == b"" for one in found)
+
+
+def test_foreign_objects_are_left_out() -> None:
+    name = f"{slice_folder(PREFIX, 7)}/{KEYS[1].hex()}/{SEGMENT}.arrow"
+    listing = [
+        Found(name, 5, 0.0),
+        Found(f"{name}.tmp", 5, 0.0),
+        Found(name.replace("/07/", "/08/"), 5, 0.0),
+        Found(f"quarantine/{name}", 5, 0.0),
+        Found(name.replace(PREFIX, "v1/" + "f" * 16), 5, 0.0),
+        Found(name.replace(SEGMENT, "1-8.0-4"), 0, 0.0),
+    ]
+    [row] = [rows_of_listing(listing, PREFIX).row(0)]
+    assert (row.key, row.segment, row.size_bytes, row.written_at) == (KEYS[1], SEGMENT, 5, 1)
+    assert len(rows_of_listing(listing, PREFIX)) == 1
+
+
+async def test_a_store_that_fails_is_an_error_of_the_tier() -> None:
+    tier = Faulty(memory(), seed=1, rates=FaultRates(unavailable=1.0))
+    with pytest.raises(TierUnavailable):
+        await objects_in(tier, PREFIX, 0)

@@ -1,0 +1,55 @@
+"""Sweeping: what a store's objects themselves say that a namespace holds, one folder at a time.
+
+Owns the slices, which are the 256 folders by a key's first two digits, and making rows of a
+listing of one. Does not own what is done with them: a sidecar offers and announces what the
+catalog lacks, a collector also withdraws what the catalog has too much.
+
+Invariants: a slice is one listing, held in memory alone; names that are no segment's are left out.
+A row made of a listing has no tenant, parent or number of blocks, and the store's own time: the
+row of whoever wrote the object is newer, and holds, wherever it is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import anyio.to_thread
+
+from tiers.catalog.names import parse_name
+from tiers.catalog.rows import Row, Rows, rows_of
+
+if TYPE_CHECKING:
+    from tiers.filesystems import Listing
+    from tiers.objects import ObjectTier
+
+SLICES: Final = 256
+
+
+def slice_folder(prefix: str, number: int) -> str:
+    """The folder of slice `number` of a namespace."""
+    return f"{prefix}/{number:02x}"
+
+
+async def slices_there(tier: ObjectTier, prefix: str) -> list[int]:
+    """The slices that hold anything, in order. One request. Raises the tier's errors."""
+    there = {entry.name.rstrip("/") for entry in await tier.list(prefix, deep=False)}
+    return [number for number in range(SLICES) if slice_folder(prefix, number) in there]
+
+
+async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:
+    """A row for each segment in one slice. Raises the tier's errors."""
+    listing = await tier.list(slice_folder(prefix, number))
+    return await anyio.to_thread.run_sync(rows_of_listing, listing, prefix)
+
+
+def rows_of_listing(listing: Listing, prefix: str) -> Rows:
+    """A row for each object of the namespace in folder `prefix` that is a segment."""
+    rows: list[Row] = []
+    for found in listing:
+        name = parse_name(found.name)
+        if name is None or not found.size_bytes or not found.name.startswith(f"{prefix}/"):
+            continue
+        # Never 0, which is how a store that tells no times would make it.
+        written_at = max(1, int(found.modified_seconds * 1e6))
+        rows.append(Row(name.key, name.segment.name, written_at, found.size_bytes))
+    return rows_of(rows)
