@@ -39,7 +39,7 @@ from tests.sidecar.engine_kit import (
     only,
 )
 from tests.sidecar.test_lives import Process, wait_until
-from tiers.catalog import object_name
+from tiers.catalog.names import object_name
 
 MIB = 1 << 20
 SLOT = layout(0).payload_bytes(2)

@@ -42,7 +42,7 @@ from sidecar.directory import Chunk, Directory, SegmentState
 from sidecar.protocol import Done, LoadChunk, LookupDone, Role, ServerMessage, StoreChunk
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import Fact, Model, Truth, templates_of
-from tiers.catalog import namespace_prefix, parse_name
+from tiers.catalog.names import namespace_prefix, parse_name
 from tiers.errors import ChunkCorrupt
 from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
 
@@ -511,7 +511,7 @@ class Checks:
             ("writes running", work.writes_running, limits.writes_inflight_max),
             ("reads running", work.reads_running, limits.reads_inflight_max),
             ("writes queued", len(engine._store._pending), limits.write_queue_chunks_max),
-            ("quarantined", len(engine._store._quarantined), limits.quarantine_keys_max),
+            ("gone", len(engine._store._gone), limits.quarantine_keys_max),
             ("leases", max(held.values(), default=0), limits.leases_max_per_session),
             ("lookups", max(asked, default=0), limits.lookups_max_per_session),
             ("sessions", len(process.hub.sessions), process.config.limits.sessions_max),
@@ -532,9 +532,10 @@ class Checks:
             for key, chunk in known.chunks.items():
                 if chunk.loadable:
                     expected[numbers[key]] |= FLAG_HOST
-            for key in known.stored:
-                if known.in_store(key):
-                    expected[numbers[key]] |= FLAG_STORE
+            if known.stored_chunks:
+                for key, number in numbers.items():
+                    if known.in_store(key):
+                        expected[number] |= FLAG_STORE
             flags = self._reader(realm).lookup(self._tags(realm))
             for number in np.flatnonzero(flags != expected):
                 self._differs(realm, int(number), int(flags[number]), int(expected[number]))
@@ -610,7 +611,7 @@ def brief(record: object) -> str:
         case list() | tuple():
             return f"[{' '.join(map(brief, record))}]"
         case Listed():
-            return f"Listed({len(record.ranks_by_key)}, complete={record.complete})"
+            return f"Listed({len(record.rows)} rows)"
         case StoreChunk():
             return f"{brief(record.key)}<-{record.block_ids}"
         case LoadChunk():

@@ -15,7 +15,7 @@ from tests.simulation.clock import EPOCH_SECONDS
 from tests.simulation.content import Model, facts_of_prompt
 from tests.simulation.engine import SimEngine
 from tests.simulation.objects import Bucket, damaged
-from tiers.catalog import object_name
+from tiers.catalog.names import object_name
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life

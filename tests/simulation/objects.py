@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.simulation.clock import EPOCH_SECONDS, World
-from tiers.catalog import parse_name
+from tiers.catalog.names import parse_name
 from tiers.errors import (
     ChunkMissing,
     ImageTruncated,

@@ -48,7 +48,7 @@ class LogWriter:
         writer: from `new_writer`.
         rows_max: rows after which a file is due, whatever the time.
         seconds_max: how long a row waits.
-        clock: monotonic seconds.
+        clock: monotonic seconds; the system's where it is left out.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class LogWriter:
         *,
         rows_max: int,
         seconds_max: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._tier = tier
         self._folder = folder
         self._writer = writer
         self._rows_max = rows_max
         self._seconds_max = seconds_max
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._rows: list[Row] = []
         self._oldest = 0.0
         self._flushing = anyio.Lock()

@@ -10,7 +10,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row
-from tiers.objects import FsspecObjects
+from tiers.objects import UrlObjects
 from tiers.wrap import Metered
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ SEGMENT = "0-8.0-4"
 
 
 def memory() -> Metered:
-    return Metered(FsspecObjects(f"memory://{secrets.token_hex(6)}"))
+    return Metered(UrlObjects(f"memory://{secrets.token_hex(6)}"))
 
 
 def key(number: int) -> bytes:
