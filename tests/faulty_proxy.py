@@ -1,13 +1,15 @@
-"""An HTTP proxy in front of a real object store that fails on command.
+"""An HTTP proxy in front of a real object store that fails on command, and notes what it is asked.
 
-Owns a listener on the loopback address, one exchange per connection, and the list of faults of
-`Fault`. It speaks just enough HTTP/1.1 for S3 clients: a request with a length or none, a response
-that ends with the connection.
+Owns a listener on the loopback address, with TLS or without, one exchange per connection, and the
+list of faults of `Fault`. It speaks just enough HTTP/1.1 for clients of object stores: a request
+with a length or none, a response that ends with the connection. A client may take it for the
+server itself (reverse), or be told to use it as its proxy (forward): then targets are whole URLs,
+and `CONNECT` is a tunnel to the same server.
 
-Does not own the server behind it, and knows nothing of S3 but two error bodies. `Host` reaches the
+Does not own the server behind it, and knows nothing of S3 but error bodies. `Host` reaches the
 server as the client sent it, because the signature covers it.
 
-Invariants: what was asked of it is in `requests`, in order; leaving the block ends every
+Invariants: what was asked of it is in `exchanges`, in order; leaving the block ends every
 connection, stalled ones too.
 """
 
@@ -17,15 +19,19 @@ import contextlib
 import dataclasses
 import enum
 import re
+import socket
+import struct
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import SocketAttribute, SocketStream
+from anyio.abc import ByteStream, SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.streams.tls import TLSListener
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    import ssl
+    from collections.abc import AsyncGenerator, Mapping
 
 HOST: Final = "127.0.0.1"
 HEAD_BYTES_MAX: Final = 65_536
@@ -52,6 +58,20 @@ class Fault(enum.Enum):
     """503, as S3 answers one that asks too often."""
     FORBIDDEN = "forbidden"
     """403 AccessDenied."""
+    NOT_FOUND = "not found"
+    """404 NoSuchKey, whatever is asked for."""
+    NO_BUCKET = "no bucket"
+    """404 NoSuchBucket."""
+    TOO_MANY = "too many"
+    """429, as stores other than S3 say "slow down"."""
+    BROKEN = "broken"
+    """500 InternalError."""
+    EXPIRED = "expired"
+    """400 ExpiredToken: the credentials were good once."""
+    SKEWED = "skewed"
+    """403 RequestTimeTooSkewed: the clocks differ too much."""
+    RESET = "reset"
+    """The first half of the answer's body arrives, then the connection is reset."""
     TRUNCATE = "truncate"
     """The first half of the answer's body arrives, then the connection closes."""
     WRONG_BYTES = "wrong bytes"
@@ -61,24 +81,53 @@ class Fault(enum.Enum):
 _ANSWERS: Final = {
     Fault.SLOW_DOWN: ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
     Fault.FORBIDDEN: ("403 Forbidden", "AccessDenied", "Access Denied"),
+    Fault.NOT_FOUND: ("404 Not Found", "NoSuchKey", "The specified key does not exist."),
+    Fault.NO_BUCKET: ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist"),
+    Fault.TOO_MANY: ("429 Too Many Requests", "TooManyRequests", "Please slow down"),
+    Fault.BROKEN: ("500 Internal Server Error", "InternalError", "We encountered an error."),
+    Fault.EXPIRED: ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+    Fault.SKEWED: ("403 Forbidden", "RequestTimeTooSkewed", "The difference is too large."),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
-    line: str
-    head: bytes
+class Exchange:
+    """One request, as it was on the wire."""
+
+    method: str
+    target: str
+    """A path with its query; a whole URL where the client took this for its proxy."""
+    fields: Mapping[str, str]
+    """The head's fields, names in lower case."""
     body: bytes
+
+    @property
+    def line(self) -> str:
+        """Method and path, such as "GET /bucket/name"."""
+        return f"{self.method} {urlsplit(self.target).path}"
+
+    @property
+    def head(self) -> bytes:
+        """What the server behind is sent."""
+        parts = urlsplit(self.target)
+        origin = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        lines = [f"{self.method} {origin} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in self.fields.items() if name not in _HOP]
+        return ("\r\n".join([*lines, "connection: close"]) + "\r\n\r\n").encode("latin-1")
+
+
+_HOP: Final = frozenset(("connection", "expect", "proxy-connection", "proxy-authorization"))
 
 
 class FaultyProxy:
     """A running proxy. Made by `faulty_proxy`."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(upstream)
         if parts.hostname is None or parts.port is None:
             raise ValueError(f"upstream={upstream!r}: must have a host and a port")
         self._upstream = (parts.hostname, parts.port)
+        self._tls = tls
         self._fault = Fault.PASS
         self._times = 0
         self._only = re.compile("")
@@ -91,15 +140,20 @@ class FaultyProxy:
         """How long each exchange waits before the server hears of it."""
         self.bytes_per_second_max = 0
         """How fast bodies pass, each on its own; 0 for as fast as they come."""
-        self.requests: list[str] = []
-        """Method and path of each request that arrived, such as "GET /bucket/name"."""
+        self.exchanges: list[Exchange] = []
+        """Each request that arrived."""
         self.holding: list[str] = []
         """Those of `Fault.HOLD` that are half-way now."""
 
     @property
     def endpoint(self) -> str:
         """What a client takes as `endpoint_url`."""
-        return f"http://{HOST}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{HOST}:{self.port}"
+
+    @property
+    def requests(self) -> list[str]:
+        """Method and path of each request that arrived, such as "GET /bucket/name"."""
+        return [one.line for one in self.exchanges]
 
     async def become(self, fault: Fault, *, times: int = 0, only: str = "") -> None:
         """Treat exchanges that begin from now on so; after `times` of them pass again (0: stay).
@@ -134,13 +188,17 @@ class FaultyProxy:
             with anyio.CancelScope() as self._scope:
                 async with listener:
                     self._listening.set()
-                    await listener.serve(self._exchange)
+                    if self._tls is None:
+                        await listener.serve(self._exchange)
+                    else:
+                        encrypted = TLSListener(listener, self._tls, standard_compatible=False)
+                        await encrypted.serve(self._exchange)
 
     async def wait_listening(self) -> None:
         """Wait until clients can connect."""
         await self._listening.wait()
 
-    async def _exchange(self, client: SocketStream) -> None:
+    async def _exchange(self, client: ByteStream) -> None:
         async with client:
             # A client may go away at any moment, and the server may be down: that is a test's
             # business, and the other side sees it as a connection that closes.
@@ -152,10 +210,14 @@ class FaultyProxy:
                 anyio.EndOfStream,
             ):
                 request = await _receive(client)
-                self.requests.append(request.line)
+                # Without the body: a long run asks for gigabytes.
+                self.exchanges.append(dataclasses.replace(request, body=b""))
+                if request.method == "CONNECT":
+                    await self._tunnel(client)
+                    return
                 await self._answer(client, request, self._take_fault(request), self._changed)
 
-    def _take_fault(self, request: _Request) -> Fault:
+    def _take_fault(self, request: Exchange) -> Fault:
         if not self._only.search(request.line):
             return Fault.PASS
         fault = self._fault
@@ -166,7 +228,7 @@ class FaultyProxy:
         return fault
 
     async def _answer(
-        self, client: SocketStream, request: _Request, fault: Fault, changed: anyio.Event
+        self, client: ByteStream, request: Exchange, fault: Fault, changed: anyio.Event
     ) -> None:
         match fault:
             case Fault.HANG_UP | Fault.REFUSE:
@@ -175,8 +237,12 @@ class FaultyProxy:
                 await changed.wait()
             case Fault.HOLD:
                 await self._hold(client, request, changed)
-            case Fault.SLOW_DOWN | Fault.FORBIDDEN:
-                await client.send(_error(fault, with_body=not request.line.startswith("HEAD ")))
+            case fault if fault in _ANSWERS:
+                await client.send(_error(fault, with_body=request.method != "HEAD"))
+            case Fault.RESET:
+                head, body = await self._ask(request)
+                await client.send(head + body[: len(body) // 2])
+                _reset(client)
             case Fault.PASS | Fault.TRUNCATE | Fault.WRONG_BYTES | Fault.STALL_BODY:
                 await anyio.sleep(self.latency_seconds + self._passing_seconds(request.body))
                 head, body = await self._ask(request)
@@ -186,8 +252,17 @@ class FaultyProxy:
                 else:
                     await anyio.sleep(self._passing_seconds(body))
                     await client.send(_damage(body, fault))
+            case _:
+                raise AssertionError(fault)
 
-    async def _hold(self, client: SocketStream, request: _Request, changed: anyio.Event) -> None:
+    async def _tunnel(self, client: ByteStream) -> None:
+        host, port = self._upstream
+        async with await anyio.connect_tcp(host, port) as server, anyio.create_task_group() as both:
+            await client.send(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            both.start_soon(_pump, client, server, both.cancel_scope)
+            both.start_soon(_pump, server, client, both.cancel_scope)
+
+    async def _hold(self, client: ByteStream, request: Exchange, changed: anyio.Event) -> None:
         host, port = self._upstream
         half = len(request.body) // 2
         async with await anyio.connect_tcp(host, port) as server:
@@ -208,7 +283,7 @@ class FaultyProxy:
     def _passing_seconds(self, body: bytes) -> float:
         return len(body) / self.bytes_per_second_max if self.bytes_per_second_max else 0.0
 
-    async def _ask(self, request: _Request) -> tuple[bytes, bytes]:
+    async def _ask(self, request: Exchange) -> tuple[bytes, bytes]:
         host, port = self._upstream
         async with await anyio.connect_tcp(host, port) as server:
             await server.send(request.head)
@@ -222,9 +297,11 @@ class FaultyProxy:
 
 
 @contextlib.asynccontextmanager
-async def faulty_proxy(upstream: str) -> AsyncGenerator[FaultyProxy]:
+async def faulty_proxy(
+    upstream: str, tls: ssl.SSLContext | None = None
+) -> AsyncGenerator[FaultyProxy]:
     """A proxy in front of `upstream` (such as "http://127.0.0.1:8333"), passing at first."""
-    proxy = FaultyProxy(upstream)
+    proxy = FaultyProxy(upstream, tls)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(proxy.serve)
         await proxy.wait_listening()
@@ -234,23 +311,36 @@ async def faulty_proxy(upstream: str) -> AsyncGenerator[FaultyProxy]:
             tasks.cancel_scope.cancel()
 
 
-async def _receive(client: SocketStream) -> _Request:
+async def _receive(client: ByteStream) -> Exchange:
     stream = BufferedByteReceiveStream(client)
     raw = await stream.receive_until(b"\r\n\r\n", HEAD_BYTES_MAX)
     first, *rest = raw.decode("latin-1").split("\r\n")
     fields = {
         name.lower(): value.strip() for name, _, value in (one.partition(":") for one in rest)
     }
-    # The proxy asks for the body itself; "close" makes the end of the answer the end of file.
+    # The proxy asks for the body itself.
     if fields.get("expect", "").lower() == "100-continue":
         await client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
     if "transfer-encoding" in fields:
         raise ValueError("the proxy reads bodies with a Content-Length only")
     body = await stream.receive_exactly(int(fields.get("content-length", "0")))
-    kept = [one for one in rest if one.split(":")[0].lower() not in {"connection", "expect"}]
-    head = "\r\n".join([first, *kept, "Connection: close"]) + "\r\n\r\n"
     method, target, _ = first.split(" ", 2)
-    return _Request(f"{method} {urlsplit(target).path}", head.encode("latin-1"), body)
+    return Exchange(method, target, fields, body)
+
+
+async def _pump(source: ByteStream, sink: ByteStream, scope: anyio.CancelScope) -> None:
+    with contextlib.suppress(
+        anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError
+    ):
+        while True:
+            await sink.send(await source.receive(PIECE_BYTES))
+    scope.cancel()
+
+
+def _reset(client: ByteStream) -> None:
+    """Have the kernel send RST, rather than FIN, when the connection is closed."""
+    raw: socket.socket = client.extra(SocketAttribute.raw_socket)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _error(fault: Fault, *, with_body: bool) -> bytes:

@@ -44,6 +44,9 @@ _FSSPEC_PACKAGE: Final = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 _EXTRA: Final = {"s3": "s3", "gcs": "gcs", "azure": "azure"}
 _WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder"}
 
+_OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
+_AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
+
 _CREDENTIAL_FIELDS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, ...]]] = {
     ("s3", "static"): ("access_key", "secret_key", "session_token"),
     ("s3", "profile"): ("profile",),
@@ -224,17 +227,31 @@ def check(url: str, access: Access, backend: Backend) -> None:
             "store.encryption.kms_key: needs store.encryption.algorithm to be aws:kms or "
             "aws:kms:dsse"
         )
-    if access.storage_class is not None and provider == "gcs" and backend == "fsspec":
-        raise AccessError(
-            "store.storage_class: gcsfs cannot set it; write store.backend: obstore, or set a "
-            "default storage class on the bucket"
-        )
+    if access.storage_class is not None:
+        _check_storage_class(provider, access.storage_class, backend)
 
 
 def azure_account(url: str) -> str | None:
     """The account in `abfs://container@account.dfs.core.windows.net`, or None."""
     host = urlsplit(url).netloc
     return host.split("@", 1)[1].split(".", 1)[0] if "@" in host else None
+
+
+def _check_storage_class(provider: Provider, name: str, backend: Backend) -> None:
+    if provider == "gcs" and backend == "fsspec":
+        raise AccessError(
+            "store.storage_class: gcsfs cannot set it; write store.backend: obstore, or set a "
+            "default storage class on the bucket"
+        )
+    if name in _OFFLINE_CLASSES or name.lower() == "archive" and provider == "azure":
+        raise AccessError(
+            f"store.storage_class={name}: what it holds must be restored for hours before it can "
+            "be read; choose one that is read at once"
+        )
+    if provider == "azure" and name not in _AZURE_TIERS:
+        raise AccessError(
+            f"store.storage_class={name}: Azure's access tiers are {', '.join(_AZURE_TIERS)}"
+        )
 
 
 def _check_s3_only(provider: Provider, access: Access) -> None:

@@ -32,6 +32,7 @@ from tiers.fsspec_options import (
     azure_options,
     gcs_options,
     gcs_session,
+    gcs_timeout,
     s3_options,
 )
 
@@ -260,6 +261,7 @@ class _Gcs(_AsyncFilesystem):
         # gcsfs asks six times, with pauses, and nobody else may say otherwise. `wrap.Retrying`
         # retries, with the operator's limits.
         fs._request = type(fs)._request.__wrapped__.__get__(fs)
+        fs.requests_timeout = gcs_timeout(access)
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         self._connect()
@@ -324,13 +326,15 @@ class _Azure(_AsyncFilesystem):
     """adlfs with a client of our own making: its own knows no endpoint, proxy or authorities."""
 
     def __init__(self, fs: Any, root: str, access: Access, client: Any) -> None:
+        from azure.storage.blob import StandardBlobTier  # here: only Azure needs it
+
         super().__init__(fs, root)
         _drop_finalizers(fs)
         fs.service_client = client
         container, _, path = self._root.partition("/")
         self._container = container
         self._path = f"{path}/" if path else ""
-        self._tier = access.storage_class
+        self._tier = access.storage_class and StandardBlobTier(access.storage_class)
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         body = await run_to_end(image.tobytes, self._limiter)

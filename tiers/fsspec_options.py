@@ -107,13 +107,19 @@ def gcs_session(access: Access) -> Any:
 
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=_ssl(access), limit=CONNECTIONS_MAX),
-        timeout=aiohttp.ClientTimeout(
-            total=None,
-            sock_connect=access.connect_seconds_max,
-            sock_read=access.read_seconds_max,
-        ),
         proxy=access.proxy,
         trust_env=access.proxy is None,
+    )
+
+
+def gcs_timeout(access: Access) -> Any:
+    """What gcsfs hands to its session with every request, which then has none of its own."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(
+        total=None,
+        sock_connect=access.connect_seconds_max,
+        sock_read=access.read_seconds_max,
     )
 
 

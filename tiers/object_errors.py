@@ -280,7 +280,7 @@ _CONNECTION_TYPES: Final = frozenset(
 )
 # What obstore's text says of a request that was never answered, first match first.
 _BY_TEXT: Final[tuple[tuple[str, Verdict], ...]] = (
-    ("certificate", _UNTRUSTED),
+    ("ertificate", _UNTRUSTED),
     ("InvalidContentType", _NOT_TLS),
     ("corrupt message", _NOT_TLS),
     ("dns error", _UNKNOWN_HOST),
