@@ -234,6 +234,8 @@ class Store(Access):
     """Objects written at the same time."""
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)
     """Objects read at the same time."""
+    requests_per_second_max: Count | None = Field(default=None, ge=1, le=1_000_000)
+    """Requests that may begin in a second, retries included, evenly spread; null: no limit."""
     write_queue_chunks_max: Count = Field(default=1024, ge=1, le=1_000_000)
     """Chunks that wait to be written; beyond it the write is dropped, the chunk stays in memory."""
     recompute: Literal["when_sooner", "never"] = "when_sooner"

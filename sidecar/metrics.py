@@ -137,11 +137,13 @@ class HubCollector(Collector):
         inflight = {(verb,): counts.inflight for verb, counts in verbs.items()}
         yield _gauge("store_inflight", "Calls that run now", inflight, labels)
         failures = {
-            (verb, error): count
+            (verb, cause): count
             for verb, counts in verbs.items()
-            for error, count in counts.failures.items()
+            for cause, count in counts.failures.items()
         }
-        yield _counter("store_failures", "Calls that failed, by error", failures, ["verb", "error"])
+        yield _counter("store_failures", "Calls that failed, by cause", failures, ["verb", "cause"])
+        retries = {(cause,): count for cause, count in store.retried().items()}
+        yield _counter("store_retries", "Attempts tried again, by cause", retries, ["cause"])
 
     def _catalog(self) -> Iterator[Metric]:
         catalogs = self._hub.catalogs
@@ -322,6 +324,7 @@ class Reporter:
             "chunks": self._hub.engine.snapshot().chunks_in_store,
             "listings": watch.listings,
             "catalog": self._catalog_status(),
+            "retries": store.retried(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
             },

@@ -1,10 +1,10 @@
-"""The store as the sidecar uses it: the fsspec tier inside its wrappers, from the configuration.
+"""The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
 
 Owns the order of the wrappers. Does not own what any of them does (`tiers/wrap.py`).
 
-Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(tier))))`. The deadline holds
-for a request with its retries and with its wait for a turn, as `store.deadline_seconds_max` says,
-and the counters see what the callers see.
+Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(tier)))))`. The deadline
+holds for a request with its retries and with its wait for a turn, as `store.deadline_seconds_max`
+says; every attempt counts for the rate; and the counters see what the callers see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sidecar.attach import StartError
 from tiers.errors import TierError
 from tiers.objects import ObjectTier, UrlObjects
-from tiers.wrap import Deadline, Limited, Metered, Retrying
+from tiers.wrap import Deadline, Limited, Metered, Paced, Retrying
 
 if TYPE_CHECKING:
     from sidecar.config import Store
@@ -41,10 +41,13 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
         raise StartError(f"store: {error}") from error
     if wrap_store is not None:
         tier = wrap_store(tier)
+    if settings.requests_per_second_max is not None:
+        tier = Paced(tier, requests_per_second_max=settings.requests_per_second_max)
     tier = Limited(
         tier,
         writes_max=settings.writes_inflight_max,
         reads_max=settings.reads_inflight_max,
     )
-    tier = Retrying(tier, attempts_max=settings.retries_max + 1)
-    return Metered(Deadline(tier, seconds_max=settings.deadline_seconds_max))
+    retrying = Retrying(tier, attempts_max=settings.retries_max + 1)
+    deadline = Deadline(retrying, seconds_max=settings.deadline_seconds_max)
+    return Metered(deadline, retrying=retrying)

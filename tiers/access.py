@@ -243,7 +243,7 @@ def _check_storage_class(provider: Provider, name: str, backend: Backend) -> Non
             "store.storage_class: gcsfs cannot set it; write store.backend: obstore, or set a "
             "default storage class on the bucket"
         )
-    if name in _OFFLINE_CLASSES or name.lower() == "archive" and provider == "azure":
+    if name in _OFFLINE_CLASSES or (name.lower() == "archive" and provider == "azure"):
         raise AccessError(
             f"store.storage_class={name}: what it holds must be restored for hours before it can "
             "be read; choose one that is read at once"

@@ -16,6 +16,9 @@ from __future__ import annotations
 class TierError(Exception):
     """Base of every error that a tier raises on purpose."""
 
+    cause: str = "other"
+    """What it is counted as: one word, of a set that does not grow with what happens."""
+
 
 class TierUnavailable(TierError):
     """The tier could not be reached, or did not answer before its deadline.
@@ -24,33 +27,46 @@ class TierUnavailable(TierError):
     (bad credentials, no such bucket, a full disk).
     """
 
-    def __init__(self, message: str, *, retryable: bool) -> None:
+    def __init__(self, message: str, *, retryable: bool, cause: str | None = None) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.cause = cause or type(self).cause
 
 
 class TierExpired(TierUnavailable):
     """The tier had not answered by the deadline of the request, retries included."""
 
+    cause = "expired"
+
 
 class TierFull(TierError):
     """No slot or no space is left; the caller drops the work or makes room."""
+
+    cause = "full"
 
 
 class ObjectExists(TierError):
     """A write that must not replace anything found its name taken."""
 
+    cause = "exists"
+
 
 class ChunkMissing(TierError):
     """The tier does not hold the object that was asked for."""
+
+    cause = "missing"
 
 
 class ChunkCorrupt(TierError):
     """Bytes were found, but they are not the segment that was asked for."""
 
+    cause = "corrupt"
+
 
 class ImageTruncated(ChunkCorrupt):
     """The image is shorter or longer than its layout says."""
+
+    cause = "truncated"
 
 
 class ImageHeaderMismatch(ChunkCorrupt):

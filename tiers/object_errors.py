@@ -57,11 +57,12 @@ class Kind(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """One condition: its kind, what happened, and the remedy."""
+    """One condition: its kind, what happened, the remedy, and what it is counted as."""
 
     kind: Kind
     what: str
     remedy: str
+    cause: str = "other"
 
 
 _MISSING = Verdict(Kind.MISSING, "no such object", "treat it as a miss")
@@ -72,70 +73,95 @@ _CREDENTIALS = Verdict(
     Kind.STOP,
     "the credentials were refused",
     "check store.credentials (or, with kind auto, those of the environment)",
+    "credentials",
 )
 _FORBIDDEN = Verdict(
     Kind.STOP,
     "access was denied",
     "check the credentials, and allow them to get, put, delete and list objects under the URL",
+    "forbidden",
 )
 _NO_CREDENTIALS = Verdict(
     Kind.STOP,
     "no credentials were found",
     "set store.credentials, or give the environment some",
+    "no_credentials",
 )
 _NO_BUCKET = Verdict(
-    Kind.STOP, "the bucket does not exist", "create it, or correct the bucket in store.url"
+    Kind.STOP,
+    "the bucket does not exist",
+    "create it, or correct the bucket in store.url",
+    "no_bucket",
 )
 _REGION = Verdict(
     Kind.STOP,
     "the bucket is served by another region or endpoint",
     "set store.region and store.endpoint",
+    "region",
 )
-_CLOCK = Verdict(Kind.STOP, "the clocks differ too much", "synchronise this machine's clock")
-_BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses")
-_GARBLED = Verdict(Kind.LATER, "the upload arrived damaged", "retried with growing pauses")
+_CLOCK = Verdict(
+    Kind.STOP, "the clocks differ too much", "synchronise this machine's clock", "clock"
+)
+_BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses", "busy")
+_GARBLED = Verdict(
+    Kind.LATER, "the upload arrived damaged", "retried with growing pauses", "garbled"
+)
 _REFUSED_REQUEST = Verdict(
     Kind.STOP,
     "the store refused the request",
     "check store.url, store.endpoint and the other settings of store",
+    "request",
 )
 _OPTIONS = Verdict(
-    Kind.STOP, "an option is not understood", "check the names in store.storage_options"
+    Kind.STOP, "an option is not understood", "check the names in store.storage_options", "options"
 )
 _UNTRUSTED = Verdict(
     Kind.STOP,
     "the server's TLS certificate is not trusted",
     "give its authority's PEM file as store.tls.ca_file",
+    "untrusted",
 )
 _NOT_TLS = Verdict(
     Kind.STOP,
     "the endpoint does not speak TLS as asked",
     "check whether store.endpoint should start with http:// rather than https://",
+    "not_tls",
 )
-_PACKAGE = Verdict(Kind.STOP, "a Python package is missing", "install the one that is named")
+_PACKAGE = Verdict(
+    Kind.STOP, "a Python package is missing", "install the one that is named", "package"
+)
 _REFUSED = Verdict(
     Kind.LATER,
     "the connection was refused",
     "check that the store is running and that store.endpoint has its host and port",
+    "refused",
 )
 _UNKNOWN_HOST = Verdict(
-    Kind.LATER, "the host name is not known", "check store.endpoint and this machine's DNS"
+    Kind.LATER,
+    "the host name is not known",
+    "check store.endpoint and this machine's DNS",
+    "unknown_host",
 )
 _CONNECTION = Verdict(
     Kind.LATER,
     "the connection failed",
     "check store.endpoint, store.proxy and the network to the store",
+    "connection",
 )
 _SLOW = Verdict(
-    Kind.LATER, "there was no answer in time", "check the network to the store and its load"
+    Kind.LATER, "there was no answer in time", "check the network to the store and its load", "slow"
 )
 _READ_ONLY = Verdict(
     Kind.STOP,
     "the folder cannot be written or read by this user",
     "change its owner or mode, mount it writable, or choose another store.url",
+    "read_only",
 )
 _NOT_A_FOLDER = Verdict(
-    Kind.STOP, "a file stands where a folder is needed", "move it, or choose another store.url"
+    Kind.STOP,
+    "a file stands where a folder is needed",
+    "move it, or choose another store.url",
+    "not_a_folder",
 )
 _UNKNOWN = Verdict(Kind.LATER, "the store failed", "see the detail; retried with growing pauses")
 
@@ -346,9 +372,9 @@ def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
         case Kind.FULL:
             return TierFull(message)
         case Kind.LATER:
-            return TierUnavailable(message, retryable=True)
+            return TierUnavailable(message, retryable=True, cause=verdict.cause)
         case Kind.STOP:
-            return TierUnavailable(message, retryable=False)
+            return TierUnavailable(message, retryable=False, cause=verdict.cause)
 
 
 def judge(error: Exception) -> Verdict:

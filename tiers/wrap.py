@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import anyio
 
-from tiers.errors import ChunkMissing, TierExpired, TierUnavailable
+from tiers.errors import ChunkMissing, TierError, TierExpired, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -124,7 +124,13 @@ class Retrying(Wrapper):
         self._pause_seconds_max = pause_seconds_max
         self._rng = rng or random.Random()  # noqa: S311 - spreads pauses, guards nothing
         self._sleep = sleep
-        self.retries = 0
+        self.retried: dict[str, int] = {}
+        """Attempts that failed and were followed by another, by cause."""
+
+    @property
+    def retries(self) -> int:
+        """How often something was tried again."""
+        return sum(self.retried.values())
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
@@ -134,7 +140,7 @@ class Retrying(Wrapper):
             except TierUnavailable as error:
                 if not error.retryable:
                     raise
-            self.retries += 1
+                self.retried[error.cause] = self.retried.get(error.cause, 0) + 1
             # Growth stops long before 2**attempt could overflow a float.
             pause = min(self._pause_seconds_max, self._pause_seconds * 2.0 ** min(attempt, 62))
             await self._sleep(self._rng.uniform(0.0, pause))
@@ -189,6 +195,52 @@ class Limited(Wrapper):
             return await call()
 
 
+class Paced(Wrapper):
+    """Lets at most so many requests begin in a second, evenly; others wait, in order.
+
+    A verb is one request, and a removal one for each name. `close` sends none.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        requests_per_second_max: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        super().__init__(inner)
+        if requests_per_second_max <= 0:
+            raise ValueError(
+                f"requests_per_second_max={requests_per_second_max}: must be more than 0"
+            )
+        self._pause_seconds = 1.0 / requests_per_second_max
+        self._clock = clock
+        self._sleep = sleep
+        self._next = clock()
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        # The last one's turn is taken below, as any verb's.
+        await self._take_turns(len(names) - 1)
+        await super().delete(names)
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb != "close":
+            await self._take_turns(1)
+        return await call()
+
+    async def _take_turns(self, count: int) -> None:
+        if count <= 0:
+            return
+        # A turn that was taken is used up, also by a call that is cancelled while it waits.
+        now = self._clock()
+        turn = max(now, self._next) + (count - 1) * self._pause_seconds
+        self._next = turn + self._pause_seconds
+        if turn > now:
+            await self._sleep(turn - now)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerbCounts:
     """What one verb did since the start. `num_bytes` counts payloads of calls that succeeded."""
@@ -199,7 +251,7 @@ class VerbCounts:
     seconds: float
     inflight: int
     failures: Mapping[str, int]
-    """Calls that raised, by the error's name; `Cancelled` for those that were cancelled."""
+    """Calls that raised, by cause (`TierError.cause`, or the name of a bug's exception)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,14 +264,26 @@ class _Tally:
 
 
 class Metered(Wrapper):
-    """Counts calls, bytes, seconds and failures of each verb; changes nothing."""
+    """Counts calls, bytes, seconds and failures of each verb; changes nothing.
+
+    It sees what its caller sees. What `retrying` inside it made good is in `retried`.
+    """
 
     def __init__(
-        self, inner: ObjectTier, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        inner: ObjectTier,
+        *,
+        retrying: Retrying | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
+        self._retrying = retrying
         self._clock = clock
         self._tallies: dict[Verb, _Tally] = {verb: _Tally() for verb in VERBS}
+
+    def retried(self) -> dict[str, int]:
+        """Attempts that failed and were followed by another, by cause."""
+        return {} if self._retrying is None else dict(self._retrying.retried)
 
     def snapshot(self) -> dict[Verb, VerbCounts]:
         """The counts of every verb at this moment."""
@@ -253,14 +317,20 @@ class Metered(Wrapper):
         try:
             result = await call()
         except BaseException as error:
-            kind = type(error).__name__ if isinstance(error, Exception) else "Cancelled"
-            tally.failures[kind] = tally.failures.get(kind, 0) + 1
+            cause = _cause(error)
+            tally.failures[cause] = tally.failures.get(cause, 0) + 1
             raise
         else:
             tally.succeeded += 1
             return result
         finally:
             tally.seconds += self._clock() - start
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, TierError):
+        return error.cause
+    return type(error).__name__ if isinstance(error, Exception) else "cancelled"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -93,19 +93,21 @@ async def test_names_are_below_the_prefix(server: Server, backend: Backend) -> N
 
 
 async def test_a_client_never_tries_again_by_itself(server: Server, backend: Backend) -> None:
-    async with faulty_proxy(server.endpoint) as watch:
-        async with tier_of(place(server), server.access_at(watch.endpoint, backend)) as tier:
-            for fault in (Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.BROKEN, Fault.FORBIDDEN):
-                await watch.become(fault)
-                for call in (
-                    lambda: tier.write(NAME, image_of(10)),
-                    lambda: tier.read(NAME, slot()),
-                ):
-                    before = len(watch.exchanges)
-                    with pytest.raises(TierUnavailable) as info:
-                        await call()
-                    assert info.value.retryable is (fault is not Fault.FORBIDDEN)
-                    assert len(watch.exchanges) == before + 1, fault
+    async with (
+        faulty_proxy(server.endpoint) as watch,
+        tier_of(place(server), server.access_at(watch.endpoint, backend)) as tier,
+    ):
+        for fault in (Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.BROKEN, Fault.FORBIDDEN):
+            await watch.become(fault)
+            for call in (
+                lambda: tier.write(NAME, image_of(10)),
+                lambda: tier.read(NAME, slot()),
+            ):
+                before = len(watch.exchanges)
+                with pytest.raises(TierUnavailable) as info:
+                    await call()
+                assert info.value.retryable is (fault is not Fault.FORBIDDEN)
+                assert len(watch.exchanges) == before + 1, fault
 
 
 async def test_a_silent_server_meets_the_read_timeout(server: Server, backend: Backend) -> None:

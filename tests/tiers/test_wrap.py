@@ -15,7 +15,7 @@ from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
 from tiers.filesystems import Found
 from tiers.objects import Abilities, UrlObjects
-from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Retrying
+from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -290,9 +290,9 @@ class TestMetered:
         assert (counts["write"].calls, counts["write"].succeeded) == (2, 1)
         assert counts["write"].num_bytes == 1000
         assert counts["write"].seconds == 2.0
-        assert counts["write"].failures == {"TierUnavailable": 1}
+        assert counts["write"].failures == {"other": 1}
         assert (counts["read"].calls, counts["read"].num_bytes) == (3, 7)
-        assert counts["read"].failures == {"ChunkMissing": 2}
+        assert counts["read"].failures == {"missing": 2}
         assert counts["list"].calls == 0
         assert all(count.inflight == 0 for count in counts.values())
 
@@ -307,7 +307,7 @@ class TestMetered:
             assert tier.snapshot()["list"].inflight == 1
             tasks.cancel_scope.cancel()
         assert tier.snapshot()["list"].inflight == 0
-        assert tier.snapshot()["list"].failures == {"Cancelled": 1}
+        assert tier.snapshot()["list"].failures == {"cancelled": 1}
         assert before["list"].calls == 0
 
 
@@ -393,3 +393,74 @@ class TestFaulty:
     def test_rates_are_checked(self) -> None:
         with pytest.raises(ValueError, match="corrupt=2"):
             FaultRates(corrupt=2.0)
+
+
+async def test_what_retrying_made_good_is_told_by_cause() -> None:
+    busy = TierUnavailable("busy", retryable=True, cause="busy")
+    retrying = Retrying(Scripted([busy, busy, later()]), attempts_max=4, sleep=no_sleep)
+    tier = Metered(retrying, retrying=retrying)
+    await tier.read(NAME, slot())
+    assert tier.retried() == {"busy": 2, "other": 1}
+    assert tier.snapshot()["read"].failures == {}
+    assert Metered(memory()).retried() == {}
+
+
+class TestPaced:
+    async def test_it_keeps_the_contract_of_a_wrapper(self) -> None:
+        tier = Paced(memory(), requests_per_second_max=10_000)
+        await tier.write(NAME, image_of(10))
+        assert sized(await tier.list("")) == [(NAME, 10)]
+        assert await tier.read(NAME, slot()) == 10
+        await tier.delete([NAME])
+        assert await tier.list("") == []
+        await tier.close()
+
+    async def test_requests_begin_evenly_and_in_order(self) -> None:
+        begun: list[tuple[float, str]] = []
+        now = 100.0
+
+        class Noting(Scripted):
+            async def read(self, name: str, into: Bytes) -> int:
+                begun.append((now, name))
+                return 1
+
+        async def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+        tier = Paced(Noting(), requests_per_second_max=4, clock=lambda: now, sleep=sleep)
+        for name in "abc":
+            await tier.read(name, slot())
+        now += 10.0
+        for name in "def":
+            await tier.read(name, slot())
+        assert begun == [
+            (100.0, "a"), (100.25, "b"), (100.5, "c"), (110.5, "d"), (110.75, "e"), (111.0, "f"),
+        ]  # fmt: skip
+
+    async def test_a_removal_is_a_request_for_each_name(self) -> None:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        tier = Paced(Scripted(), requests_per_second_max=10, clock=lambda: 0.0, sleep=sleep)
+        await tier.delete(["a", "b", "c"])
+        await tier.list("")
+        assert slept == pytest.approx([0.1, 0.2, 0.3])
+        await tier.close()
+        assert len(slept) == 3
+
+    async def test_those_that_wait_side_by_side_take_turns(self) -> None:
+        inner = Scripted()
+        tier = Paced(inner, requests_per_second_max=1000)
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(tier.list, "")
+        assert anyio.current_time() - start >= 0.019
+        assert len(inner.calls) == 20
+
+    def test_a_rate_that_is_none_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="requests_per_second_max=0"):
+            Paced(Scripted(), requests_per_second_max=0)
