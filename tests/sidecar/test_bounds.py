@@ -269,7 +269,7 @@ directory = Path(sys.argv[1])
 config = config_in(
     directory,
     store={"url": f"file://{directory}/bucket", "refresh_seconds": 3600.0, "write": "off",
-           "deadline_seconds_max": 3600.0, "regret_max": 10.0},
+           "deadline_seconds_max": 3600.0, "recompute": "never"},
     limits={"memory_max": 16 << 20, "jobs_inflight_max": 4096, "lookups_max": 65536,
             "lookup_wait": 60.0, "store_deadline": 600.0, "lease_ttl": 60.0},
 )

@@ -97,6 +97,7 @@ class Life:
                 "writes_inflight_max": chance.choice((1, 3)),
                 "reads_inflight_max": chance.choice((1, 2, 4)),
                 "write_queue_chunks_max": chance.choice((1, 4, 16)),
+                "recompute": chance.choice(("when_sooner", "never")),
                 "regret_max": chance.choice((0.04, 0.3, 1.0)),
                 "deadline_seconds_max": 0.4,
                 "retries_max": chance.choice((0, 1)),
