@@ -139,7 +139,13 @@ class Admission:
                     return None
                 frame, fds = await connection.receive_attach()
             try:
-                session = self._attach(connection, frame, fds)
+                attach = decode_attach(frame)
+                check_shape(attach)
+                # Seconds, for the first worker on a GPU. One that does not wait so long attaches
+                # again, to a device that is ready.
+                if attach.memory is not None and attach.memory.device_uuid:
+                    await self._hub.gpus.prepare(attach.memory)
+                session = self._attach(connection, attach, fds)
             finally:
                 close_fds(fds)
         except (AttachRefused, ProtocolError) as error:
@@ -189,18 +195,16 @@ class Admission:
             ),
         )
 
-    def _attach(self, connection: Connection, frame: bytes, fds: list[int]) -> Session:
+    def _attach(self, connection: Connection, attach: Attach, fds: list[int]) -> Session:
         """Check everything, cheap and stateless first; what is made here is made last."""
         hub = self._hub
-        attach = decode_attach(frame)
-        check_shape(attach)
         user = self._user(attach)
         if hub.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
         for gone in hub.sessions.gone_beside(attach):
             hub.end_session(gone, "end of file")
         hub.sessions.check(attach, hub.realms.find(attach))
-        memory = take_memory(attach, fds)
+        memory = take_memory(attach, fds, hub.gpus)
         try:
             session = self._join(attach, connection, memory, user)
         except BaseException:

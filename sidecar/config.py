@@ -414,6 +414,15 @@ class Copy(Section):
     """Map all of an engine's KV memory when it attaches; off, each page when it is first copied."""
 
 
+class Gpu(Section):
+    """Copying between GPUs and host memory, by their copy engines."""
+
+    loads_inflight_max: Size = Field(default=32 << 20, ge=1 << 20)
+    """Bytes on their way to one GPU at any time; a decode step's own copies wait behind them."""
+    stores_inflight_max: Size = Field(default=32 << 20, ge=1 << 20)
+    """Bytes on their way from one GPU at any time; a token's way back waits behind them."""
+
+
 class Http(Section):
     """Metrics, health and status over HTTP."""
 
@@ -474,6 +483,7 @@ class Config(Section):
     copies: Copy = Field(default_factory=Copy, alias="copy")
     # `copy` in the file; the attribute has another name because pydantic models have a method so
     # called.
+    gpu: Gpu = Field(default_factory=Gpu)
     http: Http = Field(default_factory=Http)
     log: Log = Field(default_factory=Log)
 

@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -34,9 +35,10 @@ from tiers.errors import ChunkCorrupt
 from tiers.filesystems import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from sidecar.session import Session
+    from tiers.copy import Transfer
 
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]
@@ -201,20 +203,23 @@ def _hops(group: Group) -> Iterable[Group]:
 
 def _gather(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
-    plan, templates = group.memory.plan, group.rank.templates
+    templates = group.rank.templates
     copied: list[tuple[Gather, bytes]] = []
     ended: list[Copied] = []
-    with group.memory.fence.copying(group.job_id) as valid:
+
+    def begin(command: Gather) -> Transfer:
+        template = templates[len(command.block_ids)]
+        slot = pool[command.slot : command.slot + template.image_bytes]
+        template.prepare(slot)
+        return group.memory.region.gather(_ids(command.block_ids), template.payload(slot))
+
+    with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
             return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
-        for command in _only(Gather, group.commands):
+        for command, transfer in _one_ahead(_only(Gather, group.commands), begin, begun):
             try:
-                template = templates[len(command.block_ids)]
-                slot = pool[command.slot : command.slot + template.image_bytes]
-                template.prepare(slot)
                 hasher = payload_hasher()
-                ids, payload = _ids(command.block_ids), template.payload(slot)
-                plan.gather(group.memory.view, ids, payload, visit=hasher.update)
+                transfer.finish(hasher.update)
             except Exception as error:
                 _logger.error(  # noqa: TRY400
                     "gather failed", extra=fields(key=command.key, traceback=story_of(error))
@@ -234,12 +239,17 @@ def _scatter(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
     commands = _only(Scatter, group.commands)
     corrupt: dict[int, str] = {}
-    with group.memory.fence.copying(group.job_id) as valid:
+
+    def begin(command: Scatter) -> Transfer:
+        _, wanted, _ = _parts(group, command, pool)
+        return group.memory.region.scatter(_ids(command.block_ids), wanted)
+
+    with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
             return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
-        for command in commands:
+        for command, transfer in _one_ahead(commands, begin, begun):
             try:
-                _scatter_one(group, command, pool)
+                _finish_scatter(group, command, pool, transfer)
             except ChunkCorrupt as error:
                 corrupt[command.copy_id] = str(error)
     if not corrupt:
@@ -252,19 +262,60 @@ def _scatter(group: Group, pool: Memory) -> list[Copied]:
     ]
 
 
-def _scatter_one(group: Group, command: Scatter, pool: Memory) -> None:
-    """Copy the wanted blocks of one slot; hash all of it, for the checksum covers all."""
-    layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
+def _finish_scatter(group: Group, command: Scatter, pool: Memory, transfer: Transfer) -> None:
+    """See the wanted blocks of one slot through; hash all of it, for the checksum covers all."""
+    template = group.rank.templates[command.num_blocks]
+    before, _, after = _parts(group, command, pool)
+    hasher = payload_hasher()
+    hasher.update(before.data)
+    transfer.finish(hasher.update)
+    hasher.update(after.data)
     slot = pool[command.slot : command.slot + template.image_bytes]
-    payload = template.payload(slot)
+    template.check(slot, hasher.digest())
+
+
+def _parts(group: Group, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
+    """The payload of a slot: before the wanted blocks, those, and after them."""
+    layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
+    payload = template.payload(pool[command.slot : command.slot + template.image_bytes])
     first = command.first_block * layout.block_payload_bytes
     last = first + len(command.block_ids) * layout.block_payload_bytes
-    hasher = payload_hasher()
-    hasher.update(payload[:first].data)
-    ids, wanted = _ids(command.block_ids), payload[first:last]
-    group.memory.plan.scatter(group.memory.view, ids, wanted, visit=hasher.update)
-    hasher.update(payload[last:].data)
-    template.check(slot, hasher.digest())
+    return payload[:first], payload[first:last], payload[last:]
+
+
+def _one_ahead(
+    commands: Iterable[T], begin: Callable[[T], Transfer], begun: contextlib.ExitStack
+) -> Iterator[tuple[T, Transfer]]:
+    """Each command with its transfer, the next one begun before this one is finished.
+
+    So that copy engines work while a core hashes. `begun` waits at its end for every transfer:
+    whatever is raised meanwhile, no copy outlives it. What `begin` raises comes from `finish`.
+    """
+    ahead: tuple[T, Transfer] | None = None
+    for command in commands:
+        try:
+            transfer = begin(command)
+            begun.callback(transfer.settle)
+        except Exception as error:
+            transfer = _NotBegun(error)
+        if ahead is not None:
+            yield ahead
+        ahead = (command, transfer)
+    if ahead is not None:
+        yield ahead
+
+
+class _NotBegun:
+    """A transfer that failed before it began."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def finish(self, visit: object) -> None:  # noqa: ARG002 (of every transfer)
+        raise self._error
+
+    def settle(self) -> None:
+        pass
 
 
 def _ids(block_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:

@@ -28,6 +28,7 @@ from sidecar.catalogs import Catalogs
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
+from sidecar.gpus import Gpus
 from sidecar.logs import fields
 from sidecar.mover import Mover
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
@@ -92,6 +93,7 @@ class Hub:
             admit_write=self._admits,
         )
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
+        self.gpus = Gpus(pool.memory, config.gpu)
         self.catalogs = None if store is None else _new_catalogs(config, store)
         self.watch = self._new_watch()
         self.mover = Mover(
@@ -167,6 +169,7 @@ class Hub:
             self.end_session(session, "the sidecar stops")
         # So that what the pool still has in use when it closes is a leak and not the cache.
         self.engine.clear()
+        self.gpus.close()
         self.realms.close()
 
     # --- events ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A worker's KV memory and fence page as they are mapped here.
 
-Owns the mappings and what was handed over for them. Does not own when a copy runs, nor sessions.
+Owns the mappings and what was handed over for them. Does not own when a copy runs, nor sessions,
+nor how GPU memory is mapped and copied (`tiers/cuda/`).
 
 Invariants: the memory stays mapped while a copy uses it, and is unmapped as soon as its session
 has ended and its last copy has; every descriptor that comes in is mapped or closed; what is mapped
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from sidecar.attach import AttachRefused, close_fds
 from sidecar.logs import fields
+from sidecar.protocol import KIND_MEMFD, MEMORY_FDS
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
 from tiers.filesystems import run_to_end
@@ -29,10 +31,15 @@ from tiers.memfd import check_sealed
 from tiers.prefault import populate
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
+    from sidecar.gpus import Gpus
     from sidecar.protocol import Attach
+    from tiers.copy import Region, Visit
     from tiers.layout import KVLayout
+
+    Bytes = npt.NDArray[np.uint8]
+    BlockIds = npt.NDArray[np.int64]
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""
@@ -42,24 +49,84 @@ _prefaulting = anyio.CapacityLimiter(1)
 _logger = logging.getLogger("kvlake.memory")
 
 
-class WorkerMemory:
-    """A worker's KV memory and fence page, mapped here. Owns the descriptors that it is given."""
+class HostRegion:
+    """KV memory in a memfd, copied by the CPU. A `Region`. Takes over `fd`."""
 
-    def __init__(self, layout: KVLayout, size_bytes: int, fds: list[int]) -> None:
+    def __init__(self, layout: KVLayout, fd: int) -> None:
         try:
-            _check_size(size_bytes)
-            check_sealed("memory", fds[0], size_bytes)
-            check_sealed("fence page", fds[1], PAGE_BYTES)
+            _check_size(layout.size_bytes)
+            check_sealed("memory", fd, layout.size_bytes)
             self.plan = CopyPlan(layout)
-            self._map = mmap.mmap(fds[0], size_bytes)
-            self.fence = SidecarFence(fds.pop(1))
-        except (OSError, ValueError) as error:
-            raise AttachRefused(
-                "memory", f"the worker's memory cannot be mapped: {error}"
-            ) from error
+            self._map = mmap.mmap(fd, layout.size_bytes)
         finally:
-            close_fds(fds)
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+            os.close(fd)
+        self.size_bytes = layout.size_bytes
+        self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+
+    @property
+    def view(self) -> Bytes:
+        """All of the memory. Only for a copy, and gone when that returns."""
+        assert self._bytes is not None, "copies run while it is mapped"
+        return self._bytes
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+        """A copy of blocks to `payload`, carried out by `finish`."""
+        return HostTransfer(self.plan.gather, self, block_ids, payload)
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+        """A copy of `payload` to blocks, carried out by `finish`."""
+        return HostTransfer(self.plan.scatter, self, block_ids, payload)
+
+    def populate(self, start: int) -> bool:
+        """Map the pages of one slice ahead; False where that cannot be had."""
+        try:
+            return populate(self.view[start : start + PREFAULT_BYTES_PER_CALL])
+        except OSError as error:
+            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
+            return False
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is still mapped."""
+        return not self._map.closed
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._bytes = None
+        try:
+            self._map.close()
+        except BufferError:
+            # A view outlived its copy, against the rule of `view`. Not a reason to end the
+            # sidecar: the mapping goes with the view. But it is a bug, so it is told.
+            _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
+
+
+class HostTransfer:
+    """A copy that runs in `finish`, in the thread that calls it. A `Transfer`."""
+
+    def __init__(
+        self, copy: Callable[..., None], region: HostRegion, block_ids: BlockIds, payload: Bytes
+    ) -> None:
+        self._copy = copy
+        self._region = region
+        self._block_ids = block_ids
+        self._payload = payload
+
+    def finish(self, visit: Visit) -> None:
+        """Copy, and show each piece to `visit` while the core has it in its cache."""
+        self._copy(self._region.view, self._block_ids, self._payload, visit=visit)
+
+    def settle(self) -> None:
+        """Nothing: it ran in `finish`, or not at all."""
+
+
+class WorkerMemory:
+    """A worker's KV memory and fence page, mapped here. Owns the region and the page."""
+
+    def __init__(self, region: Region, fence: SidecarFence) -> None:
+        self.region = region
+        self.fence = fence
+        self._open = True
         self._copies = 0
         self._ended = False
 
@@ -70,7 +137,7 @@ class WorkerMemory:
         Enter on the event loop. It yields no array on purpose: a view left in a waiting task or an
         idle thread would keep the mapping, and with it a dead engine's memory, until the next copy.
         """
-        if self._bytes is None:
+        if not self._open:
             yield False
             return
         self._copies += 1
@@ -80,31 +147,21 @@ class WorkerMemory:
             self._copies -= 1
             self._unmap_if_idle()
 
-    @property
-    def view(self) -> npt.NDArray[np.uint8]:
-        """All of the memory. Only for the copy within `in_use`, and gone when that returns."""
-        assert self._bytes is not None, "copies run within in_use"
-        return self._bytes
-
     async def prefault(self) -> None:
         """Map every page, slice by slice, while the session lasts. Safe to cancel.
 
         A copy into a page that is not mapped yet takes a fault for every 4 KiB, which makes it
         three times slower. Pages that the engine reserved but has not touched are allocated.
         """
-        for start in range(0, len(self._map), PREFAULT_BYTES_PER_CALL):
+        region = self.region
+        if not isinstance(region, HostRegion):
+            return
+        for start in range(0, region.size_bytes, PREFAULT_BYTES_PER_CALL):
             with self.in_use() as mapped:
                 if not mapped or self._ended:
                     return
-                if not await run_to_end(functools.partial(self._populate, start), _prefaulting):
+                if not await run_to_end(functools.partial(region.populate, start), _prefaulting):
                     return
-
-    def _populate(self, start: int) -> bool:
-        try:
-            return populate(self.view[start : start + PREFAULT_BYTES_PER_CALL])
-        except OSError as error:
-            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
-            return False
 
     def end(self) -> None:
         """The session is over: unmap once the running copies have ended."""
@@ -119,19 +176,14 @@ class WorkerMemory:
     @property
     def mapped(self) -> bool:
         """Whether the memory is still mapped here."""
-        return not self._map.closed
+        return self.region.mapped
 
     def _unmap_if_idle(self) -> None:
-        if not self._ended or self._copies or self._bytes is None:
+        if not self._ended or self._copies or not self._open:
             return
-        self._bytes = None
+        self._open = False
         self.fence.close()
-        try:
-            self._map.close()
-        except BufferError:
-            # A view outlived its copy, against the rule of `view`. Not a reason to end the
-            # sidecar: the mapping goes with the view. But it is a bug, so it is told.
-            _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
+        self.region.close()
 
 
 def _check_size(size_bytes: int) -> None:
@@ -146,17 +198,35 @@ def _check_size(size_bytes: int) -> None:
         )
 
 
-def take_memory(attach: Attach, fds: list[int]) -> WorkerMemory | None:
+def take_memory(attach: Attach, fds: list[int], gpus: Gpus | None = None) -> WorkerMemory | None:
     """Map what arrived beside an `Attach` that passed `check_shape`. Takes over `fds`."""
-    wanted = 0 if attach.layout is None else 2
-    if len(fds) != wanted:
-        count = len(fds)
+    try:
+        return _take_memory(attach, fds, gpus)
+    finally:
         close_fds(fds)
+
+
+def _take_memory(attach: Attach, fds: list[int], gpus: Gpus | None) -> WorkerMemory | None:
+    shared, layout = attach.memory, attach.layout
+    names = () if shared is None else MEMORY_FDS[shared.kind]
+    if len(fds) != len(names):
         raise AttachRefused(
             "descriptors",
-            f"{count} descriptors arrived: a {attach.role} sends {wanted}"
-            + (" (KV memory, fence page)" if wanted else ""),
+            f"{len(fds)} descriptors arrived: a {attach.role} sends {len(names)}"
+            + (f" ({', '.join(names)})" if names else ""),
         )
-    if attach.layout is None:
+    if shared is None or layout is None:
         return None
-    return WorkerMemory(attach.layout, attach.layout.size_bytes, fds)
+    try:
+        check_sealed("fence page", fds[-1], PAGE_BYTES)
+        fence = SidecarFence(fds.pop())
+        try:
+            if shared.kind == KIND_MEMFD:
+                return WorkerMemory(HostRegion(layout, fds.pop()), fence)
+            assert gpus is not None, "GPU memory is attached once its device is ready"
+            return WorkerMemory(gpus.open(shared, layout, fds), fence)
+        except BaseException:
+            fence.close()
+            raise
+    except (OSError, ValueError) as error:
+        raise AttachRefused("memory", f"the worker's memory cannot be mapped: {error}") from error

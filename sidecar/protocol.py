@@ -57,6 +57,18 @@ KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 TENANT_BYTES: Final = 8
 FDS_PER_ATTACH_MAX: Final = 4
+UUID_BYTES: Final = 16
+IPC_HANDLE_BYTES: Final = 64
+
+KIND_MEMFD: Final = "memfd"
+KIND_CUDA_IPC: Final = "cuda_ipc"
+KIND_CUDA_VMM: Final = "cuda_vmm"
+MEMORY_FDS: Final[dict[str, tuple[str, ...]]] = {
+    KIND_MEMFD: ("KV memory", "fence page"),
+    KIND_CUDA_IPC: ("fence page",),
+    KIND_CUDA_VMM: ("KV memory", "fence page"),
+}
+"""Kinds of memory, and the descriptors that arrive with each; the fence page is the last."""
 
 
 # Checked while decoding, a list's length before its first entry: a frame of small entries would
@@ -97,14 +109,21 @@ class Outcome(enum.IntEnum):
     """Its deadline passed first; nothing was touched."""
 
 
-class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a worker's KV memory is shared. `kind` names what arrives beside the message.
 
     memfd: descriptor 0 is the KV memory, descriptor 1 the fence page.
+    cuda_ipc: `handle` is what `cuIpcGetMemHandle` gave, descriptor 0 the fence page.
+    cuda_vmm: descriptor 0 is what `cuMemExportToShareableHandle` gave, descriptor 1 the fence page.
+
+    `size_bytes` is the whole allocation, from whose start the layout's offsets count.
     """
 
     kind: str
     size_bytes: int
+    device_uuid: bytes = b""
+    """Which GPU, as `cuDeviceGetUuid` names it: numbers differ between processes."""
+    handle: bytes = b""
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True):
@@ -471,6 +490,17 @@ def _check_attach(message: Attach) -> None:
     if message.role is Role.WORKER:
         given = (message.segment, message.layout, message.memory)
         _require(None not in given, "segment/layout/memory", given, "a worker gives all three")
+    if message.memory is not None:
+        _check_memory(message.memory)
+
+
+def _check_memory(memory: Memory) -> None:
+    on_gpu = memory.kind in (KIND_CUDA_IPC, KIND_CUDA_VMM)
+    for field, value, size in (
+        ("memory.device_uuid", memory.device_uuid, UUID_BYTES if on_gpu else 0),
+        ("memory.handle", memory.handle, IPC_HANDLE_BYTES if memory.kind == KIND_CUDA_IPC else 0),
+    ):
+        _require(len(value) == size, field, len(value), f"{size} bytes for {memory.kind!r}")
 
 
 _LENGTH = struct.Struct("<I")

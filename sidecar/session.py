@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from sidecar.attach import AttachRefused, Connection
 from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpened, Submitted
 from sidecar.protocol import (
+    MEMORY_FDS,
     TOKEN_BYTES,
     Attach,
     Lease,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
-_MEMORY_KINDS: Final = ("memfd",)
 _TOKEN_ID_BYTES: Final = 4
 
 
@@ -244,10 +244,10 @@ def check_shape(attach: Attach) -> None:
     assert segment is not None, "decode_attach checked"
     assert layout is not None, "decode_attach checked"
     assert memory is not None, "decode_attach checked"
-    if memory.kind not in _MEMORY_KINDS:
+    if memory.kind not in MEMORY_FDS:
         raise AttachRefused(
             "memory_kind",
-            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(_MEMORY_KINDS)}",
+            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(MEMORY_FDS)}",
         )
     if layout.segment != segment:
         raise AttachRefused(

@@ -48,6 +48,42 @@ PAGE_BYTES_MIN: Final = 64
 """Below a cache line the page table (8 bytes a page) costs as much as the copy itself."""
 
 
+class Transfer(Protocol):
+    """One copy between a worker's memory and a payload, begun or about to begin."""
+
+    def finish(self, visit: Visit) -> None:
+        """Carry it out or wait for it. `visit` sees all of the payload, in order, meanwhile."""
+        ...
+
+    def settle(self) -> None:
+        """Return once nothing of it can still run, whatever became of it. Never raises."""
+        ...
+
+
+class Region(Protocol):
+    """A worker's KV memory, wherever it is. Copy threads may share it.
+
+    Raises `LayoutError`, having begun nothing, where a size or a block id is wrong.
+    """
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """A copy of blocks to `payload`, a part of the pool."""
+        ...
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """A copy of `payload`, a part of the pool, to blocks."""
+        ...
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is still mapped in this process."""
+        ...
+
+    def close(self) -> None:
+        """Unmap it, now or soon. No copy of it may be running."""
+        ...
+
+
 class _Plan(Protocol):
     def gather(
         self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
@@ -63,8 +99,7 @@ class CopyPlan:
 
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
-        self._block_payload_bytes = kv.chunk(1).block_payload_bytes
-        run = _Run(kv)
+        run = Runs(kv)
         self._plan: _Plan = (
             _PagePlan(kv, run) if run.page_bytes >= PAGE_BYTES_MIN else _StridedPlan(kv)
         )
@@ -92,35 +127,42 @@ class CopyPlan:
             self._plan.scatter(memory, block_ids, payload, visit)
 
     def _check(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
-        for name, array, size_bytes in (
-            ("memory", memory, self._kv.size_bytes),
-            ("payload", payload, len(block_ids) * self._block_payload_bytes),
-        ):
-            if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-                raise LayoutError(
-                    f"{name} is {array.dtype} of shape {array.shape}: must be contiguous bytes, "
-                    "a one-dimensional uint8 array"
-                )
-            if array.size != size_bytes:
-                raise LayoutError(
-                    f"{name} has {array.size} bytes: {len(block_ids)} blocks of this layout need "
-                    f"exactly {size_bytes}"
-                )
-        if block_ids.dtype != np.int64 or block_ids.ndim != 1:
+        _check_bytes("memory", memory, self._kv.size_bytes, len(block_ids))
+        check_copy(self._kv, block_ids, payload)
+
+
+def _check_bytes(name: str, array: Bytes, size_bytes: int, num_blocks: int) -> None:
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise LayoutError(
+            f"{name} is {array.dtype} of shape {array.shape}: must be contiguous bytes, "
+            "a one-dimensional uint8 array"
+        )
+    if array.size != size_bytes:
+        raise LayoutError(
+            f"{name} has {array.size} bytes: {num_blocks} blocks of this layout need "
+            f"exactly {size_bytes}"
+        )
+
+
+def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
+    """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` just holds them."""
+    num_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
+    _check_bytes("payload", payload, num_bytes, len(block_ids))
+    if block_ids.dtype != np.int64 or block_ids.ndim != 1:
+        raise LayoutError(
+            f"block_ids is {block_ids.dtype} of shape {block_ids.shape}: must be a "
+            "one-dimensional int64 array"
+        )
+    if len(block_ids):
+        lowest, highest = int(block_ids.min()), int(block_ids.max())
+        if lowest < 0 or highest >= kv.num_blocks:
             raise LayoutError(
-                f"block_ids is {block_ids.dtype} of shape {block_ids.shape}: must be a "
-                "one-dimensional int64 array"
+                f"block_ids run from {lowest} to {highest}: must be between 0 and "
+                f"{kv.num_blocks - 1}, the blocks that the worker exported"
             )
-        if len(block_ids):
-            lowest, highest = int(block_ids.min()), int(block_ids.max())
-            if lowest < 0 or highest >= self._kv.num_blocks:
-                raise LayoutError(
-                    f"block_ids run from {lowest} to {highest}: must be between 0 and "
-                    f"{self._kv.num_blocks - 1}, the blocks that the worker exported"
-                )
 
 
-class _Run:
+class Runs:
     """The longest runs that are contiguous on both sides, and the grid they lie on.
 
     Starting from one coordinate's content, each axis that follows on without a gap, in the
@@ -147,22 +189,22 @@ class _Run:
         self.size_bytes: int = size_bytes
         self.base_bytes: int = int(starts.min())
         self.starts_bytes: npt.NDArray[np.int64] = starts - self.base_bytes
-        block_step = kv.block_stride_bytes if kv.num_blocks > 1 else 0
+        # With one block the stride may be anything: block 0 is the only one and adds nothing.
+        self.block_step_bytes: int = kv.block_stride_bytes if kv.num_blocks > 1 else 0
         self.page_bytes: int = math.gcd(
-            size_bytes, block_step, int(np.gcd.reduce(self.starts_bytes))
+            size_bytes, self.block_step_bytes, int(np.gcd.reduce(self.starts_bytes))
         )
 
 
 class _PagePlan:
     """Memory as a table of equal pages; a block is a constant pattern of page numbers."""
 
-    def __init__(self, kv: KVLayout, run: _Run) -> None:
+    def __init__(self, kv: KVLayout, run: Runs) -> None:
         page = run.page_bytes
         self._base_bytes = run.base_bytes
         self._page_bytes = page
         self._pages = (kv.size_bytes - run.base_bytes) // page
-        # With one block the stride may be anything: block 0 is the only one and adds nothing.
-        self._block_pages = kv.block_stride_bytes // page if kv.num_blocks > 1 else 0
+        self._block_pages = run.block_step_bytes // page
         within = np.arange(run.size_bytes // page, dtype=np.int64)
         pattern = run.starts_bytes[:, np.newaxis] // page + within
         self._pattern: npt.NDArray[np.int64] = pattern.ravel()

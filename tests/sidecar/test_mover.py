@@ -35,7 +35,7 @@ from sidecar.commands import (
 )
 from sidecar.copies import Copies
 from sidecar.copyqueue import Group
-from sidecar.memory import WorkerMemory, take_memory
+from sidecar.memory import HostRegion, WorkerMemory, take_memory
 from sidecar.mover import Mover
 from sidecar.protocol import Role
 from sidecar.realms import Rank, Realm, Realms
@@ -299,7 +299,8 @@ async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
         assert mapped
         bench.sessions.close(bench.session)
         assert is_mapped(bench)
-        assert bench.memory.view[0] == bench.bytes[0]
+        assert isinstance(bench.memory.region, HostRegion)
+        assert bench.memory.region.view[0] == bench.bytes[0]
     assert not is_mapped(bench)
     with bench.memory.in_use() as mapped:
         assert not mapped

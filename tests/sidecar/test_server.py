@@ -392,7 +392,7 @@ def test_another_version_is_refused_by_name(sidecar: RunningSidecar) -> None:
         ({"segment": Segment(0, 1, 0, 1)}, "layout", "0-1.0-1"),
         ({"block_tokens": BLOCK_TOKENS * 2}, "layout", "block_tokens=32"),
         ({"memory": protocol.Memory("memfd", 4096)}, "layout", "memory.size_bytes=4096"),
-        ({"memory": protocol.Memory("cuda_ipc", 4096)}, "memory_kind", "memfd"),
+        ({"memory": protocol.Memory("rocm_ipc", 4096)}, "memory_kind", "cuda_vmm"),
         ({"namespace": b"[1]"}, "namespace", "object"),
         ({"namespace": b"{"}, "namespace", "not JSON"),
         ({"namespace": b'{"a":' * 16 + b"{}" + b"}" * 16}, "namespace", "nested more than 16"),

@@ -1,0 +1,155 @@
+"""The GPUs of the engines that are attached: made ready at a first attach, given back at the end.
+
+Owns the devices in use (`tiers/cuda/`) and the pins of the pool, which all devices share. Does not
+own sessions, nor when a copy runs. Where no engine on a GPU attaches, nothing here loads anything.
+
+Invariants:
+
+* Making a device ready (a context, the self-test, pinning the pool: seconds) and unmapping run in
+  threads; mapping a worker's memory, about a millisecond, is all that the loop waits for.
+* A device that was lost serves nobody any more: its copies fail, its workers are refused by name.
+* Whatever a GPU cannot do is an `AttachRefused` that says why: its engine is served without cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import anyio
+
+from sidecar.attach import AttachRefused
+from sidecar.logs import fields
+from sidecar.protocol import KIND_CUDA_IPC
+from tiers.cuda.device import Device, DeviceMemory
+from tiers.cuda.driver import driver
+from tiers.cuda.errors import CudaFailed
+from tiers.cuda.pins import Pins
+from tiers.filesystems import run_to_end
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from sidecar.config import Gpu
+    from sidecar.protocol import Memory
+    from tiers.copy import Transfer
+    from tiers.layout import KVLayout
+
+    Bytes = npt.NDArray[np.uint8]
+    BlockIds = npt.NDArray[np.int64]
+
+_logger = logging.getLogger("kvlake.gpu")
+
+
+class Gpus:
+    """Devices by UUID. `pool` is the host memory that copies come from and go to."""
+
+    def __init__(self, pool: Bytes, settings: Gpu) -> None:
+        self._pool: Bytes | None = pool
+        self._settings = settings
+        self._devices: dict[bytes, Device] = {}
+        self._pins: Pins | None = None
+        self._preparing = anyio.CapacityLimiter(1)
+        self._unmapping: ThreadPoolExecutor | None = None
+
+    async def prepare(self, memory: Memory) -> None:
+        """Make the device of `memory` ready, once. Raises `AttachRefused`."""
+        try:
+            device = self._devices.get(memory.device_uuid)
+            if device is None:
+                device = await run_to_end(lambda: self._ready(memory.device_uuid), self._preparing)
+            if device.lost is not None:
+                raise device.lost
+        except CudaFailed as error:
+            raise AttachRefused("gpu", str(error)) from error
+
+    def _ready(self, uuid: bytes) -> Device:
+        """In a thread: the device, with the pool pinned."""
+        if uuid in self._devices:
+            return self._devices[uuid]
+        assert self._pool is not None, "nobody attaches after close"
+        device = Device(
+            driver(),
+            uuid,
+            to_device_bytes_max=self._settings.loads_inflight_max,
+            to_host_bytes_max=self._settings.stores_inflight_max,
+        )
+        try:
+            if self._pins is None:
+                self._pins = Pins(device.driver, self._pool)
+        except CudaFailed:
+            device.close()
+            raise
+        self._devices[uuid] = device
+        _logger.info(
+            "GPU ready",
+            extra=fields(
+                uuid=uuid.hex(), name=device.driver.name(device.ordinal), batches=device.batches
+            ),
+        )
+        return device
+
+    def open(self, memory: Memory, layout: KVLayout, fds: list[int]) -> GpuRegion:
+        """Map a worker's memory on a device that was prepared. Raises `AttachRefused`."""
+        device, pins = self._devices[memory.device_uuid], self._pins
+        assert pins is not None, "pinned with the first device"
+        try:
+            mapped = (
+                device.import_ipc(memory.handle, layout, pins)
+                if memory.kind == KIND_CUDA_IPC
+                else device.import_vmm(fds[0], layout, pins)
+            )
+        except CudaFailed as error:
+            raise AttachRefused("memory", f"the worker's GPU memory: {error}") from error
+        if self._unmapping is None:
+            self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
+        return GpuRegion(mapped, self._unmapping)
+
+    def close(self) -> None:
+        """Give everything back. Every region is closed, and no copy runs."""
+        if self._unmapping is not None:
+            self._unmapping.shutdown()
+            self._unmapping = None
+        try:
+            if self._pins is not None:
+                next(iter(self._devices.values())).bind()
+                self._pins.close()
+            for device in self._devices.values():
+                device.close()
+        except CudaFailed as error:
+            _logger.warning("a GPU was not given back in order", extra=fields(error=error))
+        self._pins = None
+        self._devices.clear()
+        self._pool = None
+
+
+class GpuRegion:
+    """A worker's KV memory on a GPU. A `Region`, unmapped in a thread."""
+
+    def __init__(self, memory: DeviceMemory, unmapping: ThreadPoolExecutor) -> None:
+        self._memory = memory
+        self._unmapping = unmapping
+        self.mapped = True
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """Begin to copy blocks to `payload`."""
+        return self._memory.gather(block_ids, payload)
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """Begin to copy `payload` to blocks."""
+        return self._memory.scatter(block_ids, payload)
+
+    def close(self) -> None:
+        """Unmap it soon: the driver may take milliseconds, which the loop does not have."""
+        self._unmapping.submit(self._memory.close).add_done_callback(self._closed)
+
+    def _closed(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        if error is None:
+            self.mapped = False
+        else:
+            _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))

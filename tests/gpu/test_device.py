@@ -1,0 +1,292 @@
+"""`tiers/cuda` on the double: what is mapped, copied, paced, refused, and left at the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.child import Child, ChildError
+from tests.gpu.double.control import Double, uuid_of, wait_until
+from tests.gpu.layouts import ORDERS, layout_in
+from tiers.cuda.errors import CudaFailed, failure
+
+pytest.importorskip("cuda.bindings.driver")
+
+OWNER = """
+import ctypes, os, numpy as np
+from tests.gpu.device import Device, call, driver
+gpu = Device()
+def own(layout, seed, vmm):
+    global base, raw
+    raw = np.random.default_rng(seed).integers(0, 256, layout.size_bytes, dtype=np.uint8)
+    base = gpu.allocate_vmm(layout.size_bytes) if vmm else gpu.allocate(layout.size_bytes)
+    gpu.write(base, raw.tobytes()); gpu.read(base, 1)
+    if not vmm:
+        return ctypes.string_at(call("cuIpcGetMemHandle", base).getPtr(), 64)
+    h = call("cuMemRetainAllocationHandle", base)
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    fd = int(call("cuMemExportToShareableHandle", h, kind, 0)); call("cuMemRelease", h)
+    return (os.getpid(), fd)
+"""
+
+READER = """
+import mmap, os, numpy as np
+from tiers.copy import CopyPlan
+from tiers.cuda.device import Device
+from tiers.cuda.driver import driver
+from tiers.cuda.pins import Pins
+pool = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
+def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16):
+    global device, pins
+    device = Device(driver(), uuid, to_device_bytes_max=inflight, to_host_bytes_max=inflight)
+    device.bind()
+    pins = Pins(device.driver, pool, chunk_bytes=chunk_bytes)
+def enter(layout, handle):
+    global memory
+    if isinstance(handle, bytes):
+        memory = device.import_ipc(handle, layout, pins)
+    else: # as SCM_RIGHTS would
+        fd = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR)
+        memory = device.import_vmm(fd, layout, pins); os.close(fd)
+def leave():
+    memory.close(); device.bind(); pins.close(); device.close()
+seen = []
+def see(piece): seen.append(bytes(piece))
+"""
+
+
+def _reader(double: Double, **options: int) -> Child:
+    child = Child(double, setup=READER)
+    child.run("ready(uuid, **options)", uuid=uuid_of(0), options=options)
+    return child
+
+
+@pytest.mark.parametrize("vmm", [False, True], ids=["ipc", "vmm"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_come_and_go_bit_for_bit(double: Double, order: str, vmm: bool) -> None:
+    double.page.delay_us_max, double.page.piece_bytes = 300, 512
+    layout = layout_in(order)
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, vmm)", layout=layout, vmm=vmm)
+        reader.run(
+            "enter(layout, handle)\n"
+            "ids = np.array([5, 6, 7, 2, 23, 0], dtype=np.int64)\n"
+            # Across a border of the pins' grid on purpose.
+            "payload = pool[65536 - 3000 :][: len(ids) * layout.chunk(1).block_payload_bytes]\n"
+            "flight = memory.gather(ids, payload); flight.finish(see)\n"
+            "wanted = np.empty_like(payload); CopyPlan(layout).gather(raw, ids, wanted)\n"
+            "assert np.array_equal(wanted, payload) and b''.join(seen) == payload.tobytes()\n"
+            "targets = np.array([20, 21, 9, 8, 1, 3], dtype=np.int64)\n"
+            "memory.scatter(targets, payload).finish(see)\n"
+            "CopyPlan(layout).scatter(raw, targets, payload)",
+            layout=layout,
+            handle=handle,
+            raw=owner.run("result = raw"),
+        )
+        assert owner.run("result = gpu.read(base, len(raw))") == reader.run(
+            "result = raw.tobytes()"
+        )
+        process = double.process(reader.pid)
+        assert (process.waits, process.pageable_copies) == (0, 0)
+        assert process.batches
+        assert process.priority_lowest_streams == 2
+        reader.run("leave()")
+        assert process.left == {}
+
+
+def test_runs_are_joined_before_they_are_copied(double: Double) -> None:
+    layout = layout_in("BLHNC")
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        reader.run(
+            "enter(layout, handle)",
+            layout=layout,
+            handle=owner.run("result = own(layout, 7, False)", layout=layout),
+        )
+        process = double.process(reader.pid)
+        batches, plain = process.batches, process.plain_copies
+        reader.run(
+            "ids = np.arange(3, 11); payload = pool[: 8 * layout.chunk(1).block_payload_bytes]\n"
+            "memory.gather(ids, payload).finish(see)"
+        )
+        assert (process.batches - batches, process.plain_copies - plain) == (0, 1)
+
+
+def test_no_more_than_the_limit_is_ever_in_flight(double: Double) -> None:
+    layout = layout_in("LBNHC", blocks=64)
+    with Child(double, setup=OWNER) as owner, _reader(double, inflight=1 << 15) as reader:
+        reader.run(
+            "enter(layout, handle); import threading\n"
+            "num = 64 * layout.chunk(1).block_payload_bytes\n"
+            "def many():\n"
+            "    for _ in range(5): memory.gather(np.arange(64)[::-1].copy(), pool[:num])"
+            ".finish(see)\n"
+            "threads = [threading.Thread(target=many) for _ in range(3)]\n"
+            "[one.start() for one in threads]; [one.join() for one in threads]",
+            layout=layout,
+            handle=owner.run("result = own(layout, 7, False)", layout=layout),
+        )
+        process = double.process(reader.pid)
+        assert 1 << 14 <= process.inflight_bytes_max[1] <= 1 << 15
+        assert process.descriptors_max <= 1024
+
+
+@pytest.mark.parametrize("why", ["old", "wrong", "refused"])
+def test_without_batches_that_can_be_trusted_copies_go_one_by_one(double: Double, why: str) -> None:
+    layout = layout_in("LBHNC")
+    double.page.driver_version = 12040 if why == "old" else 12080
+    double.page.break_batches = why == "wrong"
+    if why == "refused":
+        double.fail("cuMemcpyBatchAsync", 801)
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        assert reader.run("result = device.batches") is False
+        reader.run(
+            "enter(layout, handle)\n"
+            "ids = np.array([5, 2, 23]); wanted = np.empty(3 * 6144, dtype=np.uint8)\n"
+            "memory.gather(ids, pool[: 3 * 6144]).finish(see)\n"
+            "CopyPlan(layout).gather(raw, ids, wanted)\n"
+            "assert np.array_equal(wanted, pool[:18432])",
+            layout=layout,
+            handle=owner.run("result = own(layout, 7, False)", layout=layout),
+            raw=owner.run("result = raw"),
+        )
+        assert double.process(reader.pid).plain_copies >= 9
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "error"),
+    [
+        ("cuDeviceGetUuid", 101, "DeviceMissing"),
+        ("cuDevicePrimaryCtxRetain", 2, "DeviceMemoryFull"),
+        ("cuStreamCreate", 2, "DeviceMemoryFull"),
+        ("cuMemAlloc", 2, "DeviceMemoryFull"),
+        ("cuMemHostRegister", 800, "NotPermitted"),
+        ("cuEventCreate", 2, ""),
+        ("cuEventQuery", 700, "DeviceLost"),
+        ("cuMemcpyAsync", 719, ""),
+        ("cuInit", 803, "DriverMissing"),
+    ],
+)
+def test_every_failure_of_getting_ready_has_a_name_and_leaves_nothing(
+    double: Double, call: str, code: int, error: str
+) -> None:
+    double.fail(call, code)
+    with Child(double, setup=READER) as reader:
+        if error:
+            with pytest.raises(ChildError, match=f"tiers.cuda.errors.{error}: .*{code}"):
+                reader.run("ready(uuid)", uuid=uuid_of(0))
+        else:
+            reader.run("ready(uuid)", uuid=uuid_of(0))
+            reader.run("pins.close(); device.close()")
+        left = double.process(reader.pid).left
+        assert left == {} if error != "DeviceLost" else "context" not in left
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "error", "vmm"),
+    [
+        ("cuIpcOpenMemHandle", 400, "HandleInvalid", False),
+        ("cuIpcOpenMemHandle", 801, "NotSupportedHere", False),
+        ("cuMemGetAddressRange", 1, "CudaMisused", False),
+        ("cuMemImportFromShareableHandle", 304, "NotPermitted", True),
+        ("cuMemAddressReserve", 2, "DeviceMemoryFull", True),
+        ("cuMemMap", 1, "CudaMisused", True),
+        ("cuMemSetAccess", 801, "NotSupportedHere", True),
+    ],
+)
+def test_every_failure_of_mapping_has_a_name_and_leaves_nothing(
+    double: Double, call: str, code: int, error: str, vmm: bool
+) -> None:
+    layout = layout_in("BLHNC")
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, vmm)", layout=layout, vmm=vmm)
+        double.fail(call, code)
+        with pytest.raises(ChildError, match=f"tiers.cuda.errors.{error}: {call}"):
+            reader.run("enter(layout, handle)", layout=layout, handle=handle)
+        left = double.process(reader.pid).left
+        assert not {"import", "handle", "reservation", "mapping"} & set(left)
+        reader.run("enter(layout, handle); leave()")
+        assert double.process(reader.pid).left == {}
+
+
+def test_more_than_was_exported_is_not_mapped(double: Double) -> None:
+    layout = layout_in("BLHNC")
+    larger = layout_in("BLHNC", blocks=layout.num_blocks + 64)
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        for vmm, error in ((False, "NotSupportedHere"), (True, "CudaMisused")):
+            handle = owner.run("result = own(layout, 7, vmm)", layout=layout, vmm=vmm)
+            with pytest.raises(ChildError, match=error):
+                reader.run("enter(layout, handle)", layout=larger, handle=handle)
+
+
+def test_a_copy_that_the_driver_refuses_leaves_none_behind_and_the_next_one_runs(
+    double: Double,
+) -> None:
+    layout = layout_in("LBHNC", blocks=64)
+    with Child(double, setup=OWNER) as owner, _reader(double, inflight=1 << 14) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        double.page.delay_us_max = 2000
+        # In the middle of a copy of several batches.
+        double.fail("cuMemcpyBatchAsync", 2, skip=2)
+        reader.run("enter(layout, handle)", layout=layout, handle=handle)
+        with pytest.raises(ChildError, match="DeviceMemoryFull: cuMemcpyBatchAsync"):
+            reader.run("memory.gather(np.arange(0, 64, 2), pool[: 32 * 6144]).finish(see)")
+        assert list(double.process(reader.pid).inflight_bytes) == [0, 0]
+        reader.run("memory.gather(np.arange(0, 64, 2), pool[: 32 * 6144]).finish(see); leave()")
+        assert double.process(reader.pid).left == {}
+
+
+def test_a_lost_device_ends_every_copy_by_name(double: Double) -> None:
+    layout = layout_in("LBHNC")
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        reader.run("enter(layout, handle)", layout=layout, handle=handle)
+        double.fail("cuEventQuery", 700)
+        for _ in range(2):
+            with pytest.raises(ChildError, match="DeviceLost: cuEventQuery"):
+                reader.run("memory.gather(np.arange(3), pool[: 3 * 6144]).finish(see)")
+        assert reader.run("result = str(device.lost)").endswith("Xid in dmesg)")
+
+
+def test_a_device_is_found_by_its_identity_and_not_by_its_number(double: Double) -> None:
+    double.page.num_devices = 3
+    layout = layout_in("BLHNC")
+    with Child(double, setup=OWNER, first_device=2) as owner, Child(double, setup=READER) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        reader.run(
+            "ready(uuid); enter(layout, handle)", uuid=uuid_of(2), layout=layout, handle=handle
+        )
+        assert reader.run("result = device.ordinal") == 2
+        with pytest.raises(ChildError, match=r"DeviceMissing: .*ffff"):
+            reader.run("ready(b'\\xff' * 16)")
+
+
+def test_a_gone_exporter_is_named(double: Double) -> None:
+    layout = layout_in("BLHNC")
+    with _reader(double) as reader:
+        with Child(double, setup=OWNER) as owner:
+            handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        with pytest.raises(ChildError, match=r"HandleInvalid: .*hostIPC"):
+            reader.run("enter(layout, handle)", layout=layout, handle=handle)
+
+
+def test_memory_is_kept_by_a_mapping_until_that_is_closed(double: Double) -> None:
+    layout = layout_in("BLHNC")
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        reader.run("enter(layout, handle)", layout=layout, handle=handle)
+        owner.kill()
+        reader.run("memory.gather(np.arange(3), pool[: 3 * 6144]).finish(see); leave()")
+        wait_until(lambda: double.process(reader.pid).left == {})
+
+
+def test_without_a_driver_the_message_says_what_to_install(double: Double) -> None:
+    double.page.num_devices = 0
+    with (
+        Child(double, setup=READER) as reader,
+        pytest.raises(ChildError, match=r"DriverMissing: .*kvlake\[cuda\]"),
+    ):
+        reader.run("ready(uuid)", uuid=uuid_of(0))
+
+
+def test_a_code_that_nobody_knows_is_told_by_its_number() -> None:
+    assert type(failure("cuX", 12345)) is CudaFailed
+    assert "cuX failed with CUDA error (12345)" in str(failure("cuX", 12345))
