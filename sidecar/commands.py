@@ -316,6 +316,7 @@ class Counters:
     lookups_refused: int = 0
     lookups_expired: int = 0
     lookups_recomputed: int = 0
+    reads_paused: int = 0
     leases_refused: int = 0
     leases_expired: int = 0
     reads_dropped_full: int = 0

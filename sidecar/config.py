@@ -211,6 +211,17 @@ class Host(Section):
         return _require_absolute(value)
 
 
+class StoreBreaker(_Section):
+    """When a store that fails is left alone: reads and writes each on their own."""
+
+    failures_max: Count = Field(default=5, ge=1, le=1_000_000)
+    """Requests that fail in a row, retries included, before nothing is sent any more."""
+    pause: Duration = Field(default=1.0, ge=0.01)
+    """How long, before one request is sent to see whether the store works again."""
+    pause_max: Duration = Field(default=30.0, ge=0.01)
+    """The pause doubles with each such request that fails, up to this."""
+
+
 class Store(Access):
     """The object store tier, shared by every sidecar that names the same place."""
 
@@ -219,7 +230,8 @@ class Store(Access):
     prefix: str = ""
     """Path under `url` below which everything is kept."""
     write: WriteMode = "through"
-    """`through`: every stored chunk is written in the background. `off`: nothing is."""
+    """Which chunks are written, in the background. `through`: all, at once. `on_reuse`: those that
+    are asked for again. `on_evict`: those that host memory will evict next. `off`: none."""
     read: ReadMode = "on"
     """`on`: chunks that only the store holds are served. `off`: they are not looked for."""
     refresh_seconds: Duration = Field(default=5.0, ge=0.05)
@@ -236,8 +248,9 @@ class Store(Access):
     """Objects read at the same time."""
     requests_per_second_max: Count | None = Field(default=None, ge=1, le=1_000_000)
     """Requests that may begin in a second, retries included, evenly spread; null: no limit."""
-    write_queue_chunks_max: Count = Field(default=1024, ge=1, le=1_000_000)
-    """Chunks that wait to be written; beyond it the write is dropped, the chunk stays in memory."""
+    write_queue_max: Size = Field(default="4GiB", ge=1, validate_default=True)
+    """Bytes that wait to be written, in host memory; beyond it the oldest is not written."""
+    breaker: StoreBreaker = Field(default_factory=StoreBreaker)
     recompute: Literal["when_sooner", "never"] = "when_sooner"
     """`when_sooner`: a prompt waits only while reading is expected to be sooner than computing.
     `never`: it waits as long as `limits.lookup_wait` allows, to spare the GPU."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sidecar.bounds import BoundLimits, Bounds
+from sidecar.breaker import Breaker, BreakerRules
 from sidecar.commands import (
     Command,
     Copied,
@@ -51,6 +52,7 @@ from sidecar.pins import Pins
 from sidecar.protocol import Error, JobOutcome, Role
 from sidecar.store import StoreTier
 from sidecar.tenants import Tenants, TenantSnapshot
+from sidecar.writes import WritePolicy, Writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +68,7 @@ class EngineLimits:
 
     writes_inflight_max: int
     reads_inflight_max: int
-    write_queue_chunks_max: int
+    write_queue_bytes_max: int
     leases_max_per_session: int
     lease_ttl_seconds_max: float
     lookups_max_per_session: int
@@ -75,7 +77,10 @@ class EngineLimits:
     """Whether a run that is computed sooner than read is computed."""
     regret_max: float
     """Fraction of the time to compute that waiting for the store may cost in vain."""
-    store_writes: bool
+    breaker: BreakerRules
+    write: WritePolicy
+    flush_at_end: bool
+    """Whether what `write` has not written yet is written while draining."""
     store_reads: bool
     bounds: BoundLimits = field(default_factory=BoundLimits)
     """What may wait, in all and of one session."""
@@ -125,6 +130,7 @@ class EngineSnapshot:
     slots_zombie: int
     leases: int
     lookups: int
+    write_queue_bytes: int
     pending: PendingWork
     draining: bool
     realms: tuple[RealmSnapshot, ...]
@@ -172,19 +178,29 @@ class Engine:
             self.counters,
             self.tenants,
             on_complete=self._chunk_complete,
+            on_wanted=self._chunk_wanted,
             on_removed=self._chunk_removed,
         )
         self._pins = Pins(self._directory, self._host.chunk_bytes, self.bounds.pinned)
         self._store = StoreTier(
             self._directory,
-            self._host,
             self.counters,
             self.tenants,
             self._outbox.emit,
-            writes_inflight_max=limits.writes_inflight_max,
-            write_queue_chunks_max=limits.write_queue_chunks_max,
             quarantine_keys_max=limits.quarantine_keys_max,
-            announces=limits.store_writes,
+            announces=limits.write is not WritePolicy.OFF,
+        )
+        self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
+        self._writes = Writes(
+            self._host,
+            self._store,
+            self.counters,
+            self.tenants,
+            self._outbox.emit,
+            self.breakers["write"],
+            policy=limits.write,
+            inflight_max=limits.writes_inflight_max,
+            queue_bytes_max=limits.write_queue_bytes_max,
             admit=admit_write,
         )
         self._lookups = Lookups(
@@ -196,6 +212,7 @@ class Engine:
             self.bounds,
             self._pins,
             self._outbox.emit,
+            self.breakers["read"],
             epoch=epoch,
             reads_inflight_max=limits.reads_inflight_max,
             lookups_max_per_session=limits.lookups_max_per_session,
@@ -231,7 +248,7 @@ class Engine:
             case Copied():
                 self._jobs.copied(event)
             case Written():
-                self._store.ended(event)
+                self._writes.ended(event, now)
             case ReadDone():
                 self._lookups.read_ended(event, now)
             case Listed():
@@ -242,8 +259,10 @@ class Engine:
             case Draining():
                 self._draining = True
                 self._lookups.drain()
+                if self._limits.flush_at_end:
+                    self._writes.flush()
         self._lookups.pump(now)
-        self._store.pump()
+        self._writes.pump(now)
         return self._flush()
 
     def refusal(self, event: SessionOpened) -> str | None:
@@ -338,12 +357,14 @@ class Engine:
             self._leases.close_session(session.session_id, (session.realm_id, session.engine_id))
 
     def _chunk_complete(self, chunk: Chunk) -> None:
-        if self._limits.store_writes:
-            self._store.enqueue(chunk)
+        self._writes.completed(chunk)
         self._lookups.completed(chunk)
 
+    def _chunk_wanted(self, chunk: Chunk) -> None:
+        self._writes.wanted(chunk)
+
     def _chunk_removed(self, chunk: Chunk) -> None:
-        self._store.forget(chunk)
+        self._writes.removed(chunk)
         self._lookups.removed(chunk)
 
     def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
@@ -379,8 +400,8 @@ class Engine:
         """What has not ended yet."""
         return PendingWork(
             copies_running=self._jobs.copies_running,
-            writes_running=self._store.writes_running,
-            writes_pending=self._store.writes_pending,
+            writes_running=self._writes.num_running,
+            writes_pending=self._writes.pending,
             reads_running=self._lookups.reads_running,
             reads_queued=self._lookups.reads_queued,
         )
@@ -397,6 +418,7 @@ class Engine:
             slots_zombie=len(self._host.zombies),
             leases=len(self._leases),
             lookups=sum(1 for _ in self._lookups),
+            write_queue_bytes=self._writes.pending_bytes,
             pending=self.pending_work(),
             draining=self._draining,
             realms=tuple(
@@ -447,7 +469,7 @@ class Engine:
         assert not charged, "slots of a tenant without an account"
         self._check_bounds()
         running = Counter(self._jobs.running())
-        running.update(self._store.running())
+        running.update(self._writes.running())
         running.update(self._lookups.running())
         known = set(everything)
         assert known.issuperset(running), "something runs on a slot that nobody holds"

@@ -84,9 +84,9 @@ Count = Annotated[int, BeforeValidator(_number)]
 Ratio = Annotated[float, BeforeValidator(_real)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 WriteMode = Annotated[
-    Literal["through", "off"],
+    Literal["through", "on_reuse", "on_evict", "off"],
     BeforeValidator(_switch),
-    WithJsonSchema({"enum": ["through", "off", False]}),
+    WithJsonSchema({"enum": ["through", "on_reuse", "on_evict", "off", False]}),
 ]
 ReadMode = Annotated[
     Literal["on", "off"],

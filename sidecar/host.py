@@ -59,9 +59,22 @@ class SlotAllocator(Protocol):
         """Bytes of one slot of a class."""
         ...
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots together."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes of the slots that could be allocated now."""
+        ...
+
 
 class HostTier:
-    """Slots, and the chunks that they hold. `on_complete` and `on_removed` tell the others."""
+    """Slots, and the chunks that they hold.
+
+    `on_complete`, `on_wanted` and `on_removed` tell the others of a chunk that is all there, that
+    was asked for again, and that went.
+    """
 
     def __init__(
         self,
@@ -72,6 +85,7 @@ class HostTier:
         tenants: Tenants,
         *,
         on_complete: Callable[[Chunk], None],
+        on_wanted: Callable[[Chunk], None],
         on_removed: Callable[[Chunk], None],
     ) -> None:
         self._directory = directory
@@ -80,6 +94,7 @@ class HostTier:
         self._counters = counters
         self._tenants = tenants
         self._on_complete = on_complete
+        self._on_wanted = on_wanted
         self._on_removed = on_removed
         self.allocated: set[int] = set()
         self.zombies: set[Segment] = set()
@@ -97,6 +112,25 @@ class HostTier:
             own = self._tenants.order(chunk.tenant)
             if own is not None:
                 own.touch(name)
+            self._on_wanted(chunk)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots together."""
+        return self._slots.size_bytes
+
+    def free_bytes(self) -> int:
+        """Bytes of the slots that could be allocated now."""
+        return self._slots.free_bytes()
+
+    def coldest(self, order: Policy | None = None) -> Iterator[Chunk]:
+        """Chunks in the order in which they would be evicted, pinned ones too.
+
+        Of all tenants, or of the one whose order is given.
+        """
+        victims = (self._policy if order is None else order).victims()
+        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
+            yield self._directory.realms[realm_id].chunks[key]
 
     def slot_bytes(self, segment: Segment) -> int:
         """Bytes of the slot that this segment has or would get."""
@@ -257,9 +291,7 @@ class HostTier:
         return slot
 
     def _victim(self, order: Policy, fits: Callable[[Chunk], bool]) -> Chunk | None:
-        names = cast("Iterator[tuple[int, bytes]]", order.victims())
-        for realm_id, key in islice(names, VICTIMS_SCANNED_MAX):
-            chunk = self._directory.realms[realm_id].chunks[key]
+        for chunk in islice(self.coldest(order), VICTIMS_SCANNED_MAX):
             if chunk.pins == 0 and not chunk.busy and fits(chunk):
                 return chunk
         return None

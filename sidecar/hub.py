@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from sidecar.bounds import BoundLimits
+from sidecar.breaker import BreakerRules
 from sidecar.catalogs import Catalogs
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
@@ -38,6 +39,7 @@ from sidecar.session import Session, Sessions
 from sidecar.slots import PoolSlots
 from sidecar.tenants import Tenants
 from sidecar.watch import StoreWatch
+from sidecar.writes import WritePolicy
 from tiers.policy import make as make_policy
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class Hub:
             self.realms,
             refresh_seconds=settings.refresh_seconds,
             flush_seconds=settings.catalog_flush,
-            writes=settings.write == "through",
+            writes=settings.write != "off",
             reads=settings.read == "on",
             reconcile_seconds=settings.reconcile_every,
             feed=self.feed,
@@ -320,14 +322,23 @@ def _engine_limits(config: Config) -> EngineLimits:
     return EngineLimits(
         writes_inflight_max=store.writes_inflight_max if store else 1,
         reads_inflight_max=store.reads_inflight_max if store else 1,
-        write_queue_chunks_max=store.write_queue_chunks_max if store else 1,
+        write_queue_bytes_max=store.write_queue_max if store else 1,
         leases_max_per_session=limits.jobs_inflight_max,
         lease_ttl_seconds_max=limits.lease_ttl,
         lookups_max_per_session=limits.jobs_inflight_max,
         quarantine_keys_max=QUARANTINE_KEYS_MAX,
         recompute=store is not None and store.recompute == "when_sooner",
         regret_max=store.regret_max if store else 0.0,
-        store_writes=store is not None and store.write == "through",
+        breaker=BreakerRules(
+            failures_max=store.breaker.failures_max,
+            pause_seconds=store.breaker.pause,
+            pause_seconds_max=store.breaker.pause_max,
+        )
+        if store
+        else BreakerRules(),
+        write=WritePolicy(store.write) if store else WritePolicy.OFF,
+        # Host memory ends with the process, and what it alone holds with it.
+        flush_at_end=True,
         store_reads=store is not None and store.read == "on",
         bounds=BoundLimits(
             memory_bytes_max=limits.memory_max,

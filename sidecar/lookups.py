@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from sidecar.bounds import lookup_cost
+from sidecar.breaker import BreakerState
 from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
 from sidecar.directory import Cause, SegmentState
 from sidecar.planner import UNKNOWN, Credit, Plan, Planner, ReadStart
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
     from sidecar.bounds import Bounds
+    from sidecar.breaker import Breaker
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
     from sidecar.pins import Pins
@@ -121,6 +123,7 @@ class Lookups:
         bounds: Bounds,
         pins: Pins,
         emit: Callable[[Command], None],
+        breaker: Breaker,
         *,
         epoch: int,
         reads_inflight_max: int,
@@ -137,6 +140,7 @@ class Lookups:
         self._bounds = bounds
         self._pins = pins
         self._emit = emit
+        self._breaker = breaker
         self._epoch = epoch
         self._reads_inflight_max = reads_inflight_max
         self._lookups_max_per_session = lookups_max_per_session
@@ -288,6 +292,9 @@ class Lookups:
             if chunk is None or not chunk.loadable:
                 if not self._obtainable(realm, key, chunk):
                     break
+                if not self._breaker.passes(self._now):
+                    self._counters.reads_paused += 1
+                    break
                 chunk = self._directory.open_chunk(realm, key, tenant)
             if chunk in run:
                 # No chain repeats a key; waiting twice for one chunk would only need care.
@@ -324,6 +331,9 @@ class Lookups:
     def pump(self, now: float) -> None:
         """Start as many reads as may run."""
         while len(self._running) < self._reads_inflight_max:
+            if not self._breaker.passes(now):
+                self._pause()
+                break
             segment = self._queue.take()
             if segment is None:
                 break
@@ -338,6 +348,7 @@ class Lookups:
                 self._last_read_id += 1
                 self._running[self._last_read_id] = segment
                 self._starts[self._last_read_id] = self._planner.read_started(now)
+                self._breaker.begin(now)
                 self._emit(
                     Read(
                         read_id=self._last_read_id,
@@ -349,12 +360,23 @@ class Lookups:
                     )
                 )
 
+    def _pause(self) -> None:
+        """Nothing is read for now. While a trial runs the others wait for how it ends."""
+        if self._breaker.state is BreakerState.OPEN:
+            while (segment := self._queue.take()) is not None:
+                self._counters.reads_paused += 1
+                self._give_up(segment.chunk, Outcome.FAILED)
+
     def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended, well or not; lookups that waited for it go on."""
         self._now = now
         segment = self._running.pop(event.read_id)
         self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
         chunk = segment.chunk
+        if event.outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
+            self._breaker.failed(now)
+        else:
+            self._breaker.succeeded()
         if event.outcome is StoreOutcome.OK:
             self._counters.bytes_read += event.num_bytes
             self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sidecar.breaker import BreakerState
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.tenants import TenantCounters
 from sidecar.watchdog import PROBLEMS
@@ -123,6 +124,15 @@ class HubCollector(Collector):
         if store is None or watch is None:
             return
         yield _gauge("store_well", "1 if the last probe succeeded", {(): int(watch.health.well)})
+        breakers = self._hub.engine.breakers
+        paused = {
+            (way,): int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
+        }
+        yield _gauge("store_paused", "1 while the store is left alone", paused, ["way"])
+        opened = {(way,): one.opened for way, one in breakers.items()}
+        yield _counter("store_pauses", "How often the store was left alone", opened, ["way"])
+        queued = self._hub.engine.snapshot().write_queue_bytes
+        yield _gauge("write_queue_bytes", "Bytes that wait to be written", {(): queued})
         yield _counter("store_listings", "Refreshes of the catalog", {(): watch.listings})
         yield _counter("store_listings_failed", "Failed refreshes", {(): watch.listings_failed})
         yield from self._catalog()
@@ -321,6 +331,9 @@ class Reporter:
             "read": settings.read,
             "state": watch.health.state,
             "reason": watch.health.reason,
+            "reads": self._hub.engine.breakers["read"].state,
+            "writes": self._hub.engine.breakers["write"].state,
+            "write_queue_bytes": self._hub.engine.snapshot().write_queue_bytes,
             "chunks": self._hub.engine.snapshot().chunks_in_store,
             "listings": watch.listings,
             "catalog": self._catalog_status(),

@@ -45,3 +45,12 @@ class PoolSlots:
     def slot_bytes(self, class_id: int) -> int:
         """See `SlotAllocator.slot_bytes`."""
         return self._pool.slot_bytes(class_id)
+
+    @property
+    def size_bytes(self) -> int:
+        """See `SlotAllocator.size_bytes`."""
+        return self._pool.size_bytes
+
+    def free_bytes(self) -> int:
+        """See `SlotAllocator.free_bytes`."""
+        return self._pool.stats().free_bytes

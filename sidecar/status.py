@@ -112,6 +112,9 @@ def _head(document: Document) -> str:
     store = _section(_section(document, "tiers"), "store")
     if store.get("state") not in (None, "ok"):
         lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")
+    paused = [way for way in ("reads", "writes") if store.get(way, "closed") != "closed"]
+    if paused:
+        lines.append(f"  {' and '.join(paused)} of the object store pause: it fails too often")
     return "\n".join(lines)
 
 

@@ -1,15 +1,12 @@
-"""What the store holds and what is on its way there.
+"""What the store holds.
 
-Owns the queue of writes, the running writes, what the catalog says, and the bounded memory of
-withdrawn segments. It does not own reads (`lookups.py`), nor the slots that it sends. Whether a
-tenant may have so many bytes more in the store is asked of `admit(tenant, num_bytes)`.
+Owns what the catalog says, and the bounded memory of withdrawn segments. It does not own reads
+(`lookups.py`) or writes (`writes.py`), which tell it what they found and did.
 
-Invariants: only a running write holds its slot; a pending one is forgotten, and counted, when its
-chunk leaves the host tier first. At most `writes_inflight_max` writes run. A segment that
-was withdrawn, or found missing or corrupt here, is not offered again by what was written before
-that, in whatever order the catalog's lines come; only by a later writing, or when the memory is
-full and it is the oldest. Clocks order lines of one chunk only: one that is off costs a miss, or a
-read that finds nothing.
+Invariants: a segment that was withdrawn, or found missing or corrupt here, is not offered again by
+what was written before that, in whatever order the catalog's lines come; only by a later writing,
+or when the memory is full and it is the oldest. Clocks order lines of one chunk only: one that is
+off costs a miss, or a read that finds nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +18,14 @@ from sidecar.commands import (
     Counters,
     Listed,
     Quarantine,
-    StoreOutcome,
     Withdraw,
-    Write,
     Written,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from sidecar.directory import Chunk, Directory, Realm, Segment
-    from sidecar.host import HostTier
+    from sidecar.directory import Directory, Realm, Segment
     from sidecar.tenants import Tenants
 
 
@@ -41,114 +35,29 @@ class StoreTier:
     def __init__(
         self,
         directory: Directory,
-        host: HostTier,
         counters: Counters,
         tenants: Tenants,
         emit: Callable[[Command], None],
         *,
-        writes_inflight_max: int,
-        write_queue_chunks_max: int,
         quarantine_keys_max: int,
         announces: bool,
-        admit: Callable[[bytes, int], bool],
     ) -> None:
         self._directory = directory
-        self._host = host
         self._counters = counters
         self._tenants = tenants
-        self._admit = admit
         self._emit = emit
-        self._writes_inflight_max = writes_inflight_max
-        self._write_queue_chunks_max = write_queue_chunks_max
         self._quarantine_keys_max = quarantine_keys_max
-        self._pending: dict[Chunk, list[int]] = {}
-        self._running: dict[int, Segment] = {}
-        self._last_write_id = 0
         self._announces = announces
         # (realm_id, key) -> ranks, and the newest writing that does not count for them.
         self._gone: dict[tuple[int, bytes], tuple[int, int]] = {}
 
-    @property
-    def writes_pending(self) -> int:
-        """Segments that wait to be written."""
-        return sum(len(ranks) for ranks in self._pending.values())
+    def gone_until(self, realm: Realm, key: bytes) -> int:
+        """The newest writing of this chunk that does not count: a new one must be later."""
+        return self._gone.get((realm.realm_id, key), (0, 0))[1]
 
-    @property
-    def writes_running(self) -> int:
-        """Segments that are being written."""
-        return len(self._running)
-
-    def running(self) -> Iterator[Segment]:
-        """Segments that are being written."""
-        return iter(self._running.values())
-
-    def enqueue(self, chunk: Chunk) -> None:
-        """Queue a write for every rank of a complete chunk that the store lacks."""
-        mask = chunk.realm.stored.get(chunk.key)
-        ranks = [
-            segment.rank
-            for segment in chunk.segments
-            if not mask >> segment.rank & 1 and not segment.writing
-        ]
-        if not ranks:
-            return
-        num_bytes = sum(self._host.slot_bytes(chunk.segments[rank]) for rank in ranks)
-        if not self._admit(chunk.tenant, num_bytes):
-            self._counters.writes_refused_quota += 1
-            self._tenants.counters(chunk.tenant).writes_refused += 1
-            return
-        self._pending[chunk] = ranks
-        while len(self._pending) > self._write_queue_chunks_max:
-            self.forget(next(iter(self._pending)))
-
-    def forget(self, chunk: Chunk) -> None:
-        """Drop the writes of a chunk that did not start yet."""
-        if self._pending.pop(chunk, None) is not None:
-            self._counters.writes_dropped += 1
-
-    def pump(self) -> None:
-        """Start as many writes as may run."""
-        while self._pending and len(self._running) < self._writes_inflight_max:
-            chunk, ranks = next(iter(self._pending.items()))
-            rank = ranks.pop(0)
-            if not ranks:
-                del self._pending[chunk]
-            if not chunk.realm.stored_rank(chunk.key, rank):
-                self._start(chunk.segments[rank])
-
-    def _start(self, segment: Segment) -> None:
-        self._host.hold(segment)
-        segment.writing = True
-        self._last_write_id += 1
-        self._running[self._last_write_id] = segment
+    def written(self, segment: Segment, event: Written) -> None:
+        """A segment was written, well."""
         chunk = segment.chunk
-        self._emit(
-            Write(
-                write_id=self._last_write_id,
-                realm_id=chunk.realm.realm_id,
-                rank=segment.rank,
-                slot=segment.slot,
-                key=chunk.key,
-                num_blocks=segment.num_blocks,
-                tenant=chunk.tenant,
-                parent=chunk.parent,
-                written_after=self._gone.get((chunk.realm.realm_id, chunk.key), (0, 0))[1],
-            )
-        )
-
-    def ended(self, event: Written) -> None:
-        """A write ended: the slot is no longer read."""
-        segment = self._running.pop(event.write_id)
-        segment.writing = False
-        chunk = segment.chunk
-        self._host.release(segment)
-        if event.outcome is not StoreOutcome.OK:
-            expired = event.outcome is StoreOutcome.EXPIRED
-            self._counters.writes_expired += expired
-            self._counters.writes_failed += not expired
-            if event.outcome is StoreOutcome.CORRUPT:
-                self._host.quarantine(chunk)
-            return
         self._counters.bytes_written += event.num_bytes
         self._tenants.wrote(chunk.tenant, event.num_bytes)
         if chunk.detached:

@@ -32,6 +32,14 @@ class PoolStats:
     slab_bytes: int
     classes: tuple[ClassStats, ...]
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the slots that could be allocated: the largest ones, in slabs of no class."""
+        slot_bytes = max((one.slot_bytes for one in self.classes), default=self.slab_bytes)
+        whole = self.size_bytes // self.slab_bytes - sum(one.slabs for one in self.classes)
+        freed = sum(one.slots_free * one.slot_bytes for one in self.classes)
+        return freed + whole * (self.slab_bytes // slot_bytes * slot_bytes)
+
 
 class Slab:
     """A run of equal slots. Slots that were never used are counted, not listed.

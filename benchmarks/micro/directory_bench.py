@@ -16,10 +16,12 @@ import time
 import tracemalloc
 from typing import TYPE_CHECKING
 
+from sidecar.breaker import BreakerRules
 from sidecar.commands import Listed, ListedRow, SessionOpened
 from sidecar.directory import Cause, Directory
 from sidecar.engine import Engine, EngineLimits
 from sidecar.protocol import Role
+from sidecar.writes import WritePolicy
 from tiers.policy import make
 
 if TYPE_CHECKING:
@@ -28,14 +30,16 @@ if TYPE_CHECKING:
 LIMITS = EngineLimits(
     writes_inflight_max=8,
     reads_inflight_max=8,
-    write_queue_chunks_max=64,
+    write_queue_bytes_max=1 << 30,
     leases_max_per_session=64,
     lease_ttl_seconds_max=10.0,
     lookups_max_per_session=64,
     quarantine_keys_max=1024,
     recompute=True,
     regret_max=0.04,
-    store_writes=True,
+    breaker=BreakerRules(),
+    write=WritePolicy.THROUGH,
+    flush_at_end=False,
     store_reads=True,
 )
 
@@ -65,6 +69,15 @@ class NoSlots:
         """Any size."""
         del class_id
         return 4096
+
+    @property
+    def size_bytes(self) -> int:
+        """No memory."""
+        return 0
+
+    def free_bytes(self) -> int:
+        """Nothing."""
+        return 0
 
 
 def keys_of(generator: random.Random, count: int) -> list[bytes]:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sidecar.breaker import BreakerRules
 from sidecar.commands import (
     Command,
     Copied,
@@ -31,6 +32,7 @@ from sidecar.commands import (
     SessionOpened,
     StoreOutcome,
     Submitted,
+    Tick,
     Withdraw,
     Write,
     Written,
@@ -50,6 +52,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from sidecar.writes import WritePolicy
 from tiers.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
@@ -84,14 +87,16 @@ def limits(**changes: Any) -> EngineLimits:
     usual = EngineLimits(
         writes_inflight_max=2,
         reads_inflight_max=2,
-        write_queue_chunks_max=16,
+        write_queue_bytes_max=1 << 30,
         leases_max_per_session=8,
         lease_ttl_seconds_max=10.0,
         lookups_max_per_session=8,
         quarantine_keys_max=8,
         recompute=True,
         regret_max=0.04,
-        store_writes=True,
+        breaker=BreakerRules(failures_max=1_000_000),
+        write=WritePolicy.THROUGH,
+        flush_at_end=True,
         store_reads=True,
     )
     return replace(usual, **changes)
@@ -141,6 +146,13 @@ class SlabSlots:
 
     def slot_bytes(self, class_id: int) -> int:
         return self._classes[class_id]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.slab_class) * self.slab_slots * max(self._classes, default=1)
+
+    def free_bytes(self) -> int:
+        return self.size_bytes - len(self.used) * max(self._classes, default=1)
 
 
 class StrictLRU:
@@ -441,6 +453,12 @@ class World:
     def drain(self) -> None:
         self.send(Draining())
         self.settle()
+        while not self.engine.pending_work().idle:
+            # Writing pauses after failures; nothing else is left that could wait.
+            assert self.engine.pending_work().writes_pending
+            self.now += 10.0
+            self.send(Tick())
+            self.settle()
         assert self.engine.pending_work().idle
 
 
@@ -473,7 +491,7 @@ def done(job_id: int, outcome: Outcome) -> list[Done]:
 
 
 def no_writes(**changes: Any) -> World:
-    return make_world(store_writes=False, **changes)
+    return make_world(write=WritePolicy.OFF, **changes)
 
 
 def looking(**changes: Any) -> tuple[World, int, int]:

@@ -27,6 +27,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from sidecar.writes import WritePolicy
 from tests.sidecar.client import NAMESPACE, Scheduler, Worker, key_of, layout_of
 from tests.sidecar.engine_kit import (
     RANK_0,
@@ -85,7 +86,7 @@ class TestShare:
 
 
 def bounded(**changes: Any) -> World:
-    return make_world(slabs=64, store_writes=False, bounds=BoundLimits(**changes))
+    return make_world(slabs=64, write=WritePolicy.OFF, bounds=BoundLimits(**changes))
 
 
 def empty(world: World) -> bool:
@@ -214,7 +215,7 @@ class TestEngine:
     def test_the_account_is_no_smaller_than_what_python_allocates(self, what: str) -> None:
         world = make_world(
             slabs=1024,
-            store_writes=False,
+            write=WritePolicy.OFF,
             lookups_max_per_session=10_000,
             bounds=BoundLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
         )

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from sidecar import tenants
 from sidecar.bounds import BoundLimits
+from sidecar.breaker import BreakerRules
 from sidecar.commands import (
     Command,
     CopyOutcome,
@@ -32,6 +33,7 @@ from sidecar.commands import (
 )
 from sidecar.protocol import Done, Events, LookupDone, Outcome, Role
 from sidecar.tenants import TenantRules, Tenants
+from sidecar.writes import WritePolicy
 from tests.sidecar.engine_kit import World, key, layout, make_world
 from tiers.policy import make
 
@@ -90,7 +92,8 @@ class EngineMachine(RuleBasedStateMachine):
         queue=st.integers(0, 3),
         quarantine=st.integers(0, 3),
         bound=st.integers(1, 4),
-        writes=st.booleans(),
+        write=st.sampled_from(WritePolicy),
+        failures=st.sampled_from([1, 3, 1000]),
         quota=st.none() | st.integers(0, 4),
         memory=st.sampled_from([256 << 20, 256 << 20, 16_384, 65_536]),
         share=st.sampled_from([65_536, 65_536, 4, 12]),
@@ -105,7 +108,8 @@ class EngineMachine(RuleBasedStateMachine):
         queue: int,
         quarantine: int,
         bound: int,
-        writes: bool,
+        write: WritePolicy,
+        failures: int,
         quota: int | None,
         memory: int,
         share: int,
@@ -119,11 +123,12 @@ class EngineMachine(RuleBasedStateMachine):
             policy=make(policy),
             writes_inflight_max=inflight,
             reads_inflight_max=inflight,
-            write_queue_chunks_max=queue,
+            write_queue_bytes_max=queue * slot_bytes,
+            breaker=BreakerRules(failures, 1.0, 4.0),
             quarantine_keys_max=quarantine,
             leases_max_per_session=bound,
             lookups_max_per_session=bound,
-            store_writes=writes,
+            write=write,
             bounds=BoundLimits(
                 memory_bytes_max=memory,
                 copies_queued_max=share,

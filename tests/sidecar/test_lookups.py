@@ -20,6 +20,7 @@ from sidecar.protocol import (
     Outcome,
     Role,
 )
+from sidecar.writes import WritePolicy
 from tests.sidecar.engine_kit import (
     ALL_RANKS,
     RANK_0,
@@ -221,7 +222,7 @@ def test_lookup_of_a_store_slower_than_the_engine_is_answered_at_once() -> None:
 
 
 def test_lookup_without_a_slot_is_answered_full() -> None:
-    world, worker, scheduler = looking(slabs=1, store_writes=False)
+    world, worker, scheduler = looking(slabs=1, write=WritePolicy.OFF)
     world.stored(worker, 1, [1])
     world.listed({2: RANK_0})
     commands = world.look_up(scheduler, 1, [1, 2])
@@ -229,7 +230,7 @@ def test_lookup_without_a_slot_is_answered_full() -> None:
 
 
 def test_answered_lookup_keeps_its_chunks_until_its_time_is_over() -> None:
-    world, worker, scheduler = looking(slabs=1, store_writes=False)
+    world, worker, scheduler = looking(slabs=1, write=WritePolicy.OFF)
     world.stored(worker, 1, [1])
     world.look_up(scheduler, 1, [1], deadline_ms=500)
     assert messages(world.store(worker, 2, [2]), worker) == done(2, Outcome.FULL)
@@ -239,7 +240,7 @@ def test_answered_lookup_keeps_its_chunks_until_its_time_is_over() -> None:
 
 
 def test_lease_takes_over_from_the_lookup() -> None:
-    world, worker, scheduler = looking(store_writes=False)
+    world, worker, scheduler = looking(write=WritePolicy.OFF)
     world.stored(worker, 1, [1, 2])
     world.look_up(scheduler, 1, [1, 2])
     world.look_up(scheduler, 2, [1, 2])
@@ -281,7 +282,7 @@ def test_lookups_are_bounded_per_session() -> None:
 
 
 def test_lookup_waits_no_longer_for_a_chunk_found_corrupt() -> None:
-    world, worker, scheduler = looking(store_writes=False)
+    world, worker, scheduler = looking(write=WritePolicy.OFF)
     world.stored(worker, 1, [1])
     world.listed({2: RANK_0})
     [read] = only(world.look_up(scheduler, 1, [1, 2]), Read)

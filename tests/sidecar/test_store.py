@@ -20,6 +20,7 @@ from sidecar.protocol import (
     Role,
     StoredEvent,
 )
+from sidecar.writes import WritePolicy
 from tests.sidecar.engine_kit import (
     ALL_RANKS,
     BLOCK_TOKENS,
@@ -28,11 +29,14 @@ from tests.sidecar.engine_kit import (
     ROOT,
     done,
     key,
+    layout,
     looking,
     make_world,
     messages,
     only,
 )
+
+SLOT_BYTES = layout(0).payload_bytes(2)
 
 
 def test_writes_are_bounded_and_in_order() -> None:
@@ -58,7 +62,7 @@ def test_running_write_pins_and_pending_write_does_not() -> None:
 
 
 def test_full_write_queue_drops_its_oldest() -> None:
-    world = make_world(writes_inflight_max=1, write_queue_chunks_max=1)
+    world = make_world(writes_inflight_max=1, write_queue_bytes_max=SLOT_BYTES)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     [first] = world.writes.values()
@@ -179,7 +183,7 @@ def test_what_is_gone_is_withdrawn_for_everybody(outcome: StoreOutcome) -> None:
 
 
 def test_a_sidecar_that_only_reads_announces_nothing() -> None:
-    world, _, scheduler = looking(store_writes=False)
+    world, _, scheduler = looking(write=WritePolicy.OFF)
     world.listed({1: RANK_0})
     world.look_up(scheduler, 1, [1])
     [read] = world.reads.values()

@@ -13,6 +13,7 @@ from sidecar.commands import Gather, Read, StoreOutcome, Write
 from sidecar.config import ConfigError, loads, show
 from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
 from sidecar.tenants import TenantRules, Tenants
+from sidecar.writes import WritePolicy
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_kit import (
     RANK_0,
@@ -37,7 +38,7 @@ def world_of(**quotas: int | None) -> World:
     rules = TenantRules(
         tenants.Quota(default), {A: ("team-a", tenants.Quota(own if own is not None else default))}
     )
-    return make_world(tenants=Tenants(rules, StrictLRU), store_writes=False)
+    return make_world(tenants=Tenants(rules, StrictLRU), write=WritePolicy.OFF)
 
 
 def held(world: World, name: str) -> int:
@@ -74,7 +75,7 @@ class TestHostQuota:
 
     def test_a_limit_below_one_slot_stores_nothing(self) -> None:
         world = make_world(
-            tenants=Tenants(TenantRules(tenants.Quota(SLOT - 1)), StrictLRU), store_writes=False
+            tenants=Tenants(TenantRules(tenants.Quota(SLOT - 1)), StrictLRU), write=WritePolicy.OFF
         )
         worker = world.open(Role.WORKER)
         assert not only(world.store(worker, 1, [1], tenant=A), Gather)

@@ -1,0 +1,283 @@
+"""Writes: which chunks of the host tier go to the store, in which order, and when.
+
+Owns the write policy, the queue of chunks that wait, the running writes, and the breaker that
+stops writing while the store fails. It does not own what the store holds (`store.py`), nor the
+slots that are sent. Whether a tenant may have so many bytes more in the store is asked of
+`admit(tenant, num_bytes)`.
+
+Three policies say when a chunk that the store lacks is queued:
+
+* `through`: as soon as all of its segments are in host memory.
+* `on_reuse`: when it is wanted a second time (looked up, leased, or computed again by somebody
+  who did not find it): most prompts never are, and only what is read again is worth a request.
+* `on_evict`: while it still is among those that are evicted next. A slot that is needed cannot wait
+  for a write, so the coldest part of the pool is written ahead, as databases clean their pages.
+
+Invariants: only a running write holds its slot; a pending one is forgotten, and counted, when its
+chunk leaves the host tier first. At most `inflight_max` writes run, and what waits is at most
+`queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that the
+store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from sidecar.commands import Command, Counters, StoreOutcome, Write, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sidecar.breaker import Breaker
+    from sidecar.directory import Chunk, Segment
+    from sidecar.host import HostTier
+    from sidecar.store import StoreTier
+    from sidecar.tenants import Tenants
+
+WRITE_TRIES_MAX: Final = 3
+
+AHEAD_SHARE: Final = 1 / 8
+"""Part of the pool that `on_evict` keeps free or written, counted from the cold end."""
+
+AHEAD_STEPS: Final = 16
+"""The cold end is looked through again whenever so much of that part has been used up: 1/16."""
+
+
+class WritePolicy(enum.StrEnum):
+    """When a chunk is written."""
+
+    OFF = "off"
+    THROUGH = "through"
+    ON_REUSE = "on_reuse"
+    ON_EVICT = "on_evict"
+
+
+class _Pending:
+    """A chunk that waits, and what of it."""
+
+    __slots__ = ("num_bytes", "ranks", "tries")
+
+    def __init__(self, ranks: list[int], num_bytes: int, tries: int) -> None:
+        self.ranks = ranks
+        self.num_bytes = num_bytes
+        self.tries = tries
+
+
+class Writes:
+    """The queue of writes and the writes that run."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        store: StoreTier,
+        counters: Counters,
+        tenants: Tenants,
+        emit: Callable[[Command], None],
+        breaker: Breaker,
+        *,
+        policy: WritePolicy,
+        inflight_max: int,
+        queue_bytes_max: int,
+        admit: Callable[[bytes, int], bool],
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._counters = counters
+        self._tenants = tenants
+        self._emit = emit
+        self._breaker = breaker
+        self._policy = policy
+        self._inflight_max = inflight_max
+        self._queue_bytes_max = queue_bytes_max
+        self._admit = admit
+        self._pending: dict[Chunk, _Pending] = {}
+        self._pending_bytes = 0
+        self._running: dict[int, tuple[Segment, int]] = {}
+        self._last_write_id = 0
+        self._filled_bytes = 0
+        """What came into the host tier since its cold end was looked through."""
+
+    # --- what is there to tell ---------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Segments that wait to be written."""
+        return sum(len(one.ranks) for one in self._pending.values())
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._pending_bytes
+
+    def running(self) -> Iterator[Segment]:
+        """Segments that are being written."""
+        return (segment for segment, _ in self._running.values())
+
+    @property
+    def num_running(self) -> int:
+        """How many segments are being written."""
+        return len(self._running)
+
+    # --- the policy --------------------------------------------------------------------------
+
+    def completed(self, chunk: Chunk) -> None:
+        """A chunk came into the host tier, with all of its segments."""
+        if self._policy is WritePolicy.THROUGH:
+            self._enqueue(chunk)
+        elif self._policy is WritePolicy.ON_EVICT:
+            self._filled_bytes += sum(map(self._host.slot_bytes, chunk.segments))
+
+    def wanted(self, chunk: Chunk) -> None:
+        """A chunk of the host tier was asked for again."""
+        if self._policy is WritePolicy.ON_REUSE and chunk.loadable:
+            self._enqueue(chunk)
+
+    def removed(self, chunk: Chunk) -> None:
+        """A chunk left the host tier: it cannot be written any more."""
+        if chunk in self._pending:
+            self._drop(chunk)
+        elif self._policy is WritePolicy.ON_EVICT and self._missing(chunk):
+            self._counters.writes_dropped += 1
+
+    def flush(self) -> None:
+        """Queue everything that the store lacks: the host tier ends, and its content with it."""
+        if self._policy is WritePolicy.ON_EVICT:
+            # Only what is left when the time is over is lost, so nothing is dropped for bytes.
+            for chunk in self._host.coldest():
+                self._enqueue(chunk, bounded=False)
+
+    def _write_ahead(self) -> None:
+        """Queue what is evicted next, so that the cold end of the pool is free or written."""
+        if self._policy is not WritePolicy.ON_EVICT:
+            return
+        ahead_bytes = int(self._host.size_bytes * AHEAD_SHARE)
+        if self._filled_bytes * AHEAD_STEPS < ahead_bytes:
+            return
+        self._filled_bytes = 0
+        self._write_coldest(self._host.coldest(), ahead_bytes - self._host.free_bytes())
+        for account in self._tenants:
+            # One at its limit evicts its own, which may be young among all.
+            limit = account.quota.host_bytes_max
+            if limit is not None and account.order is not None:
+                cold = self._host.coldest(account.order)
+                self._write_coldest(cold, int(limit * AHEAD_SHARE) - limit + account.host_bytes)
+
+    def _write_coldest(self, coldest: Iterator[Chunk], num_bytes: int) -> None:
+        """See to it that so many bytes from the cold end on are written."""
+        for chunk in coldest:
+            if num_bytes <= 0:
+                break
+            num_bytes -= sum(map(self._host.slot_bytes, chunk.segments))
+            self._enqueue(chunk)
+
+    def _missing(self, chunk: Chunk) -> list[int]:
+        """Ranks of which the store lacks the segment and nobody sends it."""
+        mask = chunk.realm.stored.get(chunk.key)
+        return [
+            segment.rank
+            for segment in chunk.segments
+            if not mask >> segment.rank & 1 and not segment.writing
+        ]
+
+    def _enqueue(self, chunk: Chunk, *, bounded: bool = True) -> None:
+        """Queue a write for every rank of a complete chunk that the store lacks."""
+        if chunk in self._pending or not chunk.loadable:
+            return
+        ranks = self._missing(chunk)
+        if not ranks:
+            return
+        num_bytes = self._bytes(chunk, ranks)
+        if not self._admit(chunk.tenant, num_bytes):
+            self._counters.writes_refused_quota += 1
+            self._tenants.counters(chunk.tenant).writes_refused += 1
+            return
+        self._put(chunk, ranks, tries=0)
+        while bounded and self._pending_bytes > self._queue_bytes_max and len(self._pending) > 1:
+            self._drop(next(iter(self._pending)))
+
+    def _bytes(self, chunk: Chunk, ranks: list[int]) -> int:
+        return sum(self._host.slot_bytes(chunk.segments[rank]) for rank in ranks)
+
+    def _put(self, chunk: Chunk, ranks: list[int], *, tries: int) -> None:
+        num_bytes = self._bytes(chunk, ranks)
+        self._pending[chunk] = _Pending(ranks, num_bytes, tries)
+        self._pending_bytes += num_bytes
+
+    def _take_out(self, chunk: Chunk) -> _Pending:
+        one = self._pending.pop(chunk)
+        self._pending_bytes -= one.num_bytes
+        return one
+
+    def _drop(self, chunk: Chunk) -> None:
+        self._take_out(chunk)
+        self._counters.writes_dropped += 1
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def pump(self, now: float) -> None:
+        """Start as many writes as may run."""
+        self._write_ahead()
+        while (
+            self._pending and len(self._running) < self._inflight_max and self._breaker.passes(now)
+        ):
+            chunk, one = next(iter(self._pending.items()))
+            rank = one.ranks.pop(0)
+            num_bytes = self._bytes(chunk, [rank])
+            one.num_bytes -= num_bytes
+            self._pending_bytes -= num_bytes
+            if not one.ranks:
+                del self._pending[chunk]
+            if not chunk.realm.stored_rank(chunk.key, rank):
+                self._breaker.begin(now)
+                self._start(chunk.segments[rank], one.tries + 1)
+
+    def _start(self, segment: Segment, tries: int) -> None:
+        self._host.hold(segment)
+        segment.writing = True
+        self._last_write_id += 1
+        self._running[self._last_write_id] = (segment, tries)
+        chunk = segment.chunk
+        self._emit(
+            Write(
+                write_id=self._last_write_id,
+                realm_id=chunk.realm.realm_id,
+                rank=segment.rank,
+                slot=segment.slot,
+                key=chunk.key,
+                num_blocks=segment.num_blocks,
+                tenant=chunk.tenant,
+                parent=chunk.parent,
+                written_after=self._store.gone_until(chunk.realm, chunk.key),
+            )
+        )
+
+    def ended(self, event: Written, now: float) -> None:
+        """A write ended: the slot is no longer read."""
+        segment, tries = self._running.pop(event.write_id)
+        segment.writing = False
+        chunk = segment.chunk
+        self._host.release(segment)
+        if event.outcome is StoreOutcome.OK:
+            self._breaker.succeeded()
+            self._store.written(segment, event)
+        elif event.outcome is StoreOutcome.CORRUPT:
+            self._counters.writes_failed += 1
+            # Found before anything was sent: it says nothing of the store.
+            self._breaker.abandoned(now)
+            self._host.quarantine(chunk)
+        else:
+            self._breaker.failed(now)
+            expired = event.outcome is StoreOutcome.EXPIRED
+            self._counters.writes_expired += expired
+            self._counters.writes_failed += not expired
+            if tries < WRITE_TRIES_MAX and chunk.loadable:
+                self._again(segment, tries)
+
+    def _again(self, segment: Segment, tries: int) -> None:
+        chunk = segment.chunk
+        ranks = [segment.rank]
+        if chunk in self._pending:
+            one = self._take_out(chunk)
+            ranks, tries = [*one.ranks, segment.rank], max(one.tries, tries)
+        self._put(chunk, ranks, tries=tries)
