@@ -211,7 +211,7 @@ class Host(Section):
         return _require_absolute(value)
 
 
-class StoreBreaker(_Section):
+class StoreBreaker(Section):
     """When a store that fails is left alone: reads and writes each on their own."""
 
     failures_max: Count = Field(default=5, ge=1, le=1_000_000)

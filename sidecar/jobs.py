@@ -257,6 +257,8 @@ class Jobs:
         if chunk is not None and chunk.segments[rank].state is not SegmentState.ABSENT:
             # Being stored or read counts as there: nothing that this job holds is needed any more.
             self._counters.stores_duplicate += 1
+            # Somebody computed what is there already: it is in demand.
+            self._host.touch(chunk)
             return (Outcome.OK,)
         if not accept:
             self._counters.stores_dropped_draining += 1

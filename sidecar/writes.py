@@ -97,6 +97,7 @@ class Writes:
         self._last_write_id = 0
         self._filled_bytes = 0
         """What came into the host tier since its cold end was looked through."""
+        self._flushing = False
 
     # --- what is there to tell ---------------------------------------------------------------
 
@@ -144,6 +145,7 @@ class Writes:
         """Queue everything that the store lacks: the host tier ends, and its content with it."""
         if self._policy is WritePolicy.ON_EVICT:
             # Only what is left when the time is over is lost, so nothing is dropped for bytes.
+            self._flushing = True
             for chunk in self._host.coldest():
                 self._enqueue(chunk, bounded=False)
 
@@ -166,7 +168,8 @@ class Writes:
     def _write_coldest(self, coldest: Iterator[Chunk], num_bytes: int) -> None:
         """See to it that so many bytes from the cold end on are written."""
         for chunk in coldest:
-            if num_bytes <= 0:
+            if num_bytes <= 0 or self._pending_bytes >= self._queue_bytes_max:
+                # More in the queue would only push out what is colder.
                 break
             num_bytes -= sum(map(self._host.slot_bytes, chunk.segments))
             self._enqueue(chunk)
@@ -193,8 +196,8 @@ class Writes:
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return
         self._put(chunk, ranks, tries=0)
-        while bounded and self._pending_bytes > self._queue_bytes_max and len(self._pending) > 1:
-            self._drop(next(iter(self._pending)))
+        if bounded:
+            self._bound()
 
     def _bytes(self, chunk: Chunk, ranks: list[int]) -> int:
         return sum(self._host.slot_bytes(chunk.segments[rank]) for rank in ranks)
@@ -203,6 +206,10 @@ class Writes:
         num_bytes = self._bytes(chunk, ranks)
         self._pending[chunk] = _Pending(ranks, num_bytes, tries)
         self._pending_bytes += num_bytes
+
+    def _bound(self) -> None:
+        while self._pending_bytes > self._queue_bytes_max and len(self._pending) > 1:
+            self._drop(next(iter(self._pending)))
 
     def _take_out(self, chunk: Chunk) -> _Pending:
         one = self._pending.pop(chunk)
@@ -281,3 +288,5 @@ class Writes:
             one = self._take_out(chunk)
             ranks, tries = [*one.ranks, segment.rank], max(one.tries, tries)
         self._put(chunk, ranks, tries=tries)
+        if not self._flushing:
+            self._bound()

@@ -43,7 +43,9 @@ def test_on_and_off_are_words_here_though_yaml_reads_booleans() -> None:
     store = store_of("store: {url: 's3://b', write: off, read: on}")
     assert (store.write, store.read) == ("off", "on")
     assert store_of("store: {url: 's3://b', write: through, read: 'off'}").read == "off"
-    assert "'through' or 'off'" in problem("store: {url: 's3://b', write: on}")
+    assert "'through', 'on_reuse', 'on_evict' or 'off'" in problem(
+        "store: {url: 's3://b', write: on}"
+    )
 
 
 @pytest.mark.parametrize(

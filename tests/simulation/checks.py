@@ -507,10 +507,14 @@ class Checks:
         for lease in engine._leases:
             held[lease.session_id] = held.get(lease.session_id, 0) + 1
         asked = [len(own) for own in engine._lookups._by_session.values()]
+        writes = engine._writes
+        over = writes.pending_bytes > limits.write_queue_bytes_max
+        # One chunk may wait in any case, and at the end everything.
+        if over and len(writes._pending) > 1 and not engine._draining:
+            raise Violation("queues are bounded", f"writes: {writes.pending_bytes} bytes")
         for name, value, most in (
             ("writes running", work.writes_running, limits.writes_inflight_max),
             ("reads running", work.reads_running, limits.reads_inflight_max),
-            ("writes queued", len(engine._store._pending), limits.write_queue_chunks_max),
             ("gone", len(engine._store._gone), limits.quarantine_keys_max),
             ("leases", max(held.values(), default=0), limits.leases_max_per_session),
             ("lookups", max(asked, default=0), limits.lookups_max_per_session),

@@ -91,12 +91,19 @@ class Life:
         if self.bucket is not None:
             store = {
                 "url": f"file://{self.directory}/unused",
-                "write": "through" if chance.random() < 0.9 else "off",
+                "write": chance.choice(
+                    ("through", "through", "through", "on_reuse", "on_evict", "off")
+                ),
                 "read": "on" if chance.random() < 0.95 else "off",
                 "refresh_seconds": chance.choice((0.2, 1.0)),
                 "writes_inflight_max": chance.choice((1, 3)),
                 "reads_inflight_max": chance.choice((1, 2, 4)),
-                "write_queue_chunks_max": chance.choice((1, 4, 16)),
+                "write_queue_max": chance.choice((1, 1 << 16, 1 << 30)),
+                "breaker": {
+                    "failures_max": chance.choice((1, 5)),
+                    "pause": chance.choice((0.1, 1.0)),
+                    "pause_max": 2.0,
+                },
                 "recompute": chance.choice(("when_sooner", "never")),
                 "regret_max": chance.choice((0.04, 0.3, 1.0)),
                 "deadline_seconds_max": 0.4,

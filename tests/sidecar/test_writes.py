@@ -1,0 +1,204 @@
+"""Which chunks are written, when, and what happens when the store fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.breaker import BreakerRules, BreakerState
+from sidecar.commands import Read, StoreOutcome, Tick, Write
+from sidecar.protocol import Outcome, Role
+from sidecar.tenants import Quota, TenantRules, Tenants
+from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
+from tests.sidecar.engine_kit import (
+    RANK_0,
+    StrictLRU,
+    World,
+    answer,
+    key,
+    layout,
+    looking,
+    make_world,
+    messages,
+    only,
+)
+
+SLOT_BYTES = layout(0).payload_bytes(2)
+TENANT = b"tenant 1"
+
+
+def written(world: World) -> list[bytes]:
+    """Keys of the writes that run."""
+    return [write.key for write in world.writes.values()]
+
+
+def finish(world: World) -> None:
+    """Let what is being written, and then all that waits, end well."""
+    while world.writes:
+        world.written(next(iter(world.writes)))
+
+
+# --- on_reuse ----------------------------------------------------------------------------------
+
+
+def test_on_reuse_writes_what_is_looked_up_or_leased() -> None:
+    world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
+    world.stored(worker, 1, [1, 2, 3])
+    assert written(world) == []
+    world.look_up(scheduler, 1, [1])
+    assert written(world) == [key(1)]
+    world.lease(scheduler, 1, [1, 2])
+    assert written(world) == [key(1), key(2)]
+    finish(world)
+    world.lease(scheduler, 2, [1, 2])
+    assert written(world) == [], "what the store has is not written again"
+
+
+def test_on_reuse_writes_what_somebody_computed_again() -> None:
+    world, worker, _ = looking(write=WritePolicy.ON_REUSE)
+    world.stored(worker, 1, [1])
+    world.store(worker, 2, [1])
+    assert written(world) == [key(1)]
+
+
+# --- on_evict ----------------------------------------------------------------------------------
+
+
+def test_on_evict_writes_the_cold_end_before_it_is_needed() -> None:
+    world, worker, _ = looking(slabs=16, write=WritePolicy.ON_EVICT, writes_inflight_max=1)
+    for number in range(1, 15):
+        world.stored(worker, number, [number])
+    assert written(world) == [], "an eighth of 16 is free"
+    world.stored(worker, 15, [15])
+    assert written(world) == [key(1)]
+    finish(world)
+    world.stored(worker, 16, [16])
+    assert written(world) == [key(2)]
+    finish(world)
+    world.stored(worker, 17, [17])
+    finish(world)
+    assert world.engine.counters.writes_dropped == 0
+    assert world.engine.counters.chunks_evicted == 1
+
+
+def test_on_evict_counts_what_was_evicted_unwritten() -> None:
+    world, worker, _ = looking(slabs=2, write=WritePolicy.ON_EVICT, writes_inflight_max=1)
+    world.stored(worker, 1, [1, 2])
+    [running] = world.writes.values()
+    # One is held by its write, so the other has to go.
+    world.stored(worker, 2, [3])
+    assert world.engine.counters.writes_dropped == 1
+    assert running.write_id in world.writes
+
+
+def test_on_evict_looks_after_a_tenant_at_its_limit() -> None:
+    rules = TenantRules(named={TENANT: ("one", Quota(8 * SLOT_BYTES))})
+    world, worker, _ = looking(
+        slabs=64, tenants=Tenants(rules, StrictLRU), write=WritePolicy.ON_EVICT
+    )
+    for number in range(1, 9):
+        world.stored(worker, number, [number], tenant=TENANT)
+    assert written(world) != [], "its own cold end is written although the pool is empty"
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_on_evict_writes_the_rest_when_host_memory_ends(*, flush: bool) -> None:
+    world, worker, _ = looking(
+        slabs=16, write=WritePolicy.ON_EVICT, flush_at_end=flush, write_queue_bytes_max=1
+    )
+    world.stored(worker, 1, [1, 2, 3, 4])
+    assert written(world) == []
+    world.drain()
+    assert world.engine.counters.chunks_written == (4 if flush else 0)
+    assert world.engine.counters.writes_dropped == 0
+
+
+def test_off_writes_nothing() -> None:
+    world, worker, scheduler = looking(slabs=2, write=WritePolicy.OFF)
+    for number in range(1, 6):
+        world.stored(worker, number, [number])
+        world.lease(scheduler, number, [number])
+    world.drain()
+    assert world.engine.counters.chunks_written == 0
+
+
+# --- failures ----------------------------------------------------------------------------------
+
+
+def test_a_failed_write_is_tried_again_behind_the_others() -> None:
+    world, worker, _ = looking(writes_inflight_max=1)
+    world.stored(worker, 1, [1, 2])
+    tried: list[bytes] = []
+    while world.writes:
+        [write] = world.writes.values()
+        tried.append(write.key)
+        outcome = StoreOutcome.UNAVAILABLE if write.key == key(1) else StoreOutcome.OK
+        world.written(write.write_id, outcome)
+    assert tried == [key(1), key(2), *[key(1)] * (WRITE_TRIES_MAX - 1)]
+    assert world.engine.counters.writes_failed == WRITE_TRIES_MAX
+
+
+def test_writing_pauses_while_the_store_fails_and_goes_on_by_itself() -> None:
+    world, worker, _ = looking(slabs=16, writes_inflight_max=2, breaker=BreakerRules(3, 1.0, 4.0))
+    world.stored(worker, 1, list(range(1, 9)))
+    for _ in range(3):
+        world.written(next(iter(world.writes)), StoreOutcome.UNAVAILABLE)
+    assert world.engine.breakers["write"].state is BreakerState.OPEN
+    world.written(next(iter(world.writes)), StoreOutcome.EXPIRED)
+    assert written(world) == [], "nothing is sent for a second"
+    world.now = 0.9
+    assert only(world.send(Tick()), Write) == []
+    world.now = 1.0
+    assert len(only(world.send(Tick()), Write)) == 1, "one finds out"
+    world.written(next(iter(world.writes)), StoreOutcome.UNAVAILABLE)
+    world.now = 2.9
+    assert only(world.send(Tick()), Write) == []
+    world.now = 3.0
+    world.send(Tick())
+    world.written(next(iter(world.writes)))
+    assert len(written(world)) == 2, "and then all are"
+    finish(world)
+    # What was tried and failed was queued again: nothing was lost.
+    assert world.engine.counters.chunks_written == 8
+    assert world.engine.counters.writes_dropped == 0
+
+
+def test_reading_pauses_and_nobody_waits_for_it() -> None:
+    world, worker, scheduler = looking(breaker=BreakerRules(1, 1.0, 4.0), reads_inflight_max=1)
+    world.stored(worker, 1, [1])
+    world.listed(dict.fromkeys((2, 3, 4, 5), RANK_0))
+    [read] = only(world.look_up(scheduler, 1, [1, 2, 3, 4]), Read)
+    commands = world.read_done(read.read_id, StoreOutcome.UNAVAILABLE)
+    assert messages(commands, scheduler) == answer(1, 1, Outcome.FAILED)
+    assert only(commands, Read) == []
+    commands = world.look_up(scheduler, 2, [1, 2])
+    assert messages(commands, scheduler) == answer(2, 1, Outcome.OK), "answered at once"
+    assert world.engine.counters.reads_paused > 0
+    assert not world.engine.breakers["write"].opened, "writes are judged on their own"
+    world.now = 1.0
+    [trial] = only(world.look_up(scheduler, 3, [1, 2, 3]), Read)
+    # A missing object is an answer, too.
+    world.read_done(trial.read_id, StoreOutcome.MISSING)
+    assert world.engine.breakers["read"].state is BreakerState.CLOSED
+    assert len(only(world.look_up(scheduler, 4, [1, 3]), Read)) == 1
+
+
+def test_reads_behind_a_trial_wait_for_how_it_ends() -> None:
+    world, _, scheduler = looking(breaker=BreakerRules(1, 1.0, 4.0), reads_inflight_max=4)
+    world.listed(dict.fromkeys((1, 2, 3), RANK_0))
+    reads = only(world.look_up(scheduler, 1, [1]), Read)
+    world.read_done(reads[0].read_id, StoreOutcome.UNAVAILABLE)
+    world.now = 1.0
+    [trial] = only(world.look_up(scheduler, 2, [1, 2, 3]), Read)
+    commands = world.read_done(trial.read_id)
+    assert [read.key for read in only(commands, Read)] == [key(2), key(3)]
+
+
+def test_what_waits_is_bounded_in_bytes() -> None:
+    world = make_world(slabs=16, writes_inflight_max=1, write_queue_bytes_max=3 * SLOT_BYTES)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, list(range(1, 9)))
+    assert world.engine.snapshot().write_queue_bytes == 3 * SLOT_BYTES
+    assert world.engine.counters.writes_dropped == 4
+    finish(world)
+    assert world.engine.counters.chunks_written == 4
+    assert world.engine.snapshot().write_queue_bytes == 0
