@@ -317,6 +317,7 @@ _BY_TEXT: Final[tuple[tuple[str, Verdict], ...]] = (
     ("ProfileNotFound", _NO_CREDENTIALS),
     ("token request", _NO_CREDENTIALS),
     ("credential", _NO_CREDENTIALS),
+    ("response body error", _CONNECTION),
     ("error sending request", _CONNECTION),
     ("error decoding response body", _CONNECTION),
     ("onnection", _CONNECTION),
