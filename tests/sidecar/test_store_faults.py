@@ -283,10 +283,10 @@ class Bucket:
     """The bucket itself, as its administrator sees it."""
 
     def __init__(self, server: S3Server) -> None:
-        import boto3
+        from botocore.session import get_session
 
         self._name = server.bucket
-        self._client: Any = boto3.client(
+        self._client: Any = get_session().create_client(
             "s3",
             endpoint_url=server.endpoint,
             region_name="us-east-1",
