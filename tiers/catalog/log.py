@@ -63,7 +63,7 @@ class LogWriter:
     ) -> None:
         self._tier = tier
         self._folder = folder
-        self._writer = writer
+        self.writer = writer
         self._rows_max = rows_max
         self._seconds_max = seconds_max
         self._clock = clock or time.monotonic
@@ -121,6 +121,6 @@ class LogWriter:
                 await self._send(body)
 
     async def _send(self, body: Bytes) -> None:
-        name = log_name(self._folder, LogName(self._writer, self.files), digest_of(body))
+        name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))
         await self._tier.write(name, body)
         self.files += 1

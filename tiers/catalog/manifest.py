@@ -51,17 +51,33 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     generation: int
     snapshots: tuple[str, ...] = ()
-    """Names of files, whole."""
+    """Names of files, whole. The first `base` are one merge's, sorted by key and disjoint."""
+    base: int = 0
+    base_seconds: float = 0.0
+    """When they were made, by the store's clock."""
+    base_withdrawn: int = 0
+    """Rows in them that withdraw, whose objects may still be there."""
+    rows: int = 0
+    """Rows in all snapshots."""
+    oldest: int = 0
+    """Microseconds since 1970: no row that is offered was written before; 0 where none is."""
     merged: dict[str, Merged] = {}
+    objects: int = 0
+    """Segments that are offered. Since the last whole merge, an estimate: duplicates count."""
     tenants: dict[str, int] = {}
-    """Bytes that are offered, by tenant (16 hexadecimal digits, zeros for none)."""
+    """Bytes that are offered, by tenant (16 hexadecimal digits, zeros for none); as `objects`."""
     reconciled_seconds: float = 0.0
     """When rows and objects were last compared, by the store's clock; 0 for never."""
     format: int = MANIFEST_FORMAT
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are offered, of all tenants."""
+        return sum(self.tenants.values())
+
     def after(self, **changes: Any) -> Manifest:
         """A manifest of the next generation."""
-        return msgspec.structs.replace(self, generation=self.generation + 1, **changes)
+        return msgspec.structs.replace(self, **{"generation": self.generation + 1, **changes})
 
 
 NOTHING: Final = Manifest(generation=-1)
@@ -91,6 +107,8 @@ def decode(body: Bytes, folder: str, generation: int) -> Manifest:
         )
     if len(manifest.snapshots) > SNAPSHOTS_MAX or len(manifest.merged) > WRITERS_MAX:
         raise CatalogCorrupt(f"more than {SNAPSHOTS_MAX} snapshots or {WRITERS_MAX} writers")
+    if not 0 <= manifest.base <= len(manifest.snapshots):
+        raise CatalogCorrupt(f"base={manifest.base}: it has {len(manifest.snapshots)} snapshots")
     if len(manifest.tenants) > TENANTS_MAX or not all(map(_TENANT.fullmatch, manifest.tenants)):
         raise CatalogCorrupt(f"tenants: at most {TENANTS_MAX}, of 16 hexadecimal digits")
     if any(parse_snapshot(folder, name) is None for name in manifest.snapshots):

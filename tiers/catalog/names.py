@@ -60,11 +60,6 @@ class LogName(NamedTuple):
     number: int
     """Counts the files of one writer, from 0, without gaps."""
 
-    @property
-    def withdraws(self) -> bool:
-        """Whether it withdraws objects that are still there, to be deleted later."""
-        return self.writer.startswith("c")
-
 
 def namespace_prefix(namespace_digest: bytes) -> str:
     """The folder of a namespace's objects. Raises `ValueError` unless given 32 bytes."""

@@ -117,11 +117,6 @@ def test_catalog_files_come_back_and_sort_as_their_numbers(number: int, other: i
     assert (names[0] < names[1]) == (number < other)
 
 
-def test_a_collectors_log_is_told_by_its_name() -> None:
-    assert LogName("c0123456789abcde", 0).withdraws
-    assert not LogName("s0123456789abcde", 0).withdraws
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -27,7 +27,7 @@ async def put_snapshot(tier: ObjectTier, manifest: Manifest, rows: list[Row]) ->
     body = encode(rows_of(rows))
     name = snapshot_name(FOLDER, manifest.generation, 0, digest_of(body))
     await tier.write(name, body)
-    whole = Manifest(manifest.generation, (*manifest.snapshots, name), manifest.merged)
+    whole = Manifest(manifest.generation, (*manifest.snapshots, name), merged=manifest.merged)
     await tier.write(manifest_name(FOLDER, whole.generation), manifests.encode(whole), create=True)
     return whole
 
@@ -156,7 +156,7 @@ async def test_a_new_reader_takes_the_snapshot_and_an_old_one_goes_on() -> None:
     await new_rows(old)
     log.append(row(3))
     await log.flush()
-    merged = {log._writer: Merged(3, 0)}
+    merged = {log.writer: Merged(3, 0)}
     await put_snapshot(tier, Manifest(0, merged=merged), [row(number) for number in range(4)])
     log.append(row(4))
     await log.flush()
@@ -178,13 +178,13 @@ async def test_a_reader_that_slept_through_a_deletion_reads_the_snapshot() -> No
     slept = reader(tier)
     log.append(row(0))
     await log.flush()
-    await put_snapshot(tier, Manifest(0, merged={log._writer: Merged(0, 0)}), [row(0)])
+    await put_snapshot(tier, Manifest(0, merged={log.writer: Merged(0, 0)}), [row(0)])
     assert await new_rows(slept) == [row(0)]
     for number in range(1, 4):
         log.append(row(number))
         await log.flush()
     rows = [row(number) for number in range(4)]
-    await put_snapshot(tier, Manifest(1, merged={log._writer: Merged(3, 1)}), rows)
+    await put_snapshot(tier, Manifest(1, merged={log.writer: Merged(3, 1)}), rows)
     await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
     assert await new_rows(slept) == rows
     assert slept._counts.reloads == 1

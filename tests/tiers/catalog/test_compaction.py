@@ -1,0 +1,323 @@
+"""Rounds of compaction: what readers see, what is withdrawn, deleted, found and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
+from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
+from tests.tiers.tier_suite import image_of
+from tiers.catalog import compaction
+from tiers.catalog.compaction import Plan, Report, Superseded, compact
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import Counts
+from tiers.catalog.merge import Bounds
+from tiers.catalog.names import object_name, parse_manifest, parse_snapshot
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import Row
+from tiers.layout import Segment
+
+if TYPE_CHECKING:
+    pass
+
+SEGMENT = Segment(0, 8, 0, 4)
+GRACE, KEEP = 100.0, 200.0
+LATER = 10_000.0
+
+
+def chunk_key(number: int) -> bytes:
+    return bytes([number * 37 % 256]) + number.to_bytes(31, "big")
+
+
+class World:
+    """A bucket, one sidecar that writes to it, and readers."""
+
+    def __init__(self) -> None:
+        self.bucket = Bucket()
+        self.tier = View(self.bucket)
+        self.log = self.writer()
+
+    def writer(self) -> LogWriter:
+        return LogWriter(self.tier, FOLDER, new_writer(), rows_max=10, seconds_max=1.0)
+
+    def reader(self) -> CatalogReader:
+        return CatalogReader(self.tier, FOLDER, Counts())
+
+    def name(self, number: int) -> str:
+        return object_name(NAMESPACE, chunk_key(number), SEGMENT)
+
+    async def put(self, number: int, size_bytes: int = 1000) -> Row:
+        """Write an object; the row that announces it."""
+        await self.tier.write(self.name(number), image_of(size_bytes))
+        return Row(chunk_key(number), SEGMENT.name, self.bucket.micros, size_bytes, 1)
+
+    async def write(self, *numbers: int, size_bytes: int = 1000) -> None:
+        """Write objects, and announce them in one file."""
+        for number in numbers:
+            self.log.append(await self.put(number, size_bytes))
+        await self.log.flush()
+
+    async def compact(
+        self,
+        bounds: Bounds | None = None,
+        *,
+        whole: bool = True,
+        reconcile: bool = False,
+        dry_run: bool = False,
+    ) -> Report:
+        plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, dry_run)
+        return await compact(self.tier, PREFIX, plan, self.bucket.now)
+
+    async def offered(self, reader: CatalogReader | None = None) -> set[int]:
+        """What a reader that starts now offers."""
+        return view_of(await new_rows(reader or self.reader()))
+
+    def there(self) -> set[int]:
+        return {n for n in range(300) if self.name(n) in self.bucket.objects}
+
+
+def view_of(rows: Sequence[Row]) -> set[int]:
+    held: dict[bytes, tuple[int, bool]] = {}
+    for row in rows:
+        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.withdrawn))
+    return {int.from_bytes(key[1:], "big") for key, (_, withdrawn) in held.items() if not withdrawn}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(compaction, "SNAPSHOT_ROWS", 7)
+    return World()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> None:
+    old = world.reader()
+    seen: list[Row] = []
+    for first in range(0, 60, 6):
+        await world.write(*range(first, first + 6))
+        world.bucket.now += LATER
+        report = await world.compact(whole=whole)
+        assert report.whole is whole
+        assert report.logs_merged == 1
+        seen += await new_rows(old)
+        assert view_of(seen) == set(range(first + 6))
+        assert await world.offered() == set(range(first + 6))
+    assert old._counts.reloads == 0
+    assert not old.take_doubt()
+    assert len(world.bucket.names(f"{FOLDER}/log")) <= 2
+    assert len(world.bucket.names(f"{FOLDER}/manifest")) <= compaction.MANIFESTS_KEPT + 1
+    fresh = world.reader()
+    assert await world.offered(fresh) == set(range(60))
+    assert not fresh.take_doubt()
+
+
+async def test_small_rounds_become_a_whole_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "OVERLAY_ROWS", 20)
+    wholes: list[bool] = []
+    for first in range(0, 80, 5):
+        await world.write(*range(first, first + 5))
+        wholes.append((await world.compact(whole=False)).whole)
+    assert 0 < sum(wholes) < 5
+    assert await world.offered() == set(range(80))
+
+
+async def test_without_news_a_round_writes_nothing(world: World) -> None:
+    await world.write(1)
+    await world.compact()
+    before = dict(world.bucket.objects)
+    report = await world.compact(whole=False)
+    assert (report.logs_merged, report.whole, report.generation) == (0, False, 0)
+    assert world.bucket.objects == before
+
+
+async def test_what_is_too_old_is_withdrawn_then_deleted(world: World) -> None:
+    old = world.reader()
+    bounds = Bounds(ttl_seconds=1000.0)
+    await world.write(1, 2)
+    seen = await new_rows(old)
+    world.bucket.now += 900
+    await world.write(3)
+    world.bucket.now += 200
+    # Nobody has to ask for a whole round: it is due.
+    report = await world.compact(bounds, whole=False)
+    assert (report.whole, report.withdrawn, report.deleted) == (True, 2, 0)
+    seen += await new_rows(old)
+    assert view_of(seen) == {3} == await world.offered()
+    assert world.there() == {1, 2, 3}
+    world.bucket.now += GRACE - 1
+    assert (await world.compact(bounds, whole=False)).deleted == 0
+    assert world.there() == {1, 2, 3}
+    world.bucket.now += 2
+    report = await world.compact(bounds, whole=False)
+    assert (report.whole, report.deleted, report.waiting) == (True, 2, 0)
+    assert world.there() == {3} == await world.offered()
+
+
+async def test_the_byte_cap_takes_the_oldest(world: World) -> None:
+    bounds = Bounds(size_bytes_max=4000)
+    for number in range(8):
+        await world.write(number)
+        world.bucket.now += 60
+    report = await world.compact(bounds, whole=False)
+    assert report.withdrawn == 4
+    assert report.withdrawn_bytes == 4000
+    assert await world.offered() == {4, 5, 6, 7}
+    assert report.census.size_bytes == 4000
+
+
+async def test_what_was_announced_or_written_again_is_not_deleted(world: World) -> None:
+    bounds = Bounds(ttl_seconds=1000.0)
+    await world.write(1, 2, 3)
+    world.bucket.now += 2000
+    assert (await world.compact(bounds)).withdrawn == 3
+    world.bucket.now += GRACE / 2
+    await world.write(1)
+    late = await world.put(2)
+    world.bucket.now += GRACE
+    report = await world.compact(bounds)
+    assert report.deleted == 1
+    assert world.there() == {1, 2}
+    assert await world.offered() == {1}
+    world.log.append(late)
+    await world.log.flush()
+    assert (await world.compact(bounds)).deleted == 0
+    assert await world.offered() == {1, 2} == world.there()
+
+
+async def test_a_dry_run_writes_nothing_and_tells_the_same(world: World) -> None:
+    bounds = Bounds(objects_max=2)
+    for number in range(5):
+        await world.write(number)
+        world.bucket.now += 60
+    before = dict(world.bucket.objects)
+    tried = await world.compact(bounds, dry_run=True)
+    assert world.bucket.objects == before
+    done = await world.compact(bounds)
+    assert tried.withdrawn == done.withdrawn == 3
+
+
+async def test_reconciling_finds_objects_and_lost_ones(world: World) -> None:
+    await world.write(1, 2)
+    await world.put(3)
+    world.bucket.now += 1000
+    await world.put(4)
+    del world.bucket.objects[world.name(2)]
+    reader = world.reader()
+    seen = await new_rows(reader)
+    report = await world.compact(reconcile=True)
+    assert (report.found, report.lost) == (1, 1)
+    seen += await new_rows(reader)
+    # What is young may be announced any moment by whoever wrote it.
+    assert view_of(seen) == await world.offered() == {1, 3}
+    world.bucket.now += 1000
+    assert (await world.compact(reconcile=True)).found == 1
+    assert await world.offered() == {1, 3, 4}
+
+
+async def test_an_object_that_was_withdrawn_and_written_again_is_found(world: World) -> None:
+    await world.write(1)
+    world.bucket.now += 2000
+    await world.compact(Bounds(ttl_seconds=1000.0))
+    await world.put(1)
+    world.bucket.now += 700
+    assert (await world.compact(reconcile=True)).found == 1
+    assert await world.offered() == {1} == world.there()
+
+
+async def test_a_damaged_manifest_or_snapshot_costs_no_chunk_for_long(world: World) -> None:
+    await world.write(*range(20))
+    world.bucket.now += 1000
+    await world.compact()
+    [snapshot, *_] = world.bucket.names(f"{FOLDER}/snapshot")
+    await world.tier.write(snapshot, image_of(100))
+    await world.compact(reconcile=True)
+    assert await world.offered() == set(range(20))
+    [*_, newest] = world.bucket.names(f"{FOLDER}/manifest")
+    await world.tier.write(newest, image_of(100))
+    await world.compact(reconcile=True)
+    assert await world.offered() == set(range(20))
+    for name in world.bucket.names(FOLDER):
+        del world.bucket.objects[name]
+    await world.compact(reconcile=True)
+    assert await world.offered() == set(range(20))
+
+
+async def test_a_log_that_was_lost_is_passed_when_it_cannot_come_any_more(world: World) -> None:
+    for number in range(4):
+        await world.write(number)
+    names = world.bucket.names(f"{FOLDER}/log")
+    del world.bucket.objects[names[1]]
+    assert (await world.compact()).logs_merged == 1
+    world.bucket.now += 1000
+    assert (await world.compact()).logs_merged == 2
+    await world.compact(reconcile=True)
+    assert await world.offered() == {0, 1, 2, 3}
+
+
+async def test_of_two_rounds_at_once_one_creates_the_manifest(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.write(*range(10))
+    inner = world.tier.write
+    raced: list[str] = []
+
+    async def write(name: str, image: np.ndarray, *, create: bool = False) -> None:
+        if parse_manifest(FOLDER, name) is not None and not raced:
+            raced.append(name)
+            await world.compact()
+        await inner(name, image, create=create)
+
+    monkeypatch.setattr(world.tier, "write", write)
+    await world.write(11)
+    # Both make the same of the same files, so neither lost anything: one is told so.
+    report = await world.compact()
+    assert report.generation == 0
+    await world.write(12)
+    raced.clear()
+    monkeypatch.setattr(compaction, "digest_of", lambda body: f"{len(raced):032x}")
+    with pytest.raises(Superseded):
+        await world.compact()
+    monkeypatch.undo()
+    names = world.bucket.names(f"{FOLDER}/snapshot")
+    assert {parse_snapshot(FOLDER, name) for name in names} <= {0, 1}
+
+
+async def test_files_of_rounds_that_died_are_removed(world: World) -> None:
+    await world.write(1)
+    stray = f"{FOLDER}/snapshot/000000000005-00000-{'0' * 32}.arrow"
+    await world.tier.write(stray, image_of(100))
+    await world.compact()
+    assert stray in world.bucket.objects
+    world.bucket.now += compaction.ABANDONED_SECONDS + 1
+    await world.compact(whole=False)
+    assert stray not in world.bucket.objects
+    assert await world.offered() == {1}
+
+
+async def test_a_round_ends_when_the_lease_is_lost(world: World) -> None:
+    await world.write(*range(10))
+
+    async def lost() -> bool:
+        return False
+
+    plan = Plan(Bounds(), GRACE, KEEP, whole=True)
+    with pytest.raises(Superseded):
+        await compact(world.tier, PREFIX, plan, world.bucket.now, alive=lost)
+    assert not world.bucket.names(f"{FOLDER}/manifest")
+    assert not world.bucket.names(f"{FOLDER}/snapshot")
+
+
+async def test_clocks_of_writers_that_are_off_lose_nothing_that_is_young(world: World) -> None:
+    for number, skew in enumerate((-86_400, 0, 3600, 86_000)):
+        row = await world.put(number)
+        world.log.append(row._replace(written_at=row.written_at + skew * 1_000_000))
+    await world.log.flush()
+    await world.compact(Bounds(ttl_seconds=7200.0))
+    assert await world.offered() == {1, 2, 3}
+    assert world.bucket.now == START_SECONDS

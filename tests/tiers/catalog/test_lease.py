@@ -1,0 +1,132 @@
+"""Leases: one holder, taken over after its time, and never by comparing clocks."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiers.catalog.bucket import Bucket, Killed, View
+from tests.tiers.tier_suite import image_of
+from tiers.catalog.lease import KEPT, Lease
+from tiers.catalog.names import LEASE_FOLDER, lease_name
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lease(bucket: Bucket, clock: Clock, name: str = "one", steps: int = 1 << 30) -> Lease:
+    return Lease(View(bucket, steps=steps), name, seconds=60.0, clock=clock)
+
+
+async def test_one_holds_it_until_it_is_given_back() -> None:
+    bucket, clock = Bucket(), Clock()
+    one, two = lease(bucket, clock, "one"), lease(bucket, clock, "two")
+    assert await one.take()
+    assert one.held
+    assert one.store_seconds == bucket.now
+    assert not await two.take()
+    assert two.other == "one"
+    await one.give_back()
+    assert await two.take()
+    assert [one.held, two.held] == [False, True]
+    assert not await one.take()
+
+
+async def test_a_holder_that_died_is_waited_for() -> None:
+    bucket, clock = Bucket(), Clock()
+    one, two = lease(bucket, clock), lease(bucket, clock, "two")
+    assert await one.take()
+    assert not await two.take()
+    clock.now += 59
+    assert not await two.take()
+    clock.now += 2
+    assert await two.take()
+    # It was only slow, and finds out.
+    assert not await one.renew()
+    assert [one.held, two.held] == [False, True]
+
+
+async def test_renewing_keeps_it() -> None:
+    bucket, clock = Bucket(), Clock()
+    one, two = lease(bucket, clock), lease(bucket, clock, "two")
+    assert await one.take()
+    for _ in range(10):
+        clock.now += 30
+        assert await one.renew()
+        assert not await two.take()
+    assert len(bucket.names(LEASE_FOLDER)) <= KEPT
+
+
+async def test_the_clock_of_the_holder_and_of_the_store_do_not_matter() -> None:
+    bucket, clock, other = Bucket(), Clock(), Clock()
+    other.now = 1e9
+    bucket.now = 5.0
+    one, two = lease(bucket, clock), lease(bucket, other, "two")
+    assert await one.take()
+    assert not await two.take()
+    bucket.now = 1e12
+    other.now += 30
+    assert not await two.take()
+
+
+async def test_a_damaged_lease_is_over_after_the_longest_time() -> None:
+    bucket, clock = Bucket(), Clock()
+    await View(bucket).write(lease_name(7), image_of(50))
+    await View(bucket).write(f"{LEASE_FOLDER}/notes.txt", image_of(50))
+    one = lease(bucket, clock)
+    assert not await one.take()
+    clock.now += 601
+    assert await one.take()
+
+
+@given(
+    steps=st.lists(st.integers(0, 12), min_size=2, max_size=4),
+    turns=st.lists(st.integers(0, 3), max_size=12),
+)
+@settings(deadline=None, max_examples=60)
+def test_two_never_hold_it_at_once(steps: list[int], turns: list[int]) -> None:
+    """Several try side by side, some are killed on the way; at most one holds it."""
+    bucket, clock = Bucket(), Clock()
+    contenders = [
+        lease(bucket, clock, str(number), alive) for number, alive in enumerate(steps)
+    ] + [lease(bucket, clock, "survivor")]
+
+    async def one(contender: Lease) -> None:
+        try:
+            await contender.take()
+        except Killed:
+            contender._mine = -1
+
+    async def run() -> None:
+        for turn in [*turns, 0]:
+            async with anyio.create_task_group() as tasks:
+                for contender in contenders:
+                    if not contender.held:
+                        tasks.start_soon(one, contender)
+            assert sum(contender.held for contender in contenders) <= 1
+            clock.now += 10.0 * turn
+
+    anyio.run(run)
+
+
+async def test_tries_at_once_have_one_winner() -> None:
+    bucket, clock = Bucket(), Clock()
+    contenders = [lease(bucket, clock, str(number)) for number in range(8)]
+    won: list[bool] = []
+
+    async def one(contender: Lease) -> None:
+        won.append(await contender.take())
+
+    async with anyio.create_task_group() as tasks:
+        for contender in contenders:
+            tasks.start_soon(one, contender)
+    assert won.count(True) == 1
+    with pytest.raises(Killed):
+        await lease(bucket, clock, steps=0).take()

@@ -1,0 +1,531 @@
+"""Compaction: many small logs become few snapshots, and what is too old or too much goes.
+
+Owns one round on one namespace: merging, keeping it within its bounds, comparing it with the
+objects, deleting objects that were withdrawn, the next manifest, and removing files that it has
+replaced. Does not own when a round is due, nor the lease (`sidecar/collector.py`).
+
+A small round adds a snapshot with the rows of new logs. A whole one merges everything into sorted
+snapshots, and only it withdraws and deletes. A segment goes in two whole rounds: the first
+withdraws it, in a log that readers see at their next refresh; the second, at least
+`grace_seconds` later, deletes the object, unless it was announced or written again meanwhile.
+
+Any number of rounds may run at once, be killed at any step, and begin again: files are only ever
+added under names of their own until the manifest is created, which one of them does; what the
+others made is unknown to everybody and is removed when it is an hour old.
+
+Invariants: an object is deleted only when a manifest that is older than the grace withdraws it, no
+log offers it again, and it is not newer than the row that was withdrawn; every time that is
+compared with another was given by the store's clock, except for when rows were written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from tiers.catalog import manifest as manifests
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
+from tiers.catalog.merge import Bounds, Census, Verdict, merged, withdrawals
+from tiers.catalog.names import (
+    catalog_folder,
+    manifest_name,
+    segment_name,
+    snapshot_name,
+)
+from tiers.catalog.reader import Contents, Files, sort_out
+from tiers.catalog.rows import Rows, digest_of, encode, joined
+from tiers.catalog.shards import Shards, State, Superseded, identities, load
+from tiers.catalog.sweep import rows_of_listing, slice_folder
+from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierError
+from tiers.filesystems import Found
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tiers.objects import ObjectTier
+
+SNAPSHOT_ROWS: Final = 250_000
+"""Rows in one file of a whole merge: 25 MB."""
+ANNOUNCED_ROWS: Final = 50_000
+OVERLAY_SHARE: Final = 4
+"""A whole merge is due when the snapshots beyond the base have a quarter as many rows."""
+OVERLAY_ROWS: Final = 50_000
+OVERLAY_ROWS_MAX: Final = 1_000_000
+OVERLAYS_MAX: Final = 64
+MARGIN_SECONDS: Final = 60.0
+"""By how much the clocks of a writer and of the store may differ without an object being kept."""
+ABANDONED_SECONDS: Final = 3600.0
+"""A round lasts less; what is older and in no manifest belongs to none that still runs."""
+YOUNG_SECONDS: Final = 600.0
+"""Objects and rows younger than this are not compared: one may be there before the other."""
+MANIFESTS_KEPT: Final = 3
+WRITERS_KEPT: Final = 4096
+
+_logger = logging.getLogger("kvlake.store")
+
+
+class Plan(NamedTuple):
+    """What a round is to do."""
+
+    bounds: Bounds
+    grace_seconds: float
+    """From withdrawing to deleting: longer than a refresh and the longest read together."""
+    keep_seconds: float
+    """How long merged logs and old manifests stay, for readers that are slow."""
+    whole: bool = False
+    reconcile: bool = False
+    dry_run: bool = False
+    """Count what would be done, and write nothing."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a round did, or with `dry_run` would have done."""
+
+    prefix: str
+    whole: bool = False
+    generation: int = -1
+    logs_merged: int = 0
+    census: Census = field(default_factory=Census)
+    """Of a whole round: what is offered after it."""
+    withdrawn: int = 0
+    withdrawn_bytes: int = 0
+    deleted: int = 0
+    waiting: int = 0
+    """Withdrawn segments whose time to be deleted has not come."""
+    found: int = 0
+    """Objects that no row named."""
+    lost: int = 0
+    """Rows whose object was gone."""
+    files_removed: int = 0
+
+
+async def compact(
+    tier: ObjectTier,
+    prefix: str,
+    plan: Plan,
+    now_seconds: float,
+    *,
+    alive: Callable[[], Awaitable[bool]] | None = None,
+    counts: Counts | None = None,
+) -> Report:
+    """One round on the namespace in folder `prefix`.
+
+    Args:
+        tier: the store; it must be able to create without replacing.
+        prefix: the namespace's folder.
+        plan: what to do.
+        now_seconds: the time by the store's clock.
+        alive: asked now and then; False ends the round, because the lease is somebody else's.
+        counts: where to count what is read.
+
+    Raises the tier's errors, and `Superseded`; either way nothing is lost and it may be tried
+    again.
+    """
+    round_ = _Round(tier, prefix, plan, now_seconds, alive, counts or Counts())
+    try:
+        return await round_.run()
+    except Superseded:
+        await round_.take_back()
+        raise
+
+
+class _Round:
+    """State of one round."""
+
+    def __init__(
+        self,
+        tier: ObjectTier,
+        prefix: str,
+        plan: Plan,
+        now_seconds: float,
+        alive: Callable[[], Awaitable[bool]] | None,
+        counts: Counts,
+    ) -> None:
+        self._tier = tier
+        self._prefix = prefix
+        self._folder = catalog_folder(prefix)
+        self._plan = plan
+        self._now = now_seconds
+        self._alive = alive
+        self._files = Files(tier, self._folder, counts)
+        self._report = Report(prefix)
+        self._written: list[str] = []
+        self._news: list[Rows] = []
+        self._log = LogWriter(
+            tier, self._folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
+        )
+
+    async def run(self) -> Report:
+        """Do it."""
+        state = await load(self._files, self._now)
+        self._report.whole = self._plan.whole or self._is_due(state)
+        if self._report.whole:
+            manifest = await self._whole(state)
+        elif state.logs:
+            manifest = await self._small(state)
+        else:
+            manifest = None
+        if self._plan.dry_run:
+            return self._report
+        if manifest is not None:
+            await self._create(manifest)
+        self._report.generation = (manifest or state.manifest).generation
+        await self._tidy(state, manifest or state.manifest)
+        return self._report
+
+    async def take_back(self) -> None:
+        """Remove the snapshots of a round that came to nothing."""
+        try:
+            await self._tier.delete(self._written)
+        except TierError as error:
+            _logger.debug("snapshots are left behind", extra={"reason": str(error)})
+
+    # --- when ------------------------------------------------------------------------------
+
+    def _is_due(self, state: State) -> bool:
+        """Whether there is more to do than to merge logs."""
+        manifest, bounds = state.manifest, self._plan.bounds
+        base_rows = max(0, manifest.rows - (len(state.fresh) - len(state.log_rows)))
+        most = min(OVERLAY_ROWS_MAX, max(OVERLAY_ROWS, base_rows // OVERLAY_SHARE))
+        if len(state.fresh) > most or len(manifest.snapshots) - manifest.base > OVERLAYS_MAX:
+            return True
+        if self._plan.reconcile or (state.doubt and not state.more):
+            return True
+        if manifest.base_withdrawn and self._deletes(manifest):
+            return True
+        held = Counter({bytes.fromhex(name): size for name, size in manifest.tenants.items()})
+        live = state.log_rows.take(state.log_rows.size_bytes > 0)
+        held.update(_by_tenant(live))
+        if bounds.size_bytes_max is not None and held.total() > bounds.size_bytes_max:
+            return True
+        objects = manifest.objects + len(live)
+        if bounds.objects_max is not None and objects > bounds.objects_max:
+            return True
+        limits = {tenant: bounds.quota(tenant) for tenant in held}
+        if any(most is not None and held[tenant] > most for tenant, most in limits.items()):
+            return True
+        oldest = _earlier(manifest.oldest, _oldest(live)) / 1e6
+        return bool(
+            bounds.ttl_seconds is not None and oldest and oldest < self._now - bounds.ttl_seconds
+        )
+
+    def _deletes(self, manifest: Manifest) -> bool:
+        """Whether what the base withdraws may be deleted now."""
+        return 0 < manifest.base_seconds <= self._now - self._plan.grace_seconds
+
+    async def _check_alive(self) -> None:
+        if self._alive is not None and not await self._alive():
+            raise Superseded("the lease is somebody else's")
+
+    # --- a small round ---------------------------------------------------------------------
+
+    async def _small(self, state: State) -> Manifest:
+        rows, before = state.log_rows, state.manifest
+        generation = state.next_generation
+        names = [await self.write(generation, part, one) for part, one in _cut(rows)]
+        live = rows.take(rows.size_bytes > 0)
+        tenants = Counter(before.tenants)
+        tenants.update({who.hex(): size for who, size in _by_tenant(live).items()})
+        return before.after(
+            generation=generation,
+            snapshots=(*before.snapshots, *names),
+            rows=before.rows + len(rows),
+            oldest=_earlier(before.oldest, _oldest(live)),
+            merged=self._merged(state, generation),
+            objects=before.objects + len(live),
+            tenants=dict(tenants.most_common(TENANTS_MAX)),
+            reconciled_seconds=0.0 if state.doubt else before.reconciled_seconds,
+        )
+
+    def _merged(self, state: State, generation: int) -> dict[str, Merged]:
+        """How far each log is merged now; long forgotten writers, without files, are left out."""
+        found = dict(state.manifest.merged)
+        for file in state.logs:
+            found[file.log.writer] = Merged(file.log.number, generation)
+        self._report.logs_merged = len(state.logs)
+        there = {file.log.writer for file in state.contents.logs}
+        gone = sorted(found.keys() - there, key=lambda writer: found[writer].generation)
+        for writer in gone[: max(0, len(gone) - WRITERS_KEPT)]:
+            del found[writer]
+        return found
+
+    async def write(self, generation: int, part: int, rows: Rows) -> str:
+        """Write one part of a snapshot; its name."""
+        if self._plan.dry_run:
+            return ""
+        body = await anyio.to_thread.run_sync(encode, rows)
+        name = snapshot_name(self._folder, generation, part, digest_of(body))
+        self._written.append(name)
+        await self._tier.write(name, body)
+        return name
+
+    # --- a whole round ---------------------------------------------------------------------
+
+    async def _whole(self, state: State) -> Manifest:
+        bounds, generation = self._plan.bounds, state.next_generation
+        verdict = Verdict(bounds, await self._census(state), self._now)
+        out = _Output(self, generation)
+        deletes = self._deletes(state.manifest)
+        self._report.logs_merged = len(state.logs)
+        async for shard, found, withdrawn in Shards(self._files, state).rows():
+            await self._check_alive()
+            rows, old = found, identities(withdrawn) if deletes else set[tuple[bytes, str, int]]()
+            if self._plan.reconcile or old:
+                listing = await self._objects(shard)
+                if self._plan.reconcile:
+                    rows = await self._reconciled(rows, listing)
+                rows = await self._deleted(rows, old, listing)
+            mask = verdict.withdraws(rows)
+            if mask.any():
+                gone = withdrawals(rows.take(mask))
+                self._report.withdrawn += len(gone)
+                self._report.withdrawn_bytes += int(rows.size_bytes[mask].sum())
+                await self._announce(gone)
+                rows = merged(joined([rows, gone]))
+            self._report.census.add(rows)
+            await out.add(rows)
+        names = await out.close()
+        await self._announce(None)
+        census = self._report.census
+        self._report.waiting = census.withdrawn
+        written = self._merged(state, generation)
+        if self._log.files:
+            written[self._log.writer] = Merged(self._log.files - 1, generation)
+        tenants = {who.hex(): size for who, size in census.tenant_bytes.most_common(TENANTS_MAX)}
+        reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
+        return Manifest(
+            generation=generation,
+            snapshots=tuple(names),
+            base=len(names),
+            base_seconds=self._now,
+            base_withdrawn=census.withdrawn,
+            rows=census.objects + census.withdrawn,
+            oldest=census.oldest,
+            merged=written,
+            objects=census.objects,
+            tenants=tenants,
+            reconciled_seconds=self._now if self._plan.reconcile else reconciled,
+        )
+
+    async def _census(self, state: State) -> Census:
+        """What is offered before the round; only where a bound needs to know."""
+        census, bounds = Census(), self._plan.bounds
+        limited = bounds.size_bytes_max is not None or bounds.objects_max is not None
+        if not limited and not any(
+            bounds.quota(bytes.fromhex(tenant)) is not None for tenant in state.manifest.tenants
+        ):
+            live = state.log_rows.take(state.log_rows.size_bytes > 0)
+            if not any(bounds.quota(tenant) is not None for tenant in _by_tenant(live)):
+                return census
+        async for _, rows, _ in Shards(self._files, state).rows():
+            await self._check_alive()
+            census.add(rows)
+        return census
+
+    async def _objects(self, shard: int) -> dict[str, tuple[int, float]]:
+        """Names of a slice's objects -> size and time."""
+        listing = await self._tier.list(slice_folder(self._prefix, shard))
+        return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
+
+    async def _reconciled(self, rows: Rows, listing: dict[str, tuple[int, float]]) -> Rows:
+        """The rows with what the objects say that they lack, or have too much."""
+        old = self._now - YOUNG_SECONDS
+        known = dict(zip(self._names(rows), range(len(rows)), strict=True))
+        missing: list[Found] = []
+        for name, (size_bytes, modified) in listing.items():
+            if not 0 < modified < old:
+                continue
+            index = known.get(name)
+            if index is None:
+                missing.append(Found(name, size_bytes, modified))
+            elif not rows.size_bytes[index]:
+                withdrawn_seconds = rows.written_at[index] / 1e6
+                if modified > withdrawn_seconds + MARGIN_SECONDS:
+                    missing.append(Found(name, size_bytes, modified))
+        found = rows_of_listing(missing, self._prefix)
+        lost = [
+            index
+            for name, index in known.items()
+            if rows.size_bytes[index] and name not in listing and rows.written_at[index] / 1e6 < old
+        ]
+        self._report.found += len(found)
+        self._report.lost += len(lost)
+        if not len(found) and not lost:
+            return rows
+        gone = withdrawals(rows.take(np.array(lost, dtype=np.intp)))
+        await self._announce(joined([found, gone]))
+        return merged(joined([rows, found, gone]))
+
+    async def _deleted(
+        self, rows: Rows, old: set[tuple[bytes, str, int]], listing: dict[str, tuple[int, float]]
+    ) -> Rows:
+        """Delete what was withdrawn long enough ago; the rows without it."""
+        doomed: list[str] = []
+        forgotten: list[int] = []
+        for index in np.flatnonzero(rows.size_bytes == 0).tolist():
+            row = rows.row(index)
+            if (row.key, row.segment, row.written_at) not in old:
+                continue
+            name = segment_name(self._prefix, row.key, row.segment)
+            found = listing.get(name)
+            if found is not None:
+                modified = found[1]
+                if not 0 < modified <= row.written_at / 1e6 + MARGIN_SECONDS:
+                    # Written again, and about to be announced.
+                    continue
+                doomed.append(name)
+            forgotten.append(index)
+        if doomed and not self._plan.dry_run:
+            await self._tier.delete(doomed)
+        self._report.deleted += len(doomed)
+        if not forgotten:
+            return rows
+        kept = np.ones(len(rows), dtype=np.bool_)
+        kept[forgotten] = False
+        return rows.take(kept)
+
+    def _names(self, rows: Rows) -> list[str]:
+        keys = rows.key_list(0, len(rows))
+        ids = rows.segment_ids.tolist()
+        return [
+            segment_name(self._prefix, key, rows.segments[number])
+            for key, number in zip(keys, ids, strict=True)
+        ]
+
+    async def _announce(self, rows: Rows | None) -> None:
+        """Tell readers, some at a time; None: all that waits, now."""
+        if rows is not None:
+            self._news.append(rows)
+        waiting = sum(len(one) for one in self._news)
+        if not waiting or (rows is not None and waiting < ANNOUNCED_ROWS):
+            return
+        news, self._news = joined(self._news), []
+        if not self._plan.dry_run:
+            await self._log.write(news)
+
+    # --- the manifest, and what it replaces ------------------------------------------------
+
+    async def _create(self, manifest: Manifest) -> None:
+        await self._check_alive()
+        name = manifest_name(self._folder, manifest.generation)
+        body = manifests.encode(manifest)
+        try:
+            await self._tier.write(name, body, create=True)
+        except ObjectExists:
+            # Perhaps our own, whose answer was lost.
+            into = np.empty(len(body) + 1, dtype=np.uint8)
+            try:
+                size_bytes = await self._tier.read(name, into)
+            except (ChunkMissing, ChunkCorrupt):
+                size_bytes = 0
+            if not np.array_equal(into[:size_bytes], body):
+                raise Superseded(f"generation {manifest.generation} is another's") from None
+        newest = max(sort_out(self._folder, await self._list("manifest")).manifests, default=-1)
+        if newest != manifest.generation:
+            raise Superseded(f"generation {newest} is there already")
+        self._written.clear()
+
+    async def _list(self, folder: str) -> list[Found]:
+        return await self._tier.list(f"{self._folder}/{folder}")
+
+    async def _tidy(self, state: State, manifest: Manifest) -> None:
+        """Remove files that nobody needs. What is left by an error is removed next time."""
+        contents, old = state.contents, self._now - self._plan.keep_seconds
+        names = _merged_logs(contents, state.manifest, old)
+        for generation, found in contents.manifests.items():
+            if generation <= manifest.generation - MANIFESTS_KEPT and found.modified_seconds < old:
+                names.append(found.name)
+        # Those of the manifest before too: it is what holds if the newest is damaged.
+        used = {*manifest.snapshots, *state.manifest.snapshots}
+        for name, found in contents.snapshots.items():
+            if name not in used and found.modified_seconds < self._now - ABANDONED_SECONDS:
+                names.append(name)
+        if names:
+            await self._tier.delete(names)
+            self._report.files_removed = len(names)
+
+
+class _Output:
+    """Collects sorted rows into snapshots of a whole merge."""
+
+    def __init__(self, round_: _Round, generation: int) -> None:
+        self._round = round_
+        self._generation = generation
+        self._rows: list[Rows] = []
+        self._names: list[str] = []
+
+    async def add(self, rows: Rows) -> None:
+        """Take the rows of the next shard."""
+        if len(rows):
+            self._rows.append(rows)
+        if sum(len(one) for one in self._rows) >= SNAPSHOT_ROWS:
+            await self._flush()
+
+    async def close(self) -> list[str]:
+        """Write what is left; the names of all files."""
+        if self._rows:
+            await self._flush()
+        return self._names
+
+    async def _flush(self) -> None:
+        for _, rows in _cut(joined(self._rows)):
+            part = len(self._names)
+            self._names.append(await self._round.write(self._generation, part, rows))
+        self._rows = []
+
+
+def _cut(rows: Rows) -> list[tuple[int, Rows]]:
+    """Parts of a size that fits a file."""
+    return [
+        (part, rows.take(np.arange(first, min(first + SNAPSHOT_ROWS, len(rows)))))
+        for part, first in enumerate(range(0, len(rows), SNAPSHOT_ROWS))
+    ]
+
+
+def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
+    """Log files that are older than `old`, and in snapshots since the manifest before.
+
+    Whoever has looked at the catalog since then has read them, and whoever looks for the first
+    time reads the snapshots instead: of the newest manifest, or if that is damaged of the last.
+    """
+    merged_by = before.merged
+    return [
+        file.found.name
+        for file in contents.logs
+        if file.log.writer in merged_by
+        and file.log.number <= merged_by[file.log.writer].number
+        and file.found.modified_seconds < old
+    ]
+
+
+def _by_tenant(live: Rows) -> Counter[bytes]:
+    found: Counter[bytes] = Counter()
+    if not len(live):
+        return found
+    words = np.ascontiguousarray(live.tenants).view("V8").ravel()
+    tenants, places = np.unique(words, return_inverse=True)
+    sums = np.zeros(len(tenants), dtype=np.int64)
+    np.add.at(sums, places, live.size_bytes)
+    for tenant, size_bytes in zip(tenants, sums.tolist(), strict=True):
+        found[tenant.tobytes()] += size_bytes
+    return found
+
+
+def _earlier(one: int, other: int) -> int:
+    """The earlier of two times, where 0 is none."""
+    return min(one, other) if one and other else one or other
+
+
+def _oldest(live: Rows) -> int:
+    return int(live.written_at.min()) if len(live) else 0
+
+
+__all__ = ["Plan", "Report", "Superseded", "compact"]

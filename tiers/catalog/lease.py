@@ -1,0 +1,155 @@
+"""The lease: which of several sidecars compacts and collects, taken with a conditional PUT.
+
+Owns the objects `v1/lease/<generation>`, of which the newest one counts, and what is in them.
+Does not own what its holder does, nor the safety of that: the lease spares work, and a manifest,
+which is only ever created, is what keeps two compactors apart (`manifest.py`).
+
+Taking, renewing and giving back each create the next generation, so of two that try at once one
+succeeds. Nobody compares clocks: a lease that another holds is over when the same generation was
+there for the time that it names, by the clock of who waits for it.
+
+Invariants: whoever holds it has created the newest generation; a holder that was taken over finds
+out when it renews; of earlier generations a few stay, so that one who is late does not create an
+old one again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from tiers.catalog.names import LEASE_FOLDER, lease_name, parse_lease
+from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiers.objects import ObjectTier
+
+LEASE_BYTES_MAX: Final = 4096
+LEASE_SECONDS_MAX: Final = 600.0
+KEPT: Final = 4
+HOLDER_CHARACTERS_MAX: Final = 128
+
+
+class _Record(msgspec.Struct, frozen=True):
+    holder: str
+    """Empty: it was given back."""
+    seconds: float
+    """How long it holds without being renewed."""
+
+
+_UNKNOWN: Final = _Record("somebody", LEASE_SECONDS_MAX)
+
+
+class Lease:
+    """One contender's view of a store's lease.
+
+    Args:
+        tier: the store; it must be able to create without replacing.
+        holder: who to name as the holder, for people.
+        seconds: how long it holds without being renewed.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tier: ObjectTier,
+        holder: str,
+        *,
+        seconds: float,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._tier = tier
+        self._holder = holder[:HOLDER_CHARACTERS_MAX]
+        self._seconds = min(seconds, LEASE_SECONDS_MAX)
+        self._clock = clock or time.monotonic
+        self._mine = -1
+        self._renewed = 0.0
+        # The generation of another, since when it is there, and what it says.
+        self._seen = -1
+        self._seen_since = 0.0
+        self._other = _UNKNOWN
+        self.store_seconds = 0.0
+        """The time when it was last taken or renewed, by the store's clock."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it was taken, is not lost as far as is known, and was renewed in time."""
+        return self._mine >= 0 and self._clock() - self._renewed < self._seconds
+
+    @property
+    def other(self) -> str:
+        """Who holds it instead."""
+        return self._other.holder
+
+    async def take(self) -> bool:
+        """Try to take it. Raises the tier's errors."""
+        found = await self._generations()
+        newest = max(found, default=-1)
+        if newest >= 0 and not await self._over(newest):
+            return False
+        return await self._create(newest + 1, self._holder)
+
+    async def renew(self) -> bool:
+        """Keep it, if a third of its time has passed. False: it was lost. Raises tier errors."""
+        if not self.held:
+            return False
+        if self._clock() - self._renewed < self._seconds / 3:
+            return True
+        return await self._create(self._mine + 1, self._holder)
+
+    async def give_back(self) -> None:
+        """Let the next one have it at once. Raises the tier's errors."""
+        if self.held:
+            await self._create(self._mine + 1, "")
+            self._mine = -1
+
+    async def _over(self, newest: int) -> bool:
+        now = self._clock()
+        if newest != self._seen:
+            self._other = await self._read(newest)
+            self._seen, self._seen_since = newest, now
+        if not self._other.holder:
+            return True
+        return now - self._seen_since > min(self._other.seconds, LEASE_SECONDS_MAX)
+
+    async def _create(self, generation: int, holder: str) -> bool:
+        body = msgspec.json.encode(_Record(holder, self._seconds))
+        began = self._clock()
+        self._mine = -1
+        try:
+            image = np.frombuffer(body, dtype=np.uint8)
+            await self._tier.write(lease_name(generation), image, create=True)
+        except ObjectExists:
+            # Another's, or our own whose answer was lost: then it runs out by itself.
+            return False
+        found = await self._generations()
+        if generation not in found or max(found) > generation:
+            return False
+        self._mine, self._renewed = generation, began
+        self.store_seconds = found[generation]
+        old = sorted(found)[:-KEPT]
+        await self._tier.delete([lease_name(one) for one in old])
+        return True
+
+    async def _generations(self) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for entry in await self._tier.list(LEASE_FOLDER):
+            generation = parse_lease(entry.name)
+            if generation is not None:
+                found[generation] = entry.modified_seconds
+        return found
+
+    async def _read(self, generation: int) -> _Record:
+        into = np.empty(LEASE_BYTES_MAX, dtype=np.uint8)
+        try:
+            size_bytes = await self._tier.read(lease_name(generation), into)
+            record = msgspec.json.decode(into[:size_bytes].tobytes(), type=_Record)
+        except (ChunkMissing, ChunkCorrupt, msgspec.DecodeError, UnicodeDecodeError):
+            # Whatever it is, it is over when its longest time has passed.
+            return _UNKNOWN
+        return record if record.seconds > 0 else _UNKNOWN
