@@ -10,8 +10,8 @@ withdraws it, in a log that readers see at their next refresh; the second, at le
 `grace_seconds` later, deletes the object, unless it was announced or written again meanwhile.
 
 Any number of rounds may run at once, be killed at any step, and begin again: files are only ever
-added under names of their own until the manifest is created, which one of them does; what the
-others made is unknown to everybody and is removed when it is an hour old.
+added until the manifest is created, which one of them does. What the others made stays until it
+is an hour old: two that merge the same rows make the same file, so it may be the winner's too.
 
 Invariants: an object is deleted only when a manifest that is older than the grace withdraws it, no
 log offers it again, and it is not newer than the row that was withdrawn; every time that is
@@ -20,7 +20,6 @@ compared with another was given by the store's clock, except for when rows were 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -43,7 +42,7 @@ from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rows import Rows, digest_of, encode, joined
 from tiers.catalog.shards import Shards, State, Superseded, identities, load
 from tiers.catalog.sweep import rows_of_listing, slice_folder
-from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierError
+from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists
 from tiers.filesystems import Found
 
 if TYPE_CHECKING:
@@ -67,8 +66,6 @@ YOUNG_SECONDS: Final = 600.0
 """Objects and rows younger than this are not compared: one may be there before the other."""
 MANIFESTS_KEPT: Final = 3
 WRITERS_KEPT: Final = 4096
-
-_logger = logging.getLogger("kvlake.store")
 
 
 class Plan(NamedTuple):
@@ -129,12 +126,7 @@ async def compact(
     Raises the tier's errors, and `Superseded`; either way nothing is lost and it may be tried
     again.
     """
-    round_ = _Round(tier, prefix, plan, now_seconds, alive, counts or Counts())
-    try:
-        return await round_.run()
-    except Superseded:
-        await round_.take_back()
-        raise
+    return await _Round(tier, prefix, plan, now_seconds, alive, counts or Counts()).run()
 
 
 class _Round:
@@ -157,7 +149,6 @@ class _Round:
         self._alive = alive
         self._files = Files(tier, self._folder, counts)
         self._report = Report(prefix)
-        self._written: list[str] = []
         self._news: list[Rows] = []
         self._log = LogWriter(
             tier, self._folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
@@ -180,13 +171,6 @@ class _Round:
         self._report.generation = (manifest or state.manifest).generation
         await self._tidy(state, manifest or state.manifest)
         return self._report
-
-    async def take_back(self) -> None:
-        """Remove the snapshots of a round that came to nothing."""
-        try:
-            await self._tier.delete(self._written)
-        except TierError as error:
-            _logger.debug("snapshots are left behind", extra={"reason": str(error)})
 
     # --- when ------------------------------------------------------------------------------
 
@@ -263,7 +247,6 @@ class _Round:
             return ""
         body = await anyio.to_thread.run_sync(encode, rows)
         name = snapshot_name(self._folder, generation, part, digest_of(body))
-        self._written.append(name)
         await self._tier.write(name, body)
         return name
 
@@ -431,7 +414,6 @@ class _Round:
         newest = max(sort_out(self._folder, await self._list("manifest")).manifests, default=-1)
         if newest != manifest.generation:
             raise Superseded(f"generation {newest} is there already")
-        self._written.clear()
 
     async def _list(self, folder: str) -> list[Found]:
         return await self._tier.list(f"{self._folder}/{folder}")

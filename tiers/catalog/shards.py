@@ -24,7 +24,7 @@ from tiers.catalog.manifest import NOTHING, Manifest
 from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import Rows, joined
-from tiers.errors import ChunkMissing, TierUnavailable
+from tiers.errors import ChunkMissing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -145,16 +145,13 @@ async def _read(files: Files, wanted: Sequence[tuple[str, int]]) -> list[Rows | 
             except ChunkMissing:
                 missing.append(name)
 
-    # The first error ends all: its group would only hide it.
     try:
         async with anyio.create_task_group() as tasks:
             for index, (name, size_bytes) in enumerate(wanted):
                 tasks.start_soon(read, index, name, size_bytes)
     except BaseExceptionGroup as group:
-        for error in group.exceptions:
-            if isinstance(error, TierUnavailable):
-                raise error from None
-        raise
+        # The first error ended all others.
+        raise group.exceptions[0] from None
     if missing:
         await _check_current(files, missing[0])
     return found
