@@ -25,6 +25,7 @@ import zmq
 
 from sidecar.protocol import (
     FDS_PER_ATTACH_MAX,
+    FRAME_BYTES_MAX,
     Attach,
     Attached,
     ClientMessage,
@@ -145,15 +146,26 @@ class Client:
         return self._attached_once.wait(seconds)
 
     def send(self, session: Session, message: ClientMessage) -> bool:
-        """Queue a message for `session`; False where that one is over or its queue is full.
+        """Queue a message for `session`; False where that is over or full, or the message too long.
 
         The session is named because the live one may have changed since the message was made: a
         job that went out in the next session could not be revoked through this one's fence page.
         """
         if self.session is not session or self._dealer is None:
             return False
+        frame = encode(message)
+        if len(frame) > FRAME_BYTES_MAX:
+            # The sidecar would refuse it, and its jobs would be waited for until their deadline.
+            self._log(
+                "size",
+                logging.WARNING,
+                "a message of %d bytes was not sent: the sidecar takes %d",
+                len(frame),
+                FRAME_BYTES_MAX,
+            )
+            return False
         try:
-            self._dealer.send(encode(message), zmq.NOBLOCK, copy=True)
+            self._dealer.send(frame, zmq.NOBLOCK, copy=True)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

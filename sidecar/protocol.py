@@ -48,7 +48,7 @@ T = TypeVar("T")
 PROTOCOL_VERSION: Final = 2
 """Raised by every incompatible change. Both sides refuse another version, by name."""
 
-FRAME_BYTES_MAX: Final = 8 * 1024 * 1024
+FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 KEYS_PER_MESSAGE_MAX: Final = 65_536
 JOBS_PER_MESSAGE_MAX: Final = 4_096
 NAMESPACE_BYTES_MAX: Final = 65_536

@@ -8,8 +8,8 @@ Invariants:
 * The descriptor of a ZMQ socket is edge-triggered: it becomes readable once, not as long as there
   is something to receive. So after every wake-up and every send the socket itself is asked
   (EVENTS), and while it says there is more, another drain is scheduled.
-* One drain takes at most `FRAMES_PER_WAKE_MAX` frames, then the loop runs everything else that is
-  ready; ZMQ takes the frames of different peers in turn.
+* One drain takes at most `FRAMES_PER_WAKE_MAX` frames and begins none after `WAKE_SECONDS_MAX`;
+  then the loop runs all else that is ready. ZMQ takes the frames of different peers in turn.
 * Sending never waits. A peer that is gone or does not read is the caller's to deal with.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FRAMES_PER_WAKE_MAX: Final = 256
+WAKE_SECONDS_MAX: Final = 0.002
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 """ZMQ cuts a peer off at this size. Between it and FRAME_BYTES_MAX a frame is still answered."""
 LINGER_MILLISECONDS_MAX: Final = 200
@@ -197,12 +199,15 @@ class Router:
             self._scheduled.cancel()
             self._scheduled = None
         try:
+            until = time.monotonic() + WAKE_SECONDS_MAX
             for _ in range(FRAMES_PER_WAKE_MAX):
                 try:
                     routing_id, parts, user = self._receive()
                 except zmq.Again:
                     break
                 self._received(routing_id, parts, user)
+                if time.monotonic() > until:
+                    break
             self._check()
         except BaseException as error:
             # The loop would only log it, and go on with a server that is wrong.

@@ -20,6 +20,7 @@ import zmq
 from connector import client as client_module
 from connector.client import Attempt, Client, Session
 from sidecar.protocol import (
+    FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -481,6 +482,17 @@ class TestJobs:
         sent = [client.send(session, Release(7, [1], [])) for _ in range(3_000)]
         assert sent.count(True) == client_module.SEND_QUEUE_MESSAGES_MAX
         assert not sent[-1]
+
+    def test_what_the_sidecar_would_refuse_as_too_long_is_not_sent(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        sidecar.admit()
+        session = live(client)
+        assert not client.send(session, Release(7, [2**62] * (FRAME_BYTES_MAX // 9 + 1), []))
+        assert client.send(session, Release(7, [1], []))
+        _, frame = sidecar.router.recv_multipart()
+        assert decode_client(frame) == Release(7, [1], [])
 
     def test_waiting_ends_with_an_answer(
         self, sidecar: Sidecar, make_client: Callable[..., Client]

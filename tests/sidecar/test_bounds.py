@@ -1,15 +1,9 @@
-"""What waits is bounded, in all and of each client: the rule, the engine, and a flood."""
+"""What waits is bounded, in all and of each client: the rule, and the engine that keeps it."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
-import signal
-import threading
 import tracemalloc
-import urllib.request
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -28,7 +22,6 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.writes import WritePolicy
-from tests.sidecar.client import NAMESPACE, Scheduler, Worker, key_of, layout_of
 from tests.sidecar.engine_kit import (
     RANK_0,
     World,
@@ -39,10 +32,7 @@ from tests.sidecar.engine_kit import (
     messages,
     only,
 )
-from tests.sidecar.test_lives import Process, wait_until
-from tiers.catalog.names import object_name
 
-MIB = 1 << 20
 SLOT = layout(0).payload_bytes(2)
 
 
@@ -162,7 +152,7 @@ class TestEngine:
 
     def test_a_client_that_pins_everything_leaves_slots_to_evict(self) -> None:
         world = make_world(
-            slabs=8, store_writes=False, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
         )
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
         scheduler = world.open(Role.SCHEDULER)
@@ -181,7 +171,7 @@ class TestEngine:
 
     def test_a_lookup_is_cut_where_it_would_pin_more_than_its_share(self) -> None:
         world = make_world(
-            slabs=8, store_writes=False, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
         )
         world.open(Role.WORKER)
         scheduler = world.open(Role.SCHEDULER)
@@ -248,141 +238,3 @@ def submitted(session_id: int, first: int) -> Any:
         for number in range(first, first + 10)
     ]
     return Submitted(session_id, Submit(7, 0, [], [StoreJob(first, chunks)]))
-
-
-# --- a flood -------------------------------------------------------------------------------------
-
-SIDECAR = """
-import json, os, sys
-from pathlib import Path
-import anyio
-from sidecar.server import serve
-from tests.sidecar.client import config_in
-from tiers.wrap import Wrapper
-
-class StalledReads(Wrapper):
-    async def _around(self, verb, name, call):
-        if verb == "read":
-            await anyio.sleep_forever()
-        return await call()
-
-directory = Path(sys.argv[1])
-config = config_in(
-    directory,
-    store={"url": f"file://{directory}/bucket", "refresh_seconds": 3600.0, "write": "off",
-           "deadline_seconds_max": 3600.0, "recompute": "never"},
-    limits={"memory_max": 16 << 20, "jobs_inflight_max": 4096, "lookups_max": 65536,
-            "lookup_wait": 60.0, "store_deadline": 600.0, "lease_ttl": 60.0},
-)
-
-def ready(info):
-    print(json.dumps([str(info.attach_path), info.http_url, os.getpid()]), flush=True)
-
-sys.exit(anyio.run(lambda: serve(config, ready=ready, wrap_store=StalledReads)))
-"""
-
-FLOOD = """
-import collections, json, sys, time
-from pathlib import Path
-from sidecar.protocol import Done, Lookup, LookupDone, StoreJob
-from tests.sidecar.client import Scheduler, Worker, key_of
-
-path, count = Path(sys.argv[1]), int(sys.argv[2])
-worker = Worker(path, engine_id="flood")
-scheduler = Scheduler(path, engine_id="flood")
-told = collections.Counter()
-
-def read(client):
-    while client.dealer.poll(0):
-        message = client.receive()
-        if isinstance(message, LookupDone):
-            told["lookup", message.outcome.name] += 1
-        elif isinstance(message, Done):
-            for job in message.jobs:
-                told["store", job.outcome.name] += 1
-
-keys = [key_of(number) for number in range(2000)]
-for number in range(count):
-    first = number * 7 % 1900
-    scheduler.send(Lookup(scheduler.epoch, number, keys[first : first + 100], 60_000))
-    chunk = worker.chunk(key_of(100_000 + number), [number % 60])
-    worker.submit(stores=[StoreJob(number, [chunk])], fence=1 << 40)
-    read(scheduler)
-    read(worker)
-quiet = time.monotonic() + 1
-while time.monotonic() < quiet:
-    before = sum(told.values())
-    read(scheduler)
-    read(worker)
-    if sum(told.values()) != before:
-        quiet = time.monotonic() + 1
-    time.sleep(0.01)
-print(json.dumps({f"{what}/{outcome}": n for (what, outcome), n in told.items()}), flush=True)
-time.sleep(3600)
-"""
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Resident memory that is the process's own: neither the pool nor engines' KV memory."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon")
-
-
-@pytest.mark.slow
-def test_a_client_that_floods_gets_its_share_and_no_more(short_directory: Path) -> None:
-    segment = layout_of().segment
-    digest = hashlib.sha256(NAMESPACE).digest()
-    for number in range(2000):
-        name = short_directory / "bucket" / object_name(digest, key_of(number), segment)
-        name.parent.mkdir(parents=True, exist_ok=True)
-        name.write_bytes(b"not read to its end")
-    sidecar = Process(SIDECAR, short_directory)
-    path, url, pid = json.loads(sidecar.said)
-
-    def status() -> dict[str, Any]:
-        with urllib.request.urlopen(f"{url}/status", timeout=60) as answer:
-            document: dict[str, Any] = json.load(answer)
-            return document
-
-    count = 5000
-    try:
-        with (
-            Worker(Path(path), engine_id="good") as good,
-            Scheduler(Path(path), engine_id="good") as scheduler,
-        ):
-            wait_until(lambda: status()["tiers"]["store"]["chunks"] == 2000)
-            content = good.fill([0], seed=1)
-            assert good.store(1, key_of("good"), [0]) is Outcome.OK
-            base = anonymous_bytes(pid)
-            flood: list[Process] = []
-            starter = threading.Thread(target=lambda: flood.append(Process(FLOOD, path, count)))
-            starter.start()
-            largest, rounds = 0, 0
-            while starter.is_alive():
-                rounds += 1
-                scheduler.lease(10 + rounds, [key_of("good")])
-                assert good.load(10 + rounds, key_of("good"), [1]) is Outcome.OK
-                assert good.read(1) == content[0]
-                assert good.store(100_000 + rounds, key_of(f"g{rounds}"), [0]) is Outcome.OK
-                largest = max(largest, anonymous_bytes(pid))
-            told = json.loads(flood[0].said)
-            now = status()
-            try:
-                assert rounds > 20
-                assert told["lookup/FULL"] > count // 2
-                assert told["store/FULL"] > count // 2
-                assert now["refused"]["lookup/memory"] > 0
-                assert now["waiting"]["memory_bytes"]["used"] <= 16 * MIB
-                assert largest - base < 16 * MIB, f"{(largest - base) / MIB} MiB grown"
-                assert len(now["sessions"]) == 4, "somebody was cut off"
-            finally:
-                flood[0].signal(signal.SIGKILL)
-                flood[0].end()
-            wait_until(lambda: not any(share["used"] for share in status()["waiting"].values()))
-            after = status()
-            assert (after["lookups"], after["leases"]) == (0, 0)
-            assert after["pending"]["copies_running"] == after["pending"]["reads_queued"] == 0
-    finally:
-        sidecar.end()
