@@ -575,7 +575,7 @@ def test_unwell_store_leaves_the_host_tier_working(short_directory: Path) -> Non
         assert b"kvlake_store_well 0.0" in sidecar.get("/metrics")
         assert worker.store(1, key_of("anyway"), [0]) is Outcome.OK
         assert worker.load(2, key_of("anyway"), [1]) is Outcome.OK
-        sidecar.wait_until(lambda now: now["counters"]["writes_failed"] == 1)
+        sidecar.wait_until(lambda now: now["counters"]["writes_failed"] >= 1)
 
 
 def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
