@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from tiers.access import Access
 
-COPY_THREADS_MAX: Final = 4
+COPY_THREADS_MAX: Final = 2
+"""One copies as fast as most networks bring; more only take turns with the loop on the cores."""
 LIST_NAMES_PER_STEP: Final = 1000
 RELEASE_POLL_SECONDS: Final = 0.001
 CLOSE_SECONDS: Final = 0.05
