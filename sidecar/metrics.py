@@ -10,6 +10,7 @@ classes; names of metrics, once released, are kept: dashboards are built on them
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import json
@@ -91,6 +92,7 @@ class HubCollector(Collector):
         yield _counter(
             "refused", "What was refused, and for want of what", refused, ["what", "why"]
         )
+        yield _gauge("tasks", "Tasks of the event loop", {(): len(asyncio.all_tasks())})
         yield _gauge("draining", "1 while the sidecar stops", {(): int(now.draining)})
 
     def _tenants(self) -> Iterator[Metric]:
@@ -280,6 +282,7 @@ class Reporter:
             "pending": dataclasses.asdict(now.pending),
             "leases": now.leases,
             "lookups": now.lookups,
+            "tasks": len(asyncio.all_tasks()),
             "sockets": {
                 "sessions_opened": hub.census.sessions_opened,
                 "connections_cut": hub.census.connections_cut,

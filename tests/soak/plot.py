@@ -19,7 +19,7 @@ MEBI: Final = 1 << 20
 PANELS: Final[tuple[tuple[str, float, tuple[tuple[str, str], ...]], ...]] = (
     ("prompt tokens per second", 1, (("tokens_per_second", "all"),)),
     ("hit ratio", 1, (("hit_ratio", "cached / prompt tokens"),)),
-    ("calibration, ms", 0.001, (("calibration_seconds", "fixed work"),)),
+    ("speed of the same work, engine without kvlake = 1", 1, (("pace.ratio", "rounds"),)),
     (
         "anonymous memory, MiB",
         MEBI,
@@ -32,6 +32,7 @@ PANELS: Final[tuple[tuple[str, float, tuple[tuple[str, str], ...]], ...]] = (
         (("sidecar.descriptors", "sidecar"), ("engine.descriptors", "engine")),
     ),
     ("mappings", 1, (("sidecar.mappings", "sidecar"), ("engine.mappings", "engine"))),
+    ("tasks of the sidecar", 1, (("sidecar.tasks", "tasks"),)),
     ("threads", 1, (("sidecar.threads", "sidecar"), ("engine.threads", "engine"))),
     ("slots", 1, (("slots.used", "used"), ("slots.free", "free"))),
 )

@@ -7,16 +7,16 @@ process that ends, or a sidecar that does not answer, is a gap in the samples an
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 PROC: Final = Path("/proc")
-SHM: Final = Path("/dev/shm")
 CALIBRATION_BYTES: Final = 16 << 20
 
 Sample = dict[str, float]
@@ -38,7 +38,7 @@ def process_sample(pids: list[int], prefix: str) -> Sample:
     """Memory, descriptors, sockets, mappings, threads and zombies of some processes together."""
     total: Sample = {}
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             for name, value in _one_process(PROC / str(pid)).items():
                 key = f"{prefix}.{name}"
                 total[key] = total.get(key, 0) + value
@@ -50,11 +50,10 @@ def _one_process(folder: Path) -> Sample:
     if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
         return {"zombies": 1}
     links = [os.readlink(entry) for entry in _entries(folder / "fd")]
-    rollup = _fields(folder / "smaps_rollup")
     return {
         "rss_bytes": status["VmRSS"] * 1024,
         "anonymous_bytes": status["RssAnon"] * 1024,
-        "pss_bytes": rollup["Pss"] * 1024,
+        "shared_bytes": status["RssShmem"] * 1024,
         "threads": status["Threads"],
         "descriptors": len(links),
         "sockets": sum(link.startswith("socket:") for link in links),
@@ -82,10 +81,10 @@ def _fields(path: Path) -> dict[str, int]:
     return found
 
 
-def shared_memory_sample(name: str) -> Sample:
-    """Files in /dev/shm that carry a sidecar's name, and the memory that they take."""
+def shared_memory_sample(paths: Iterable[Path]) -> Sample:
+    """How many files there are in shared memory, and the memory that they take."""
     sizes: list[int] = []
-    for path in SHM.glob(f"kvlake-*{name}*"):
+    for path in paths:
         with contextlib.suppress(OSError):
             sizes.append(path.stat().st_blocks * 512)
     return {"shm.files": len(sizes), "shm.bytes": sum(sizes)}
@@ -95,7 +94,7 @@ def status_sample(ask: Callable[[], dict[str, Any]]) -> Sample:
     """Slots, leases, lookups, queues and counters, as the sidecar tells them."""
     try:
         status = ask()
-    except OSError:
+    except (OSError, http.client.HTTPException, ValueError):
         return {}
     host = status["tiers"]["host"]
     sample: Sample = {
@@ -106,6 +105,7 @@ def status_sample(ask: Callable[[], dict[str, Any]]) -> Sample:
         "leases": status["leases"],
         "lookups": status["lookups"],
         "sessions": len(status["sessions"]),
+        "sidecar.tasks": status["tasks"],
     }
     for name, value in status["pending"].items():
         if isinstance(value, int | float):

@@ -38,17 +38,20 @@ class Prompts:
         self._chooser = random.Random(seed)
         self._places = list(itertools.product(range(TENANTS), range(ROOTS), range(BRANCHES)))
         self._chooser.shuffle(self._places)
+        self._heads: dict[tuple[int, ...], list[int]] = {}
         self._weights = [(rank + 1) ** -ZIPF_EXPONENT for rank in range(len(self._places))]
 
     def next(self) -> Ask:
         """The next request: a popular prefix, and an end that nobody asked before."""
         tenant, root, branch = self._chooser.choices(self._places, self._weights)[0]
-        prompt = self._words(ROOT_TOKENS, tenant, root)
-        prompt += self._words(BRANCH_TOKENS, tenant, root, branch)
+        root_words = self._words(ROOT_TOKENS, tenant, root)
+        branch_words = self._words(BRANCH_TOKENS, tenant, root, branch)
         length = self._chooser.randint(*SUFFIX_TOKENS)
-        prompt += [self._chooser.randrange(WORDS) for _ in range(length)]
-        return Ask(f"tenant-{tenant}", prompt)
+        suffix = [self._chooser.randrange(WORDS) for _ in range(length)]
+        return Ask(f"tenant-{tenant}", [*root_words, *branch_words, *suffix])
 
     def _words(self, count: int, *place: int) -> list[int]:
-        chooser = random.Random(f"{self._seed}-{place}")
-        return [chooser.randrange(WORDS) for _ in range(count)]
+        if place not in self._heads:
+            chooser = random.Random(f"{self._seed}-{place}")
+            self._heads[place] = [chooser.randrange(WORDS) for _ in range(count)]
+        return self._heads[place]

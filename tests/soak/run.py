@@ -1,45 +1,49 @@
 """A long run of everything under load and kills; says whether anything grew or got slower.
 
-    python -m tests.soak.run --minutes 30 [--seed 1] [--name 30min]
+    python -m tests.soak.run --minutes 30 [--seed 1] [--docs]
 
-Owns the clock of a run: the load, what happens when, the samples, the checks against the oracle,
-and the report. Does not own the processes (`world.py`) or the judgement (`verdicts.py`).
+Owns the clock of a run: when there is load, what happens when, the samples, and the checks. Does
+not own the processes (`world.py`), the load (`clients.py`), the measure of speed (`pace.py`), the
+judgement (`verdicts.py`) or what is told (`report.py`).
 
 Invariants: what is done follows from the seed; processes are started from the main thread alone
-(the kernel ends them with the thread that did); the exit code is 0 only if every verdict is good.
+(the kernel ends them with the thread that did); whatever goes wrong in a run, it ends with a
+report, and the exit code is 0 only if every verdict is good.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sidecar.demo.engine import EngineFailed
+from sidecar.demo.sidecars import SidecarFailed
 from tests.e2e import arms
 from tests.faulty_proxy import Fault
-from tests.soak import plot, probes, verdicts
-from tests.soak.prompts import Ask, Prompts
+from tests.soak import probes, report, verdicts
+from tests.soak.clients import MAX_TOKENS, REQUEST_SECONDS_MAX, SLOW_SECONDS, Clients
+from tests.soak.pace import Pace
 from tests.soak.verdicts import Sample, Verdict
 from tests.soak.world import World, world
 
-RESULTS: Final = Path(__file__).parents[2] / "benchmarks" / "results"
-CLIENTS: Final = 4
-MAX_TOKENS: Final = 4
 SAMPLE_SECONDS: Final = 2.0
-WINDOW_SECONDS: Final = 10.0
-POINTS_MAX: Final = 400
-ATTACH_SECONDS_MAX: Final = 60.0
-REQUEST_SECONDS_MAX: Final = 180.0
+REST_SECONDS_MAX: Final = 60.0
+PACE_SHARE: Final = 0.12
+"""Of the run, at its start and at its end, for measuring how fast it is."""
+PACE_ROUNDS: Final = (2, 24)
+"""At least and at most, each time."""
+EVENT_SECONDS: Final = (5.0, 30.0)
+"""Between one event and the next."""
+KILLS_UNTIL: Final = 0.45
+"""Of the run. One life of each process then goes on to its end: slow growth needs time to show."""
 EXPECTED_ERRORS: Final = (
     # Our own doing: faults of the store, and SIGSTOP.
     "kvlake.store: the store is unwell",
@@ -49,138 +53,99 @@ EXPECTED_ERRORS: Final = (
 _ERROR_LINE: Final = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback")
 
 
-@dataclass
-class Tally:
-    """What the clients counted. Guarded by its lock."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    ttft_ms: float = 0.0
-    running: int = 0
-    failures: list[str] = field(default_factory=list[str])
-
-    def totals(self) -> Sample:
-        """The running totals."""
-        with self.lock:
-            return {
-                "requests": self.requests,
-                "prompt_tokens": self.prompt_tokens,
-                "cached_tokens": self.cached_tokens,
-                "ttft_ms_sum": self.ttft_ms,
-            }
-
-
 class Soak:
     """One run in one world."""
 
     def __init__(self, made: World, seconds: float, seed: int) -> None:
         self._world = made
-        self._seconds = seconds
+        self.seconds = seconds
+        self.seed = seed
         self._chooser = random.Random(seed)
-        self._prompts = Prompts(seed)
+        self._first = ["drain", "kill"]
         self._started = time.monotonic()
-        self._tally = Tally()
-        self._go = threading.Event()
-        self._over = threading.Event()
+        self.clients = Clients(lambda: made.engine, seed)
+        self.pace = Pace(seed, self._rest)
         self.samples: list[Sample] = []
+        self.rounds: list[Sample] = []
         self.events: list[tuple[float, str]] = []
         self.checks: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.unrest: list[str] = []
+        self.broken: list[str] = []
+        """What ended the run before its time."""
 
     @property
     def now(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._started
 
+    @property
+    def warm_seconds(self) -> float:
+        """How long nothing is judged: caches fill, allocators settle."""
+        return min(60.0, self.seconds / 5)
+
     def run(self, *, chaos: bool) -> None:
         """Load, samples and events until the time is over."""
-        threads = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
-        threads.append(threading.Thread(target=self._watch))
-        for thread in threads:
-            thread.start()
+        watch = threading.Thread(target=self._watch)
+        self.clients.start()
+        watch.start()
         try:
-            self._go.set()
-            self._events(chaos=chaos)
+            self._phases(chaos=chaos)
+        except (Exception, KeyboardInterrupt) as error:
+            self._break(error)
         finally:
-            self._over.set()
-            self._go.set()
-            for thread in threads:
-                thread.join()
+            self.clients.stop()
+            watch.join()
 
-    # --- load ------------------------------------------------------------------------------
+    def _break(self, error: BaseException) -> None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        self.broken.append(f"at {self.now:.0f} s in {where}: {type(error).__name__}: {error}")
 
-    def _next(self) -> Ask:
-        with self._tally.lock:
-            return self._prompts.next()
+    def _phases(self, *, chaos: bool) -> None:
+        """From the main thread: a check, the load, and the measure of speed around the events."""
+        self._check()
+        self._wait_until(self.warm_seconds)
+        self._measure("start")
+        self._events((1 - PACE_SHARE) * self.seconds, chaos=chaos)
+        self._check()
+        self._measure("end")
 
-    def _client(self) -> None:
-        while not self._over.is_set():
-            self._go.wait()
-            with self._tally.lock:
-                if not self._go.is_set() or self._over.is_set():
-                    continue
-                self._tally.running += 1
-                ask = self._prompts.next()
-            try:
-                engine = self._world.engine
-                assert engine is not None, "it is replaced only while nothing runs"
-                handle = engine.begin(ask.prompt, max_tokens=MAX_TOKENS, cache_salt=ask.salt)
-                answer = engine.finish(handle, REQUEST_SECONDS_MAX)
-                with self._tally.lock:
-                    self._tally.requests += 1
-                    self._tally.prompt_tokens += len(ask.prompt)
-                    self._tally.cached_tokens += answer.cached_tokens
-                    self._tally.ttft_ms += answer.ttft_ms
-                    if len(answer.tokens) != MAX_TOKENS:
-                        self._tally.failures.append(f"{len(answer.tokens)} tokens came")
-            except EngineFailed as error:
-                with self._tally.lock:
-                    self._tally.failures.append(str(error)[:500])
-                self._over.set()
-            finally:
-                with self._tally.lock:
-                    self._tally.running -= 1
-
-    def _quiet(self) -> None:
-        """Hold the clients, and wait until no request runs."""
-        with self._tally.lock:
-            self._go.clear()
-        deadline = time.monotonic() + REQUEST_SECONDS_MAX
-        while True:
-            with self._tally.lock:
-                if not self._tally.running:
-                    return
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"a request did not complete in {REQUEST_SECONDS_MAX} s")
-            time.sleep(0.02)
+    def _wait_until(self, moment: float) -> None:
+        self.clients.release()
+        while self.now < moment and not self.clients.over.wait(0.2):
+            pass
 
     # --- events ----------------------------------------------------------------------------
 
-    def _events(self, *, chaos: bool) -> None:
-        """From the main thread: kills and checks, at times that the seed chose."""
-        self._check()
-        checks = self._seconds / max(2, min(12, round(self._seconds / 120)))
-        next_check, next_event = checks, 20.0 + self._chooser.random() * 10
-        engine_kills = [0.38 * self._seconds, 0.9 * self._seconds] if self._seconds > 400 else []
-        while self.now < self._seconds and not self._over.is_set():
-            time.sleep(0.2)
-            if engine_kills and self.now > engine_kills[0]:
+    def _events(self, until: float, *, chaos: bool) -> None:
+        """Kills and checks, at times that the seed chose."""
+        start = self.now
+        checks = (until - start) / max(1, min(10, round((until - start) / 120)))
+        next_check, next_event = start + checks, start + self._chooser.uniform(2, 5)
+        shares = (0.15, 0.35) if self.seconds > 400 else (0.35,) if self.seconds > 100 else ()
+        engine_kills = [share * self.seconds for share in shares]
+        while self.now < until:
+            self.clients.release()
+            if self.clients.over.wait(0.2):
+                return
+            if chaos and engine_kills and self.now > engine_kills[0]:
                 engine_kills.pop(0)
                 self._replace_engine()
             elif self.now > next_check:
                 next_check += checks
                 self._check()
+                self._round("middle")
             elif chaos and self.now > next_event:
-                next_event = self.now + 15 + self._chooser.random() * 45
                 self._event()
+                next_event = self.now + self._chooser.uniform(*EVENT_SECONDS)
 
     def _event(self) -> None:
-        # A long life in the middle, without which slow growth could not be told.
-        middle = 0.4 < self.now / self._seconds < 0.8
         names = ["stop", "slow_down", "hang_up", "server"]
-        name = self._chooser.choice(names if middle else [*names, "kill", "drain", "kill"])
+        if self.now < KILLS_UNTIL * self.seconds:
+            names += ["kill", "kill", "drain", "drain"]
+        # A short run, too, has both.
+        name = self._first.pop() if self._first else self._chooser.choice(names)
         self.events.append((self.now, name))
         match name:
             case "kill":
@@ -188,9 +153,9 @@ class Soak:
             case "drain":
                 self._world.drain_sidecar()
             case "stop":
-                self._world.stop_sidecar_for(1 + 4 * self._chooser.random())
+                self._world.stop_sidecar_for(self._chooser.uniform(1, 5))
             case "server":
-                self._world.restart_server_after(1 + 4 * self._chooser.random())
+                self._world.restart_server_after(self._chooser.uniform(1, 5))
             case "slow_down":
                 self._world.store_fault(Fault.SLOW_DOWN, self._chooser.randint(1, 20))
             case _:
@@ -198,148 +163,158 @@ class Soak:
 
     def _replace_engine(self) -> None:
         self.events.append((self.now, "engine"))
-        self._quiet()
+        self.clients.hold()
         self._world.kill_engine()
         self._world.start_engine()
-        self._go.set()
+        self.clients.release()
+
+    # --- checks ----------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """Wait until the sidecar has nothing to do and holds nothing. One that does is noted."""
+        try:
+            self._world.sidecar.wait("it comes to rest", arms.idle, REST_SECONDS_MAX)
+        except SidecarFailed as error:
+            self.unrest.append(f"at {self.now:.0f} s: {error}")
 
     def _check(self) -> None:
-        """A prompt of the load: loaded through kvlake, equal to the engine's own hit."""
-        self._quiet()
+        """A prompt of the load is loaded through kvlake; and what others got lately was right."""
+        self.clients.hold()
+        self.events.append((self.now, "check"))
         engine = self._world.engine
-        assert engine is not None
+        self._rest()
         arms.attach(engine, self._world.sidecar)
-        call = arms.Call(self._next().prompt, MAX_TOKENS)
+        call = arms.Call(self.clients.next().prompt, MAX_TOKENS)
         oracle = arms.Oracle(engine, call)
         answer = arms.external_hit(engine, call, before=[call]).generation
         try:
             oracle.check(answer)
-            self.checks["equal, loaded" if answer.cached_tokens else "equal, computed"] += 1
+            self.checks["loaded" if answer.cached_tokens else "computed"] += 1
         except AssertionError:
             self.wrong.append(f"at {self.now:.0f} s, {answer.cached_tokens} tokens cached")
-        self.events.append((self.now, "check"))
-        self._go.set()
+        given = [answer for _, answer in self.clients.recent]
+        reference = self._world.reference
+        expected = [
+            reference.finish(
+                reference.begin(ask.prompt, max_tokens=MAX_TOKENS), REQUEST_SECONDS_MAX
+            )
+            for ask, _ in self.clients.recent
+        ]
+        self.clients.recent.clear()
+        self.pace.compare(f"at {self.now:.0f} s", given, expected)
+
+    def _measure(self, phase: str) -> None:
+        """Rounds until their ratio is known well enough, or their time is over."""
+        at_least, at_most = PACE_ROUNDS
+        until = self.now + PACE_SHARE * self.seconds
+        # The first one brings the code of both engines into the caches of the machine.
+        self._round("middle")
+        for number in range(at_most):
+            if number >= at_least and (self.now > until or self.clients.over.is_set()):
+                return
+            self._round(phase)
+
+    def _round(self, phase: str) -> None:
+        self.clients.hold()
+        taken = self.pace.take(self._world.engine, self._world.reference)
+        phases: Sample = {f"pace.{phase}": 1.0}
+        self.rounds.append({"time": round(self.now, 2)} | taken | phases)
 
     # --- samples ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
         calibration = probes.Calibration()
-        while not self._over.wait(SAMPLE_SECONDS):
-            sample: Sample = {"time": round(self.now, 2)}
-            sample |= calibration.sample() | self._tally.totals()
-            process, engine = self._world.sidecar.process, self._world.engine
-            if process is not None:
-                sample |= probes.process_sample([process.pid], "sidecar")
-                sample["sidecar.life"] = process.pid
-            if engine is not None:
-                pids = probes.processes_of(engine.process.pid)
-                sample |= probes.process_sample(pids, "engine")
-                sample["engine.life"] = engine.process.pid
-            sample |= probes.shared_memory_sample(self._world.sidecar.name)
-            sample |= probes.status_sample(self._world.sidecar.status)
-            sample["paused"] = float(not self._go.is_set())
-            self.samples.append(sample)
+        told = 0
+        while not self.clients.over.wait(SAMPLE_SECONDS):
+            try:
+                self.samples.append(self._sample(calibration))
+            except Exception as error:
+                self._break(error)
+                self.clients.over.set()
+            if self.now // 60 > told:
+                told = int(self.now // 60)
+                print(self._progress(), flush=True)
+
+    def _sample(self, calibration: probes.Calibration) -> Sample:
+        sample: Sample = {"time": round(self.now, 2), "held": float(self.clients.held)}
+        sample |= calibration.sample() | self.clients.totals()
+        process, engine_pid = self._world.sidecar.process, self._world.engine_pid
+        if process is not None:
+            sample |= probes.process_sample([process.pid], "sidecar")
+            sample["sidecar.life"] = process.pid
+        if engine_pid is not None:
+            sample |= probes.process_sample(probes.processes_of(engine_pid), "engine")
+            sample["engine.life"] = engine_pid
+        sample |= probes.shared_memory_sample(self._world.shared_files())
+        sample["runtime.files"] = self._world.runtime_files()
+        return sample | probes.status_sample(self._world.sidecar.status)
+
+    def _progress(self) -> str:
+        last = self.samples[-1] if self.samples else {}
+        return (
+            f"{self.now / 60:5.1f} min: {last.get('requests', 0):,.0f} requests, "
+            f"{len(self.events)} events, {len(self.rounds)} rounds, sidecar "
+            f"{last.get('sidecar.anonymous_bytes', 0) / 2**20:.0f} MiB, engine "
+            f"{last.get('engine.anonymous_bytes', 0) / 2**20:.0f} MiB"
+        )
 
     # --- the end ---------------------------------------------------------------------------
 
-    def windows(self) -> list[Sample]:
-        """Throughput by window, warm-up and pauses left out."""
-        made: list[Sample] = []
-        start = 0
-        for number, sample in enumerate(self.samples):
-            part = self.samples[start : number + 1]
-            if sample["time"] - part[0]["time"] < WINDOW_SECONDS:
-                continue
-            start = number
-            if any(one["paused"] for one in part) or part[0]["time"] < self.warm_seconds:
-                continue
-            made.append(_window(part))
-        return made
-
-    @property
-    def warm_seconds(self) -> float:
-        """How long nothing is judged: caches fill, allocators settle."""
-        return min(60.0, self._seconds / 5)
-
     def judge(self) -> list[Verdict]:
         """Every verdict."""
-        warm = self.warm_seconds
-        life_warm = min(30.0, self._seconds / 5)
+        life_warm = min(60.0, self.seconds / 5)
         log = self._world.sidecar.log_path.read_text(errors="replace").splitlines()
         errors = [line for line in log if _ERROR_LINE.search(line)]
         bad = [line for line in errors if not any(part in line for part in EXPECTED_ERRORS)]
-        checked = ", ".join(f"{count} {name}" for name, count in self.checks.items())
+        bad += [
+            line
+            for path in self._world.engine_logs()
+            for line in path.read_text(errors="replace").splitlines()
+            if _ERROR_LINE.search(line)
+        ]
+        slow = self.clients.slowest_seconds
+        said = f"the slowest took {slow:.1f} s (at most {SLOW_SECONDS:.0f})"
+        checks = ", ".join(f"{count} {name}" for name, count in self.checks.items())
+        compared = f"{checks} against the oracle, {self.pace.compared} against the reference"
         return [
             *verdicts.growth(self.samples, "sidecar", life_warm),
-            *verdicts.growth(self.samples, "engine", max(life_warm, warm)),
-            *verdicts.shared_growth(self.samples, warm),
-            verdicts.throughput(self.windows()),
-            verdicts.none_of("requests that did not complete", self._tally.failures),
-            verdicts.none_of(f"answers that differ ({checked})", self.wrong),
-            verdicts.none_of(f"error lines beside {len(errors) - len(bad)} expected ones", bad),
+            *verdicts.growth(self.samples, "engine", life_warm),
+            *verdicts.whole_growth(self.samples, self.warm_seconds),
+            verdicts.throughput(self._ratios("start"), self._ratios("end")),
+            verdicts.hits(self._phase("start"), self._phase("end")),
+            verdicts.none_of("requests that failed", self.clients.failures),
+            Verdict("requests that hang", slow <= SLOW_SECONDS, said),
+            verdicts.none_of(f"wrong answers ({compared})", [*self.wrong, *self.pace.wrong]),
+            verdicts.none_of("something held at rest", self.unrest),
+            verdicts.none_of(f"errors in logs beside {len(errors) - len(bad)} expected", bad),
+            verdicts.none_of("what ended the run early", self.broken),
         ]
 
-    def report(self, found: list[Verdict], seed: int) -> dict[str, object]:
-        """The document that is kept."""
-        step = max(1, -(-len(self.samples) // POINTS_MAX))
-        return {
-            "seconds": self._seconds,
-            "seed": seed,
-            "requests": self._tally.requests,
-            "prompt_tokens": self._tally.prompt_tokens,
-            "sidecar_lives": self._world.sidecar_lives,
-            "verdicts": [vars(one) for one in found],
-            "events": [(round(at, 1), what) for at, what in self.events],
-            "windows": self.windows(),
-            "samples": _columns(self.samples[::step]),
-        }
+    def _phase(self, phase: str) -> list[Sample]:
+        return [one for one in self.rounds if f"pace.{phase}" in one]
 
-    def picture(self, title: str) -> str:
-        """The plot, with the windows' throughput among the samples."""
-        merged = sorted([*self.samples, *self.windows()], key=lambda one: one["time"])
-        step = max(1, -(-len(merged) // (2 * POINTS_MAX)))
-        windows = {id(one) for one in self.windows()}
-        kept = [
-            one for number, one in enumerate(merged) if number % step == 0 or id(one) in windows
-        ]
-        return plot.svg(kept, self.events, title)
-
-
-def _window(part: list[Sample]) -> Sample:
-    first, last = part[0], part[-1]
-    seconds = last["time"] - first["time"]
-
-    def made(name: str) -> float:
-        return last[name] - first[name]
-
-    return {
-        "time": last["time"],
-        "requests_per_second": made("requests") / seconds,
-        "tokens_per_second": made("prompt_tokens") / seconds,
-        "hit_ratio": made("cached_tokens") / max(made("prompt_tokens"), 1),
-        "ttft_ms": made("ttft_ms_sum") / max(made("requests"), 1),
-        "calibration_seconds": sorted(one["calibration_seconds"] for one in part)[len(part) // 2],
-    }
-
-
-def _columns(samples: list[Sample]) -> dict[str, object]:
-    """Each quantity as one row of numbers, None for gaps; one number where it never changed."""
-    names = sorted({name for sample in samples for name in sample})
-    made: dict[str, object] = {}
-    for name in names:
-        values = [float(f"{one[name]:.5g}") if name in one else None for one in samples]
-        made[name] = values[0] if len(set(values)) == 1 else values
-    return made
+    def _ratios(self, phase: str) -> list[float]:
+        return [one["pace.ratio"] for one in self._phase(phase)]
 
 
 def soak(
     folder: Path, seconds: float, seed: int, *, module: str = "sidecar.cli", chaos: bool = True
 ) -> tuple[Soak, list[Verdict]]:
-    """Run and judge one soak in `folder`."""
-    with world(folder, module=module) as made:
-        one = Soak(made, seconds, seed)
-        one.run(chaos=chaos)
-        return one, one.judge()
+    """Run and judge one soak in `folder`. Raises only where its processes do not start."""
+    one: Soak | None = None
+    found: list[Verdict] = []
+    left: list[str] = []
+    try:
+        with world(folder, module=module) as made:
+            one = Soak(made, seconds, seed)
+            one.run(chaos=chaos)
+            found = one.judge()
+        left = [str(path) for path in made.shared_files()]
+    except Exception as error:
+        if one is None:
+            raise
+        left.append(f"{type(error).__name__}: {error}")
+    return one, [*found, verdicts.none_of("left behind, or wrong at the end", left)]
 
 
 def main() -> int:
@@ -347,22 +322,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run kvlake for long, under load and kills.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="", help="keep benchmarks/results/soak-NAME.{json,svg}")
+    parser.add_argument("--docs", action="store_true", help="put what comes of it in docs/")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvl-soak-", dir="/tmp"))
     one, found = soak(folder, given.minutes * 60, given.seed)
-    for verdict in found:
-        print(f"{'good' if verdict.good else 'BAD '}  {verdict.name}: {verdict.said}")
-    name = given.name or f"{given.minutes:g}min"
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    document = one.report(found, given.seed)
-    (RESULTS / f"soak-{name}.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
-    title = f"kvlake soak: {given.minutes:g} minutes, {document['requests']} requests"
-    (RESULTS / f"soak-{name}.svg").write_text(one.picture(title))
+    told = report.Told(one, found)
+    print(told.summary())
+    for path in told.write(folder, docs=given.docs):
+        print(f"wrote {path}")
     good = all(verdict.good for verdict in found)
-    print(
-        f"soak: {'good' if good else 'BAD'}; soak-{name}.json and .svg in {RESULTS}; logs {folder}"
-    )
+    print(f"soak: {'good' if good else 'BAD'}; logs are in {folder}")
     return 0 if good else 1
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 
-from tests.soak import plot, verdicts
+import pytest
+
+from tests.soak import plot, report, verdicts
 from tests.soak.prompts import Prompts
 from tests.soak.verdicts import Sample, Verdict, slope
+
+STEADY = ("shared_bytes", "sockets", "mappings", "threads", "zombies", "tasks")
 
 
 def life(start: float, seconds: float, pid: int, leak_per_second: float) -> list[Sample]:
@@ -18,6 +23,7 @@ def life(start: float, seconds: float, pid: int, leak_per_second: float) -> list
             # A spike now and then: a request of the harness's own, a listing.
             "sidecar.descriptors": 40 + leak_per_second * second + 20 * (chooser.random() < 0.1),
             "sidecar.anonymous_bytes": (200 << 20) + chooser.randrange(4 << 20),
+            **{f"sidecar.{name}": 1.0 for name in STEADY},
         }
         for second in range(0, int(seconds), 2)
     ]
@@ -53,27 +59,58 @@ def test_what_a_process_takes_while_it_warms_up_is_no_growth() -> None:
     assert of(verdicts.growth(samples, "sidecar", 20), "sidecar.anonymous_bytes").good
 
 
-def test_shared_memory_is_judged_over_all_lives() -> None:
+def test_files_are_judged_over_all_lives() -> None:
     samples: list[Sample] = [
-        {"time": float(second), "shm.bytes": (48 + second) << 20, "shm.files": 2 + second // 50}
+        {
+            "time": float(second),
+            "shm.bytes": (48 + second) << 20,
+            "shm.files": 2 + second // 50,
+            "runtime.files": 4,
+        }
         for second in range(200)
     ]
-    assert [one.good for one in verdicts.shared_growth(samples, 20)] == [False, False]
+    assert [one.good for one in verdicts.whole_growth(samples, 20)] == [False, False, True]
 
 
-def window(tokens: float, calibration: float) -> Sample:
-    return {"tokens_per_second": tokens, "calibration_seconds": calibration}
+def test_what_was_not_seen_long_enough_is_not_good() -> None:
+    assert not any(one.good for one in verdicts.growth(life(0, 10, 7, 0), "sidecar", 2))
 
 
-def test_throughput_is_judged_beside_the_speed_of_the_machine() -> None:
-    steady = [window(1000, 0.01)] * 10
-    slower_machine = [*[window(1000, 0.01)] * 5, *[window(800, 0.0125)] * 5]
-    slower_kvlake = [*[window(1000, 0.01)] * 5, *[window(900, 0.01)] * 5]
-    assert verdicts.throughput(steady).good
-    assert verdicts.throughput(slower_machine).good
-    verdict = verdicts.throughput(slower_kvlake)
-    assert not verdict.good
-    assert "0.900 of the first" in verdict.said
+def rounds(median: float, noise: float, seed: int, count: int = 12) -> list[float]:
+    chooser = random.Random(seed)
+    return [median * math.exp(chooser.gauss(0, noise)) for _ in range(count)]
+
+
+def test_throughput_that_stays_is_good_and_a_loss_is_not() -> None:
+    start = rounds(1.8, 0.02, 1)
+    assert verdicts.throughput(start, rounds(1.8, 0.02, 2)).good
+    assert verdicts.throughput(start, rounds(1.9, 0.02, 2)).good
+    lost = verdicts.throughput(start, rounds(1.8 * 0.92, 0.02, 2))
+    assert not lost.good
+    assert "0.9" in lost.said
+
+
+def test_a_disturbed_round_does_not_change_the_verdict() -> None:
+    end = [*rounds(1.8, 0.02, 2), 0.9, 1.1]
+    assert verdicts.throughput(rounds(1.8, 0.02, 1), end).good
+
+
+def test_rounds_that_are_too_noisy_prove_nothing() -> None:
+    assert not verdicts.throughput(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).good
+
+
+def test_a_few_rounds_are_not_judged() -> None:
+    verdict = verdicts.throughput([1.8] * 3, [0.9] * 3)
+    assert verdict.good
+    assert "not judged" in verdict.said
+
+
+def test_rounds_that_load_less_at_the_end_are_told() -> None:
+    many: list[Sample] = [{"pace.hit_ratio": 0.9}] * 6
+    few: list[Sample] = [{"pace.hit_ratio": 0.4}] * 6
+    assert verdicts.hits(many, many).good
+    assert not verdicts.hits(many, few).good
+    assert not verdicts.hits(many, []).good
 
 
 def test_prompts_follow_from_the_seed_and_share_prefixes() -> None:
@@ -90,3 +127,35 @@ def test_the_picture_shows_every_panel() -> None:
     drawn = plot.svg(samples, [(30.0, "kill")], "a soak")
     assert drawn.count("<polyline") == sum(len(series) for _, _, series in plot.PANELS)
     assert "<title>kill</title>" in drawn
+
+
+def test_windows_in_which_the_load_was_held_are_left_out() -> None:
+    samples: list[Sample] = [
+        {
+            "time": float(second),
+            "held": float(20 <= second < 30),
+            "prompt_tokens": 1000.0 * second,
+            "cached_tokens": 500.0 * second,
+            "requests": float(second),
+            "ttft_ms_sum": 100.0 * second,
+        }
+        for second in range(0, 60, 2)
+    ]
+    made = report.windows(samples)
+    assert [one["time"] for one in made] == [10, 40, 50]
+    assert {one["tokens_per_second"] for one in made} == {1000}
+
+
+def test_a_summary_replaces_the_last_one() -> None:
+    page = f"before\n{report.BEGIN}old\n{report.END}after\n"
+    once = report.inserted(page, "| new |\n")
+    assert "old" not in once
+    assert once.startswith("before\n")
+    assert once.endswith("after\n")
+    assert report.inserted(once, "| new |\n") == once
+    with pytest.raises(ValueError, match="must have the lines"):
+        report.inserted("nothing", "| new |\n")
+
+
+def test_the_page_has_a_place_for_the_summary() -> None:
+    report.inserted(report.PAGE.read_text(), "")

@@ -7,6 +7,8 @@ judged within one life of a process, never across a restart.
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +19,28 @@ Sample = dict[str, float]
 SAMPLES_MIN: Final = 8
 """A life with fewer says nothing about growth."""
 THROUGHPUT_LOSS_MAX: Final = 0.05
+HITS_LOSS_MAX: Final = 0.02
+ROUNDS_MIN: Final = 6
+"""Fewer at either end say nothing about throughput."""
+RESAMPLES: Final = 1000
 PAIRS_MAX: Final = 20_000
 
 GROWTH_MAX: Final = {
     # By how much a quantity may grow over one life: a part of it, and an amount.
     "anonymous_bytes": (0.10, 24 << 20),
+    "shared_bytes": (0.05, 16 << 20),
     "descriptors": (0.0, 8.0),
     "sockets": (0.0, 8.0),
     "mappings": (0.05, 24.0),
     "threads": (0.0, 4.0),
     "zombies": (0.0, 1.0),
 }
-SHARED_GROWTH_MAX: Final = {"shm.bytes": (0.01, 1 << 20), "shm.files": (0.0, 1.0)}
+TASKS_GROWTH_MAX: Final = (0.0, 8.0)
+WHOLE_GROWTH_MAX: Final = {
+    "shm.bytes": (0.01, 1 << 20),
+    "shm.files": (0.0, 1.0),
+    "runtime.files": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -59,16 +71,17 @@ def growth(samples: Sequence[Sample], prefix: str, warm_seconds: float) -> list[
     for sample in samples:
         if f"{prefix}.life" in sample and f"{prefix}.descriptors" in sample:
             lives.setdefault(sample[f"{prefix}.life"], []).append(sample)
-    for name, limits in GROWTH_MAX.items():
+    limited = GROWTH_MAX | ({"tasks": TASKS_GROWTH_MAX} if prefix == "sidecar" else {})
+    for name, limits in limited.items():
         verdicts.append(_grown(list(lives.values()), f"{prefix}.{name}", limits, warm_seconds))
     return verdicts
 
 
-def shared_growth(samples: Sequence[Sample], warm_seconds: float) -> list[Verdict]:
-    """Whether files in shared memory grew over the whole run."""
+def whole_growth(samples: Sequence[Sample], warm_seconds: float) -> list[Verdict]:
+    """Whether files grew over the whole run: in shared memory, beside the sockets."""
     return [
         _grown([list(samples)], name, limits, warm_seconds)
-        for name, limits in SHARED_GROWTH_MAX.items()
+        for name, limits in WHOLE_GROWTH_MAX.items()
     ]
 
 
@@ -88,27 +101,53 @@ def _grown(
         if not allowed or grown / limit > worst / allowed:
             worst, allowed = grown, limit
     if not judged:
-        return Verdict(name, True, "no life was long enough to be judged")
+        return Verdict(name, False, "no life was long enough to be judged")
     said = f"grew by {worst:,.0f} in the worst of {judged} lives (at most {allowed:,.0f})"
     return Verdict(name, worst <= allowed, said)
 
 
-def throughput(windows: Sequence[Sample]) -> Verdict:
-    """The last fifth against the first, both medians of windows, raw and by the machine's speed."""
-    fifth = len(windows) // 5
-    if fifth < 1:
-        return Verdict("throughput", True, "the run was too short to be cut into fifths")
-    first, last = windows[:fifth], windows[-fifth:]
+def throughput(start: Sequence[float], end: Sequence[float]) -> Verdict:
+    """Whether the speed at the end is within 5% of the start's, proven by a bootstrap interval.
 
-    def median(part: Sequence[Sample], name: str) -> float:
-        return statistics.median(one[name] for one in part)
+    Args:
+        start: rounds at the start, each the speed of kvlake as a multiple of the reference's.
+        end: rounds at the end.
+    """
+    name = "throughput"
+    if min(len(start), len(end)) < ROUNDS_MIN:
+        counts = f"{len(start)} and {len(end)} rounds"
+        said = f"not judged: {counts}, and fewer than {ROUNDS_MIN} tell nothing"
+        return Verdict(name, True, said)
+    before, after = [math.log(one) for one in start], [math.log(one) for one in end]
+    chooser = random.Random(0)
+    shifts = sorted(
+        _shift(chooser.choices(before, k=len(before)), chooser.choices(after, k=len(after)))
+        for _ in range(RESAMPLES)
+    )
+    low, high = (shifts[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975))
+    said = (
+        f"{math.exp(_shift(before, after)):.3f} of the start's, 95% interval {math.exp(low):.3f} "
+        f"to {math.exp(high):.3f} (at least {1 - THROUGHPUT_LOSS_MAX:.2f}), from {len(start)} and "
+        f"{len(end)} rounds at {statistics.median(start):.2f} and {statistics.median(end):.2f} "
+        "of the reference"
+    )
+    return Verdict(name, math.exp(low) >= 1 - THROUGHPUT_LOSS_MAX, said)
 
-    raw = median(last, "tokens_per_second") / max(median(first, "tokens_per_second"), 1e-9)
-    # A machine that got slower needs longer for the calibration, by the same factor.
-    speed = median(first, "calibration_seconds") / max(median(last, "calibration_seconds"), 1e-9)
-    normalised = raw / max(speed, 1e-9)
-    said = f"last fifth {raw:.3f} of the first, {normalised:.3f} by the speed of the machine"
-    return Verdict("throughput", max(raw, normalised) >= 1 - THROUGHPUT_LOSS_MAX, said)
+
+def _shift(before: Sequence[float], after: Sequence[float]) -> float:
+    """Hodges and Lehmann's: the median of all differences. A disturbed round does not move it."""
+    return statistics.median(late - early for early in before for late in after)
+
+
+def hits(start: Sequence[Sample], end: Sequence[Sample]) -> Verdict:
+    """Whether the measured rounds loaded as much at the end as at the start."""
+    if not start or not end:
+        return Verdict("hits", False, "no rounds were measured")
+    first, last = (
+        statistics.median(one["pace.hit_ratio"] for one in part) for part in (start, end)
+    )
+    said = f"{last:.1%} of the tokens of measured rounds at the end, {first:.1%} at the start"
+    return Verdict("hits", last >= first - HITS_LOSS_MAX, said)
 
 
 def none_of(name: str, found: Sequence[str]) -> Verdict:

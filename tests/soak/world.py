@@ -1,17 +1,16 @@
-"""The processes of a soak: S3 server, throttling proxy, sidecar, engine; and what befalls them.
+"""The processes of a soak: S3 server, throttling proxy, sidecar, engines; and what befalls them.
 
 Owns starting, killing and restarting them. Does not own when (`run.py`). Invariants: the engine is
-killed only while no request runs, so that every request must complete; everything is ended by its
-own process id when the block is left.
+killed only while no request runs, so that every request must complete; the reference, an engine
+without kvlake, is never touched; everything is ended by its own process id when the block is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -21,13 +20,13 @@ import anyio.from_thread
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.model import write_model
-from sidecar.demo.servers import HOST, S3Server, s3_server
+from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
+SHM: Final = Path("/dev/shm")
 BYTES_PER_SECOND: Final = 40 << 20
 LATENCY_SECONDS: Final = 0.01
-SERVER_SECONDS_MAX: Final = 60.0
 ENGINE_ARGS: Final = {"max_model_len": 2048, "num_gpu_blocks_override": 256}
 """A prefix cache of its own that holds a sixth of the prompts' prefixes."""
 HOST_SIZE: Final = "256MiB"
@@ -42,10 +41,8 @@ class World:
     ) -> None:
         self._folder = folder
         self._portal = portal
-        self.proxy = proxy
-        self._server_command = _command_of(server.pid)
-        self._server_pid = server.pid
-        self._server: subprocess.Popen[bytes] | None = None
+        self._proxy = proxy
+        self._server = server
         self._model = str(write_model(folder / "model", layers=6, hidden=256, heads=4, kv_heads=4))
         config = {
             "host": {"size": HOST_SIZE},
@@ -54,12 +51,16 @@ class World:
                 "storage_options": server.options_at(proxy.endpoint),
                 "refresh_seconds": "2s",
                 "deadline_seconds_max": "5s",
+                # This model computes sooner than such a store is read: read it all the same.
+                "regret_max": 1,
             },
             "limits": {"drain_seconds_max": "5s"},
         }
         self.sidecar = SidecarProcess(folder / "sidecar", config, program=("-m", module))
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None
+        self._reference: Engine | None = None
         self._engines = 0
+        self._started: list[Engine] = []
         self.sidecar_lives = 0
 
     # --- sidecar ---------------------------------------------------------------------------
@@ -90,75 +91,103 @@ class World:
         finally:
             self.sidecar.process.send_signal(signal.SIGCONT)
 
-    # --- engine ----------------------------------------------------------------------------
+    def runtime_files(self) -> int:
+        """How many files the sidecar keeps beside its sockets."""
+        return sum(1 for _ in self.sidecar.runtime.rglob("*"))
 
-    def start_engine(self) -> Engine:
+    def shared_files(self) -> list[Path]:
+        """Files of this sidecar in shared memory."""
+        return sorted(SHM.glob(f"kvlake-*{self.sidecar.name}*"))
+
+    # --- engines ---------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The one with kvlake; raises between two of them."""
+        assert self._engine is not None, "it is replaced only while nothing runs"
+        return self._engine
+
+    @property
+    def reference(self) -> Engine:
+        """The one without kvlake."""
+        assert self._reference is not None, "it is started with the world"
+        return self._reference
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine with kvlake; None until it serves."""
+        engine = self._engine
+        return None if engine is None else engine.process.pid
+
+    def start_engine(self) -> None:
         """A new engine; nothing of the last one may run."""
         self._engines += 1
-        spec = EngineSpec(self._model, self.sidecar.socket, dict(ENGINE_ARGS))
-        engine = Engine(spec, self._folder / f"engine-{self._engines}.log")
-        self.engine = engine.wait_ready()
-        return engine
+        self._engine = self._new_engine(f"engine-{self._engines}", self.sidecar.socket)
+
+    def start_reference(self) -> None:
+        """The engine without kvlake."""
+        self._reference = self._new_engine("reference", None)
 
     def kill_engine(self) -> None:
         """SIGKILL to it and all its processes."""
-        assert self.engine is not None
-        engine, self.engine = self.engine, None
+        engine, self._engine = self.engine, None
+        self._started.remove(engine)
         engine.kill()
+
+    def engine_logs(self) -> list[Path]:
+        """Of every engine with kvlake there was."""
+        return sorted(self._folder.glob("engine-*.log"))
+
+    def _new_engine(self, name: str, sidecar_socket: str | None) -> Engine:
+        spec = EngineSpec(self._model, sidecar_socket, dict(ENGINE_ARGS))
+        engine = Engine(spec, self._folder / f"{name}.log")
+        self._started.append(engine)
+        return engine.wait_ready()
 
     # --- store -----------------------------------------------------------------------------
 
     def restart_server_after(self, seconds: float) -> None:
         """SIGKILL to the S3 server; the same one again, on its data, after a while."""
-        os.kill(self._server_pid, signal.SIGKILL)
-        if self._server is not None:
-            self._server.wait()
+        self._server.process.kill()
         time.sleep(seconds)
-        command, directory, port = self._server_command
-        with (self._folder / "server.log").open("ab") as log:
-            self._server = subprocess.Popen(
-                command, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        self._server_pid = self._server.pid
-        deadline = time.monotonic() + SERVER_SECONDS_MAX
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection((HOST, port), 1):
-                return
-            time.sleep(0.2)
+        self._server.restart()
 
     def store_fault(self, fault: Fault, times: int) -> None:
         """The next exchanges with the store fail so."""
 
         async def become() -> None:
-            await self.proxy.become(fault, times=times)
+            # What it was asked is of no interest here, and would be kept for half an hour.
+            self._proxy.requests.clear()
+            await self._proxy.become(fault, times=times)
 
         self._portal.call(become)
 
     def close(self) -> None:
         """End what this started itself."""
-        if self.engine is not None:
-            self.engine.stop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_sidecar)
+            for engine in self._started:
+                stack.callback(engine.stop)
+
+    def _end_sidecar(self) -> None:
         if self.sidecar.process is not None and self.sidecar.process.poll() is None:
             self.sidecar.drain()
         self.sidecar.remove_pool()
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
 
-
-def _command_of(pid: int) -> tuple[list[str], str, int]:
-    """How a server was started, where, and its S3 port."""
-    folder = Path("/proc") / str(pid)
-    parts = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    command = [part.decode() for part in parts]
-    port = next(int(part.partition("=")[2]) for part in command if part.startswith("-s3.port="))
-    return command, os.readlink(folder / "cwd"), port
+    def clean(self) -> None:
+        """Once all has ended: keep the logs, and nothing else of it."""
+        for path in self._folder.iterdir():
+            if path.is_dir() and path != self.sidecar.folder:
+                shutil.rmtree(path)
+            elif path.is_socket():
+                path.unlink()
 
 
 @contextlib.contextmanager
 def world(folder: Path, *, module: str = "sidecar.cli") -> Generator[World]:
     """A running world; `module` is what serves as the sidecar."""
     with (
+        _environment(VLLM_RPC_BASE_PATH=str(folder)),
         s3_server(folder) as server,
         anyio.from_thread.start_blocking_portal() as portal,
         portal.wrap_async_context_manager(faulty_proxy(server.endpoint)) as proxy,
@@ -168,7 +197,24 @@ def world(folder: Path, *, module: str = "sidecar.cli") -> Generator[World]:
         made = World(folder, server, proxy, portal, module)
         try:
             made.start_sidecar()
+            made.start_reference()
             made.start_engine()
             yield made
         finally:
             made.close()
+    made.clean()
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Generator[None]:
+    """vLLM's own sockets, which a killed engine leaves, go with the folder."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
