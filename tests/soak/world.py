@@ -52,7 +52,7 @@ class World:
                 "refresh_seconds": "2s",
                 "deadline_seconds_max": "5s",
                 # This model computes sooner than such a store is read: read it all the same.
-                "regret_max": 1,
+                "recompute": "never",
             },
             "limits": {"drain_seconds_max": "5s"},
         }
