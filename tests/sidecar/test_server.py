@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -748,6 +749,7 @@ def test_pages(sidecar: RunningSidecar) -> None:
         assert "kvlake_chunks_stored_total 1.0" in metrics
         assert 'kvlake_sessions{role="worker"} 1.0' in metrics
         assert 'kvlake_chunks{tier="host"} 1.0' in metrics
+        assert re.search(r"^kvlake_tasks [1-9]", metrics, re.MULTILINE)
 
 
 def test_arrow_has_one_thread(sidecar: RunningSidecar) -> None:
