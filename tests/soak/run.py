@@ -174,7 +174,7 @@ class Soak:
         """Wait until the sidecar has nothing to do and holds nothing. One that does is noted."""
         try:
             self._world.sidecar.wait("it comes to rest", arms.idle, REST_SECONDS_MAX)
-        except SidecarFailed as error:
+        except (SidecarFailed, OSError) as error:
             self.unrest.append(f"at {self.now:.0f} s: {error}")
 
     def _check(self) -> None:

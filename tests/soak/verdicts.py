@@ -80,7 +80,7 @@ def growth(samples: Sequence[Sample], prefix: str, warm_seconds: float) -> list[
 def whole_growth(samples: Sequence[Sample], warm_seconds: float) -> list[Verdict]:
     """Whether files grew over the whole run: in shared memory, beside the sockets."""
     return [
-        _grown([list(samples)], name, limits, warm_seconds)
+        _grown([list(samples)] if samples else [], name, limits, warm_seconds)
         for name, limits in WHOLE_GROWTH_MAX.items()
     ]
 

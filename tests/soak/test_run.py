@@ -1,0 +1,51 @@
+"""A run ends with its report, whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from sidecar.demo.engine import Engine, EngineFailed
+from sidecar.demo.sidecars import SidecarProcess
+from tests.soak.report import Told
+from tests.soak.run import Soak
+from tests.soak.world import World
+
+
+class DeadWorld:
+    """A world in which nothing was ever started."""
+
+    engine_pid = None
+
+    def __init__(self, folder: Path) -> None:
+        self.sidecar = SidecarProcess(folder / "sidecar", {})
+        self.sidecar.log_path.write_text("2026-01-01T00:00:00Z ERROR kvlake.bug: a planted error\n")
+
+    @property
+    def engine(self) -> Engine:
+        raise EngineFailed("the engine ended")
+
+    def shared_files(self) -> list[Path]:
+        return []
+
+    def runtime_files(self) -> int:
+        return 0
+
+    def engine_logs(self) -> list[Path]:
+        return []
+
+
+def test_a_run_that_breaks_is_reported(tmp_path: Path) -> None:
+    one = Soak(cast("World", DeadWorld(tmp_path)), seconds=600, seed=1)
+    one.run(chaos=True)
+    found = one.judge()
+    bad = {verdict.name: verdict.said for verdict in found if not verdict.good}
+    assert "a planted error" in bad["errors in logs beside 0 expected"]
+    assert "the engine ended" in bad["what ended the run early"]
+    assert "no life was long enough" in bad["sidecar.descriptors"]
+    told = Told(one, found)
+    assert told.summary().count("**BAD**") == len(bad)
+    document, picture = told.write(tmp_path, docs=False)
+    assert json.loads(document.read_text())["totals"]["requests"] == 0
+    assert picture.read_text().startswith("<svg")
