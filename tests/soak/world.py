@@ -48,7 +48,7 @@ class World:
             "host": {"size": HOST_SIZE},
             "store": {
                 "url": server.url,
-                "storage_options": server.options_at(proxy.endpoint),
+                **server.settings_at(proxy.endpoint),
                 "refresh_seconds": "2s",
                 "deadline_seconds_max": "5s",
                 # This model computes sooner than such a store is read: read it all the same.
