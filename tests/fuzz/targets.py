@@ -57,6 +57,7 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.session import check_shape
+from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message, damage_yaml
 from tests.tiers.golden_images import CASES, NAMESPACE, image
 from tiers.arrow import SlotTemplate, SlotTemplates, inspect_image
@@ -431,5 +432,24 @@ TARGETS: Final = {
         Target("name", _feed_name, lambda: [object_name(KEY, KEY, SEGMENT).encode()]),
         Target("index", _feed_index, _index_seeds),
         Target("fence", _feed_fence, _fence_seeds),
+        Target(
+            "catalog-rows",
+            catalog_targets.feed_rows,
+            catalog_targets.row_seeds,
+            catalog_targets.damage_rows,
+        ),
+        Target(
+            "catalog-manifest",
+            catalog_targets.feed_manifest,
+            catalog_targets.manifest_seeds,
+            catalog_targets.damage_manifest,
+        ),
+        Target("catalog-name", catalog_targets.feed_name, catalog_targets.name_seeds),
+        Target(
+            "catalog-folder",
+            catalog_targets.feed_folder,
+            catalog_targets.folder_seeds,
+            catalog_targets.damage_folder,
+        ),
     )
 }

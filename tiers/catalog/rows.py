@@ -8,9 +8,9 @@ after `written_at`. `tenant` is 8 zeros for none. `written_at` is its writer's c
 orders rows of one segment and the age of chunks: a clock that is off costs hits, not right bytes.
 
 Invariants: a file is accepted whole or not at all; before the parser sees it, its length is
-bounded and its digest, xxh3_128, is the one in its name; after it, the schema is equal to the
-byte, nothing is null and every segment's name parses. No compression, so that what a file takes
-in memory is what it has in bytes.
+bounded, its digest, xxh3_128, is the one in its name, and nothing in it is compressed, so that what
+it takes in memory is what it has in bytes (`footer.py`); after it, the schema is equal to the byte,
+nothing is null and every segment's name parses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from tiers.catalog.footer import plain_rows
 from tiers.catalog.names import KEY_BYTES
 from tiers.errors import LayoutError, TierError
 from tiers.layout import Segment
@@ -209,15 +210,14 @@ def decode(body: Bytes, digest: str) -> Rows:
 
 
 def _table(body: Bytes) -> Any:
+    count = plain_rows(body.data, BATCHES_PER_FILE_MAX)
+    if count > ROWS_PER_FILE_MAX:
+        raise CatalogCorrupt(f"{count} rows: a file has at most {ROWS_PER_FILE_MAX}")
     reader: Any = pa.ipc.open_file(pa.py_buffer(body))
     if not reader.schema.equals(SCHEMA, check_metadata=True):
         raise CatalogCorrupt("its schema is not that of catalog format 1")
-    if reader.num_record_batches > BATCHES_PER_FILE_MAX:
-        raise CatalogCorrupt(f"{reader.num_record_batches} batches: at most {BATCHES_PER_FILE_MAX}")
     table: Any = reader.read_all()
     table.validate(full=True)
-    if table.num_rows > ROWS_PER_FILE_MAX:
-        raise CatalogCorrupt(f"{table.num_rows} rows: a file has at most {ROWS_PER_FILE_MAX}")
     if any(column.null_count for column in table.columns):
         raise CatalogCorrupt("a column has nulls")
     return table
