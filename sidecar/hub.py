@@ -228,7 +228,12 @@ class Hub:
         )
         session.connection.hang_up()
         self.sessions.close(session)
-        self.feed(SessionClosed(session.session_id))
+        closed = SessionClosed(session.session_id)
+        if self._over:
+            # Nobody is there to carry out what comes of it; what the session held is let go of.
+            self.engine.handle(closed, time.monotonic())
+        else:
+            self.feed(closed)
         self.copies.drop(session)
 
     # --- messages --------------------------------------------------------------------------

@@ -614,6 +614,22 @@ def test_drain_is_bounded_and_tells_what_is_lost(
     assert record.__dict__["kvlake_fields"]["writes_lost"] == 3
 
 
+def test_what_a_client_still_pins_at_the_end_is_no_leak(
+    short_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        RunningSidecar(config_in(short_directory)) as sidecar,
+        Worker(sidecar.path) as worker,
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        scheduler.lease(1, [key_of(1)])
+        sidecar.wait_until(lambda now: now["leases"] == 1)
+        sidecar.stop()
+    assert sidecar.code == 0
+    assert [one for one in caplog.records if one.levelname == "ERROR"] == []
+
+
 # --- the process ---------------------------------------------------------------------------------
 
 PROCESS = """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -324,6 +325,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--docs", action="store_true", help="put what comes of it in docs/")
     given = parser.parse_args()
+    # As Ctrl-C does: a run that is told to end has its report too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="kvl-soak-", dir="/tmp"))
     one, found = soak(folder, given.minutes * 60, given.seed)
     told = report.Told(one, found)

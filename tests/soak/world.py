@@ -22,6 +22,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
+from sidecar.exits import Exit
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
 SHM: Final = Path("/dev/shm")
@@ -79,7 +80,8 @@ class World:
     def drain_sidecar(self) -> None:
         """SIGTERM, as an upgrade does, and another one."""
         code = self.sidecar.drain()
-        assert code == 0, f"a drained sidecar ended with {code}"
+        # The store is slow: what it did not take in `limits.drain_seconds_max` is lost, and told.
+        assert code in (Exit.OK, Exit.LOSS), f"a drained sidecar ended with {code}"
         self.start_sidecar()
 
     def stop_sidecar_for(self, seconds: float) -> None:
