@@ -43,6 +43,8 @@ PACE_ROUNDS: Final = (2, 24)
 """At least and at most, each time."""
 EVENT_SECONDS: Final = (5.0, 30.0)
 """Between one event and the next."""
+PACE_SECONDS_MIN: Final = 100.0
+"""A shorter run takes a single round, each time."""
 KILLS_UNTIL: Final = 0.45
 """Of the run. One life of each process then goes on to its end: slow growth needs time to show."""
 EXPECTED_ERRORS: Final = (
@@ -208,8 +210,11 @@ class Soak:
         """Rounds until their ratio is known well enough, or their time is over."""
         at_least, at_most = PACE_ROUNDS
         until = self.now + PACE_SHARE * self.seconds
-        # The first one brings the code of both engines into the caches of the machine.
-        self._round("middle")
+        if self.seconds < PACE_SECONDS_MIN:
+            at_least = at_most = 1
+        else:
+            # The first one brings the code of both engines into the caches of the machine.
+            self._round("middle")
         for number in range(at_most):
             if number >= at_least and (self.now > until or self.clients.over.is_set()):
                 return

@@ -121,14 +121,17 @@ class World:
         engine = self._engine
         return None if engine is None else engine.process.pid
 
+    def start_engines(self) -> None:
+        """The first one, and the reference, side by side."""
+        reference = self._new_engine("reference", None)
+        self.start_engine()
+        self._reference = reference.wait_ready()
+
     def start_engine(self) -> None:
         """A new engine; nothing of the last one may run."""
         self._engines += 1
-        self._engine = self._new_engine(f"engine-{self._engines}", self.sidecar.socket)
-
-    def start_reference(self) -> None:
-        """The engine without kvlake."""
-        self._reference = self._new_engine("reference", None)
+        engine = self._new_engine(f"engine-{self._engines}", self.sidecar.socket)
+        self._engine = engine.wait_ready()
 
     def kill_engine(self) -> None:
         """SIGKILL to it and all its processes."""
@@ -144,7 +147,7 @@ class World:
         spec = EngineSpec(self._model, sidecar_socket, dict(ENGINE_ARGS))
         engine = Engine(spec, self._folder / f"{name}.log")
         self._started.append(engine)
-        return engine.wait_ready()
+        return engine
 
     # --- store -----------------------------------------------------------------------------
 
@@ -199,8 +202,7 @@ def world(folder: Path, *, module: str = "sidecar.cli") -> Generator[World]:
         made = World(folder, server, proxy, portal, module)
         try:
             made.start_sidecar()
-            made.start_reference()
-            made.start_engine()
+            made.start_engines()
             yield made
         finally:
             made.close()
