@@ -142,13 +142,6 @@ def _other_table(data: bytes, chooser: random.Random) -> bytes:
     return damage(written, chooser) if chooser.random() < 0.2 else written
 
 
-def _with(table: Any, name: str, values: list[Any], kind: Any = None) -> Any:
-    at = table.schema.names.index(name)
-    kind = kind or table.schema.field(name).type
-    field = pa.field(name, kind, nullable=any(value is None for value in values))
-    return table.set_column(at, field, pa.array(values, type=kind))
-
-
 def _numbers(table: Any, chooser: random.Random) -> Any:
     name = chooser.choice(("num_blocks", "size_bytes", "written_at"))
     column = table[name].cast(pa.int64()).to_pylist()
@@ -236,6 +229,10 @@ def manifest_seeds() -> list[bytes]:
     full = Manifest(
         generation=GENERATION,
         snapshots=tuple(snapshot_name(FOLDER, 6, part, DIGEST) for part in range(3)),
+        base=2,
+        rows=123,
+        objects=100,
+        oldest=1,
         merged={"s" + "0" * 15: Merged(3, 6), "c" + "f" * 15: Merged(0, 5)},
         tenants={"0" * 16: 1 << 40, "0123456789abcdef": 1},
         reconciled_seconds=1e9,
@@ -355,7 +352,8 @@ def folder_seeds() -> list[bytes]:
     }
     snapshot = snapshot_name(FOLDER, GENERATION, 0, DIGEST)
     named = snapshot_name(FOLDER, GENERATION, 0, digest_of(_bytes(many)))
-    manifest = Manifest(GENERATION, (named,), {writers[0]: Merged(1, GENERATION)})
+    progress = {writers[0]: Merged(1, GENERATION)}
+    manifest = Manifest(GENERATION, snapshots=(named,), base=1, rows=120, merged=progress)
     merged = {
         manifest_name(FOLDER, GENERATION): manifests.encode(manifest).tobytes(),
         manifest_name(FOLDER, 3): manifest_seeds()[0],
