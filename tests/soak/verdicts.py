@@ -32,7 +32,8 @@ GROWTH_MAX: Final = {
     "descriptors": (0.0, 8.0),
     "sockets": (0.0, 8.0),
     "mappings": (0.05, 24.0),
-    "threads": (0.0, 4.0),
+    # Idle worker threads of the event loop are retired after seconds, and made again.
+    "threads": (0.0, 12.0),
     "zombies": (0.0, 1.0),
 }
 TASKS_GROWTH_MAX: Final = (0.0, 8.0)
