@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
 
 from tiers.arrow_file import (
     CHECKSUM_BYTES,
@@ -112,6 +113,12 @@ class SlotTemplate:
         self._row_checksum = _field(learnt.offsets["row_xxh3"], CHECKSUM_BYTES)
         # The columns lie in the file in their order: one hash covers key, parent, sum and tokens.
         self._row = slice(self._key.start, self._token_ids.stop)
+        # A gap after odd token ids is alignment: constant, and inside the row's hash or after it.
+        self._constant = (
+            slice(0, self._row.start),
+            slice(self._row.stop, self._row_checksum.start),
+            slice(self._row_checksum.stop, self.payload_offset),
+        )
         self._header_array: Bytes = np.frombuffer(self._header, dtype=np.uint8)
         self._footer_array: Bytes = np.frombuffer(self._footer, dtype=np.uint8)
 
@@ -216,6 +223,28 @@ class SlotTemplate:
             )
         return True
 
+    def examine(
+        self, memory: Bytes, offsets: npt.NDArray[np.int64]
+    ) -> list[tuple[bytes, bytes] | None]:
+        """Key and parent of the image at each offset, None for one that is not as `verify` wants.
+
+        All but the payload is checked, for many images at once. Each must lie within `memory`.
+        """
+        # Row by row of this view is one image's header: indexing it copies those that are wanted.
+        heads = sliding_window_view(memory, self.payload_offset)[offsets]
+        feet = sliding_window_view(memory, len(self._footer))[offsets + self._footer_offset]
+        good: npt.NDArray[np.bool_] = (feet == self._footer_array).all(axis=1)
+        for place in self._constant:
+            good &= (heads[:, place] == self._header_array[place]).all(axis=1)
+        found: list[tuple[bytes, bytes] | None] = []
+        for head, constant in zip(heads, good.tolist(), strict=True):
+            row = head[self._row]
+            if constant and _digest(row) == head[self._row_checksum].tobytes():
+                found.append((head[self._key].tobytes(), head[self._parent].tobytes()))
+            else:
+                found.append(None)
+        return found
+
     def _require_room(self, slot: Bytes) -> None:
         if slot.size < self.image_bytes:
             raise LayoutError(
@@ -225,14 +254,8 @@ class SlotTemplate:
 
     def _check_constant_bytes(self, view: Bytes) -> None:
         header = view[: self.payload_offset].tobytes()
-        # A gap after odd token ids is alignment: constant, and inside the row's hash or after it.
-        for first, last in (
-            (0, self._row.start),
-            (self._row.stop, self._row_checksum.start),
-            (self._row_checksum.stop, self.payload_offset),
-        ):
-            if header[first:last] != self._header[first:last]:
-                raise self._header_error(header)
+        if any(header[place] != self._header[place] for place in self._constant):
+            raise self._header_error(header)
         if view[self._footer_offset :].tobytes() != self._footer:
             raise ImageHeaderMismatch(
                 "the Arrow footer differs from this layout's template; quarantine the image"
@@ -307,14 +330,17 @@ def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
         )
         return SegmentReport(view.size, None, None, unknown)
     try:
-        meta = _claimed_template(descriptor, view.size).verify(view)
+        meta = claimed_template(descriptor, view.size).verify(view)
     except ChunkCorrupt as error:
         return SegmentReport(view.size, descriptor, None, error)
     return SegmentReport(view.size, descriptor, meta, None)
 
 
-def _claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
-    """The template that a foreign descriptor describes; no work beyond the file's own size."""
+def claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
+    """The template that a foreign descriptor describes; no work beyond the image's own size.
+
+    Raises `ChunkCorrupt` for one that describes nothing, or more than `image_bytes`.
+    """
     if descriptor.format != FORMAT:
         raise ImageHeaderMismatch(
             f"format={descriptor.format}: this release reads format {FORMAT}; use one that "

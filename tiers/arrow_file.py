@@ -77,16 +77,24 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _descriptor_decoder = msgspec.json.Decoder(Descriptor)
 
 
-def find_descriptor(header: bytes) -> Descriptor | None:
-    """The descriptor in a header, found by its own spelling: a length (uint32), then the JSON."""
+def descriptor_bytes(header: bytes) -> bytes:
+    """The JSON in a header, found by its own spelling: a length (uint32), then the JSON."""
     start = header.find(_DESCRIPTOR_START)
     if start < 4:
-        return None
+        return b""
     length = int.from_bytes(header[start - 4 : start], "little")
-    if length > DESCRIPTOR_BYTES_MAX:
-        return None
+    return header[start : start + length] if length <= DESCRIPTOR_BYTES_MAX else b""
+
+
+def find_descriptor(header: bytes) -> Descriptor | None:
+    """The descriptor in a header, None where there is none that can be read."""
+    return parse_descriptor(descriptor_bytes(header))
+
+
+def parse_descriptor(json: bytes) -> Descriptor | None:
+    """The descriptor that `descriptor_bytes` found."""
     try:
-        return _descriptor_decoder.decode(header[start : start + length])
+        return _descriptor_decoder.decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -170,6 +170,11 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         heads = self.segment.num_layers * self.segment.num_heads
         return heads * self.block_tokens * self.content_bytes
 
+    @property
+    def geometry(self) -> ChunkLayout:
+        """The same for chunks of one block: what layouts share that differ in chunk size only."""
+        return msgspec.structs.replace(self, blocks_per_chunk=1)
+
     def payload_bytes(self, num_blocks: int) -> int:
         """Bytes of `num_blocks` blocks, between 1 and `blocks_per_chunk`."""
         _require_range("num_blocks", num_blocks, 1, self.blocks_per_chunk)
