@@ -183,6 +183,32 @@ def _inspect(options: argparse.Namespace) -> int:
     return Exit.OK if all(finding.intact for finding in findings) else Exit.NO
 
 
+def _pool_show(options: argparse.Namespace) -> int:
+    from sidecar.pools import describe, render
+
+    try:
+        document = describe(_load(options.config).pool_path)
+    except OSError as error:
+        raise UsageError(f"the pool cannot be read: {error}") from error
+    say(json.dumps(document, indent=2) if options.json else render(document))
+    return Exit.OK
+
+
+def _pool_remove(options: argparse.Namespace) -> int:
+    from sidecar.units import approximate_size
+    from tiers.errors import PoolError
+    from tiers.pool_file import remove_pool
+
+    path = _load(options.config).pool_path
+    try:
+        freed_bytes = remove_pool(path)
+    except (PoolError, OSError) as error:
+        complain(str(error))
+        return Exit.NO
+    say(f"{path}: {approximate_size(freed_bytes)} given back" if freed_bytes else f"{path}: none")
+    return Exit.OK
+
+
 def _tenant_id(options: argparse.Namespace) -> int:
     from sidecar.protocol import tenant_id
 
@@ -249,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
     _add_running(commands)
     _add_looking(commands)
     _add_keygen(commands)
+    _add_pool(commands)
     _add_tenant(commands)
     _add_config(commands)
     return top
@@ -339,6 +366,25 @@ def _add_keygen(commands: _Commands) -> None:
     )
     keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
     keygen.set_defaults(command_function=_keygen)
+
+
+def _add_pool(commands: _Commands) -> None:
+    pool = commands.add_parser(
+        "pool",
+        help="show or remove the host memory that a stopped sidecar kept",
+        description="A sidecar that stops keeps its host memory, so that the next one of the same "
+        "name starts warm (host.after_stop). Run this as the sidecar's user, with its --config.",
+    )
+    actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print where it is, how large, and what it holds")
+    _add_config_option(show)
+    show.add_argument("--json", action="store_true", help="print it as JSON")
+    show.set_defaults(command_function=_pool_show)
+    remove = actions.add_parser(
+        "remove", help="give it back; ends with 1 where a sidecar uses it, or it is not kvlake's"
+    )
+    _add_config_option(remove)
+    remove.set_defaults(command_function=_pool_remove)
 
 
 def _add_tenant(commands: _Commands) -> None:

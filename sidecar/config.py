@@ -500,6 +500,11 @@ class Config(Section):
     http: Http = Field(default_factory=Http)
     log: Log = Field(default_factory=Log)
 
+    @property
+    def pool_path(self) -> Path:
+        """The host tier's file: one for each user and name."""
+        return self.host.directory / f"kvlake-{os.getuid()}-{self.runtime.name}.pool"
+
     def secrets(self) -> set[str]:
         """Every secret that the configuration holds, for masking whatever repeats one."""
         found = {

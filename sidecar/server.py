@@ -129,7 +129,7 @@ def _secret(read: Callable[[], str]) -> str:
 
 
 def _open_pool(config: Config) -> HostPool:
-    path = config.host.directory / f"kvlake-{os.getuid()}-{config.runtime.name}.pool"
+    path = config.pool_path
     try:
         pool = HostPool.open(path, config.host.size, prefault=config.host.prefault)
     except PoolError as error:

@@ -24,15 +24,13 @@ without an owner's record beside it is not ours and is never removed. One thread
 from __future__ import annotations
 
 import contextlib
-import errno
-import mmap
 import os
-import stat
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.pool_file import create_mapping, map_existing, require_ours
 from tiers.pool_lock import (
     Owner,
     lock_path_of,
@@ -49,12 +47,13 @@ from tiers.pool_table import (
     SealedSlots,
     SlabEntry,
     TableShape,
-    refusal,
+    plausible,
 )
 from tiers.prefault import populate
 from tiers.slabs import Extents, PoolStats, Slab, SlotClass
 
 if TYPE_CHECKING:
+    import mmap
     from pathlib import Path
 
     import numpy.typing as npt
@@ -67,7 +66,6 @@ POPULATE_BYTES_PER_CALL: Final = 16 << 20
 _SLAB_BYTES_MAX: Final = 16 << 20
 """A slab of small slots is no larger: the fewer slots it has, the sooner it is empty again."""
 _SLABS_PER_POOL_MIN: Final = 16
-_FILE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HostPool:
@@ -133,12 +131,12 @@ class HostPool:
     def _open(cls, path: Path, size_bytes: int, lock_fd: int, *, prefault: bool) -> HostPool:
         there = os.path.lexists(path)
         if there:
-            _require_ours(path, lock_fd)
+            require_ours(path, lock_fd)
         # Before the file is made: memory without an owner's record would be nobody's.
         write_owner(lock_fd, Owner.current())
         emptied = ""
         if there:
-            mapping, emptied = _map_existing(path, size_bytes)
+            mapping, emptied = map_existing(path, size_bytes)
             if mapping is not None:
                 pool = cls(path, lock_fd, mapping, size_bytes)
                 if pool._recover():
@@ -146,7 +144,7 @@ class HostPool:
                 emptied = "its table of slabs contradicts itself"
                 del pool, mapping
             path.unlink()
-        mapping = _create_mapping(path, TableShape.of(size_bytes).file_bytes, size_bytes)
+        mapping = create_mapping(path, size_bytes)
         pool = cls(path, lock_fd, mapping, size_bytes)
         pool.emptied = emptied
         pool._table.format(read_boot_id())
@@ -158,7 +156,7 @@ class HostPool:
     def _recover(self) -> bool:
         """Take the slabs and sealed slots over that the file tells of. False if it is damaged."""
         slabs = self._table.slabs()
-        if slabs is None or not all(map(_plausible, slabs)):
+        if slabs is None or not all(plausible(slab, self._table.shape) for slab in slabs):
             return False
         ranges = [(slab.base, slab.slots * slab.slot_bytes) for slab in slabs]
         runs = [(slab.first_record, slab.slots) for slab in slabs]
@@ -370,65 +368,3 @@ class HostPool:
                 "never came from allocate"
             )
         return slab
-
-
-def _require_ours(path: Path, lock_fd: int) -> None:
-    """Raise `PoolError` for a file that no owner's record vouches for, or of another user."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or owner_of(lock_fd) is None:
-        raise PoolError(
-            f"{path} exists and was not made by kvlake (no owner in {path.name}.lock); choose "
-            "another host.directory or runtime.name, or remove it yourself"
-        )
-    if found.st_uid != os.geteuid():
-        raise PoolError(
-            f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; choose another "
-            "host.directory or runtime.name"
-        )
-
-
-def _plausible(slab: SlabEntry) -> bool:
-    return slab.slots > 0 and slab.slot_bytes > 0 and not (slab.base | slab.slot_bytes) % PAGE_BYTES
-
-
-def _map_existing(path: Path, size_bytes: int) -> tuple[mmap.mmap | None, str]:
-    """Map a file of ours, or say why it cannot be taken over."""
-    shape = TableShape.of(size_bytes)
-    fd = os.open(path, _FILE_FLAGS)
-    try:
-        found = os.fstat(fd)
-        first: Bytes = np.frombuffer(os.pread(fd, PAGE_BYTES, 0), dtype=np.uint8)
-        reason = refusal(first, found.st_size, read_boot_id())
-        if reason:
-            return None, reason
-        if found.st_size != shape.file_bytes:
-            return None, f"it was made for another host.size, with {found.st_size} bytes in all"
-        if found.st_blocks * 512 < found.st_size:
-            return None, "it has holes: not all of it is backed by memory"
-        return mmap.mmap(fd, found.st_size), ""
-    finally:
-        os.close(fd)
-
-
-def _create_mapping(path: Path, file_bytes: int, size_bytes: int) -> mmap.mmap:
-    file_system = os.statvfs(path.parent)
-    room = file_system.f_bavail * file_system.f_frsize
-    no_room = (
-        f"size_bytes={size_bytes} ({file_bytes} with its table): the file system of {path.parent} "
-        f"has {room} bytes left; lower host.size, choose another host.directory, or enlarge it "
-        f"(mount -o remount,size=... {path.parent})"
-    )
-    # A tmpfs that is mounted without a limit reports no blocks at all.
-    if room < file_bytes and file_system.f_blocks:
-        raise PoolError(no_room)
-    fd = os.open(path, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, file_bytes)
-        return mmap.mmap(fd, file_bytes)
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise PoolError(no_room) from error
-        raise
-    finally:
-        os.close(fd)

@@ -231,6 +231,17 @@ class PoolTable:
         )
 
 
+def plausible(slab: SlabEntry, shape: TableShape) -> bool:
+    """Whether an entry, taken alone, can be: its slots and records are within the pool."""
+    return (
+        slab.slots > 0
+        and slab.slot_bytes > 0
+        and (slab.base | slab.slot_bytes) % PAGE_BYTES == 0
+        and slab.base + slab.slots * slab.slot_bytes <= shape.size_bytes
+        and slab.first_record + slab.slots <= shape.records_max
+    )
+
+
 def refusal(superblock: Bytes, file_bytes: int, boot_id: bytes) -> str:
     """Why a file of `file_bytes` with this first page cannot be taken over; empty if it can.
 

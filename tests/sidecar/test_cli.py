@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from sidecar.status import StatusError, fetch, render, url_of
 from tiers.arrow import SlotTemplate
 from tiers.layout import ChunkLayout, Segment
 from tiers.objects import UrlObjects
+from tiers.pool import HostPool
 
 KEY = bytes(range(32))
 
@@ -32,11 +34,60 @@ def kvlake(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return code, captured.out, captured.err
 
 
+# --- the memory that is left -------------------------------------------------------------------
+
+
+def test_pool_is_shown_and_removed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"host: {{size: 1MiB, directory: {tmp_path}}}\nruntime: {{name: mine}}\n")
+    path = load(file).pool_path
+    given = ("--config", str(file))
+    assert kvlake(capsys, "pool", "show", *given) == (0, f"{path}: there is none\n", "")
+    assert kvlake(capsys, "pool", "remove", *given) == (0, f"{path}: none\n", "")
+
+    pool = HostPool.open(path, 1 << 20, prefault=False)
+    offset = pool.allocate(pool.register_class(8192))
+    assert offset is not None
+    pool.seal(offset)
+    code, out, _ = kvlake(capsys, "pool", "show", *given)
+    assert (code, f"in use by process {os.getpid()}; it holds 8 KiB" in out) == (0, True), out
+    code, out, err = kvlake(capsys, "pool", "remove", *given)
+    assert (code, "pool is in use" in err) == (1, True)
+    pool.close(keep=True)
+
+    code, out, _ = kvlake(capsys, "pool", "show", "--json", *given)
+    document = json.loads(out)
+    assert document["state"] == "kept"
+    assert document["size_bytes"] == 1 << 20
+    assert document["classes"] == [{"slot_bytes": 8192, "slots": 1}]
+    assert kvlake(capsys, "pool", "show", *given)[1].startswith(f"{path}: 1.54 MiB, kept")
+    with path.open("r+b") as changed:
+        changed.write(b"precious")
+    assert "the next start will empty it" in kvlake(capsys, "pool", "show", *given)[1]
+    assert "given back" in kvlake(capsys, "pool", "remove", *given)[1]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_file_of_somebody_else_is_not_removed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"host: {{directory: {tmp_path}}}\n")
+    path = load(file).pool_path
+    path.write_text("precious")
+    for _ in range(2):
+        code, _, err = kvlake(capsys, "pool", "remove", "--config", str(file))
+        assert (code, "was not made by kvlake" in err) == (1, True)
+    assert "not made by kvlake" in kvlake(capsys, "pool", "show", "--config", str(file))[1]
+    assert path.read_text() == "precious"
+    assert set(tmp_path.iterdir()) == {file, path}
+
+
 # --- help and configuration ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "command", ["", "run", "serve", "demo", "status", "inspect", "config", "config check"]
+    "command", ["", "run", "serve", "demo", "status", "inspect", "pool", "config", "config check"]
 )
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
