@@ -36,6 +36,31 @@ class SessionOpened:
     realm_id: int
     want_events: bool
     layout: ChunkLayout | None
+    namespace: bytes = b""
+    """Digest of the realm's namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredSlot:
+    """A slot that was sealed before this life. `sealed` and `used` only say what came first."""
+
+    slot: int
+    namespace: bytes
+    geometry: ChunkLayout
+    """The layout that it was stored with, less its chunk size (`ChunkLayout.geometry`)."""
+    num_blocks: int
+    key: bytes
+    parent: bytes
+    tenant: bytes
+    sealed: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What host memory held when the sidecar started; before every other event."""
+
+    slots: tuple[RestoredSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +179,13 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that a realm's catalog held when the sidecar began to read it was `Listed`."""
+
+    realm_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: leases and lookups past their deadline end."""
 
@@ -164,7 +196,8 @@ class Draining:
 
 
 Event = (
-    SessionOpened
+    Restored
+    | SessionOpened
     | SessionClosed
     | Submitted
     | LookedUp
@@ -174,6 +207,7 @@ Event = (
     | Written
     | ReadDone
     | Listed
+    | CaughtUp
     | Tick
     | Draining
 )
@@ -201,7 +235,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Verify a slot of `num_blocks` blocks and copy part of it out; answered by `Copied`."""
+    """Copy part of a slot of `num_blocks` blocks out, and `verify` all; answered by `Copied`."""
 
     copy_id: int
     session_id: int
@@ -214,6 +248,7 @@ class Scatter:
     num_blocks: int
     first_block: int
     block_ids: tuple[int, ...]
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +329,7 @@ class Counters:
     chunks_evicted: int = 0
     chunks_written: int = 0
     chunks_read: int = 0
+    chunks_restored: int = 0
     bytes_stored: int = 0
     bytes_loaded: int = 0
     bytes_written: int = 0
@@ -307,6 +343,7 @@ class Counters:
     stores_revoked: int = 0
     stores_expired: int = 0
     loads_dropped_full: int = 0
+    loads_unverified: int = 0
     loads_missing: int = 0
     loads_corrupt: int = 0
     loads_failed: int = 0
@@ -329,6 +366,8 @@ class Counters:
     writes_refused_quota: int = 0
     writes_failed: int = 0
     writes_expired: int = 0
+    slots_restored: int = 0
+    slots_unclaimed_dropped: int = 0
     quarantined_host: int = 0
     quarantined_store: int = 0
     stale_messages: int = field(default=0)

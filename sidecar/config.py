@@ -204,6 +204,8 @@ class Host(Section):
     """Which chunk makes room: the least recently used, or the oldest."""
     prefault: Flag = True
     """Touch all of it at the start, so that no store pays for first use."""
+    after_stop: Literal["keep", "remove"] = "keep"
+    """`keep`: the memory stays for the next start. `remove`: it is given back at SIGTERM."""
 
     @field_validator("directory")
     @classmethod
@@ -436,6 +438,13 @@ class Gpu(Section):
     """Bytes on their way from one GPU at any time; a token's way back waits behind them."""
 
 
+class Integrity(Section):
+    """How often bytes are compared with the checksum taken when they left an engine."""
+
+    verify_loads: Ratio = Field(default=1.0, ge=0, le=1)
+    """Part of the chunks loaded from host memory that is verified, from 0 to 1, spread evenly."""
+
+
 class Http(Section):
     """Metrics, health and status over HTTP."""
 
@@ -493,6 +502,7 @@ class Config(Section):
     store: Store | None = None
     limits: Limits = Field(default_factory=Limits)
     tenants: Tenants = Field(default_factory=Tenants)
+    integrity: Integrity = Field(default_factory=Integrity)
     copies: Copy = Field(default_factory=Copy, alias="copy")
     # `copy` in the file; the attribute has another name because pydantic models have a method so
     # called.

@@ -51,6 +51,7 @@ class Cause(enum.Enum):
     GATHER = "gather"
     READ = "read"
     ARRIVED = "arrived"
+    RESTORED = "restored"
     FAILED = "failed"
     EVICTED = "evicted"
     DETACHED = "detached"
@@ -69,6 +70,7 @@ _S, _C = SegmentState, Cause
 TRANSITIONS: Final[dict[tuple[SegmentState, Cause], SegmentState]] = {
     (_S.ABSENT, _C.GATHER): _S.STORING,
     (_S.ABSENT, _C.READ): _S.READING,
+    (_S.ABSENT, _C.RESTORED): _S.HOST,
     (_S.STORING, _C.ARRIVED): _S.HOST,
     (_S.STORING, _C.FAILED): _S.ABSENT,
     (_S.STORING, _C.DETACHED): _S.ZOMBIE,
@@ -95,6 +97,7 @@ class Segment:
         "running",
         "slot",
         "state",
+        "verified",
         "writing",
     )
 
@@ -104,6 +107,8 @@ class Segment:
         self.state = SegmentState.ABSENT
         self.slot = -1
         self.num_blocks = 0
+        self.verified = True
+        """Whether this process has seen all bytes of a HOST segment to be right."""
         self.running = 0
         """Copies, reads and writes that touch the slot now; it is not freed before they ended."""
         self.writing = False

@@ -7,8 +7,8 @@ events in the same order give the same commands. The server checks epochs and fr
 event.
 
 Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
-the directory or a zombie, and in one place only; every pin has an owner; what runs on a slot is
-what the parts say is running.
+the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
+runs on a slot is what the parts say is running.
 
 The order of the commands of one event: changes of the shared index (so that a reader stops seeing
 an evicted chunk before its slot is filled anew, and sees a stored one before the worker is told),
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from sidecar.bounds import BoundLimits, Bounds
 from sidecar.breaker import Breaker, BreakerRules
 from sidecar.commands import (
+    CaughtUp,
     Command,
     Copied,
     Counters,
@@ -36,6 +37,7 @@ from sidecar.commands import (
     ReadDone,
     Released,
     Reply,
+    Restored,
     SessionClosed,
     SessionOpened,
     Submitted,
@@ -84,6 +86,8 @@ class EngineLimits:
     store_reads: bool
     bounds: BoundLimits = field(default_factory=BoundLimits)
     """What may wait, in all and of one session."""
+    verify_loads: float = 1.0
+    """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ class EngineSnapshot:
     chunks_in_store: int
     slots_allocated: int
     slots_zombie: int
+    slots_unclaimed: int
+    unclaimed_bytes: int
     leases: int
     lookups: int
     write_queue_bytes: int
@@ -179,6 +185,7 @@ class Engine:
             self.tenants,
             on_complete=self._chunk_complete,
             on_wanted=self._chunk_wanted,
+            on_restored=self._chunk_restored,
             on_removed=self._chunk_removed,
         )
         self._pins = Pins(self._directory, self._host.chunk_bytes, self.bounds.pinned)
@@ -228,6 +235,7 @@ class Engine:
             self.tenants,
             self.bounds,
             self._outbox.emit,
+            verify_loads=limits.verify_loads,
             ended=self._job_ended,
             store_failed=self._lookups.store_failed,
         )
@@ -243,6 +251,8 @@ class Engine:
         match event:
             case Submitted() | LookedUp() | LeaseTaken() | Released() | SessionClosed():
                 self._handle_session(event, now)
+            case Restored():
+                self._host.restore(event.slots)
             case SessionOpened():
                 self._open(event)
             case Copied():
@@ -253,14 +263,15 @@ class Engine:
                 self._lookups.read_ended(event, now)
             case Listed():
                 self._store.listed(event)
+            case CaughtUp():
+                self._writes.caught_up(event.realm_id)
             case Tick():
                 self.counters.leases_expired += self._leases.expire(now)
                 self._lookups.expire(now)
             case Draining():
                 self._draining = True
                 self._lookups.drain()
-                if self._limits.flush_at_end:
-                    self._writes.flush()
+                self._writes.draining(flush=self._limits.flush_at_end)
         self._lookups.pump(now)
         self._writes.pump(now)
         return self._flush()
@@ -292,8 +303,9 @@ class Engine:
         if reason is not None:
             raise ValueError(reason)
         realm = self._directory.open_realm(event.realm_id, event.world_size)
-        if event.layout is not None:
+        if event.layout is not None and realm.layouts[event.rank] is None:
             self._host.learn_layout(realm, event.rank, event.layout)
+            self._host.adopt(realm, event.rank, event.namespace)
         if event.role is Role.SCHEDULER:
             self._leases.forget_early((event.realm_id, event.engine_id))
         self._sessions[event.session_id] = event
@@ -363,6 +375,10 @@ class Engine:
     def _chunk_wanted(self, chunk: Chunk) -> None:
         self._writes.wanted(chunk)
 
+    def _chunk_restored(self, chunk: Chunk) -> None:
+        self._writes.restored(chunk)
+        self._lookups.completed(chunk)
+
     def _chunk_removed(self, chunk: Chunk) -> None:
         self._writes.removed(chunk)
         self._lookups.removed(chunk)
@@ -416,6 +432,8 @@ class Engine:
             chunks_in_store=sum(realm.stored_chunks for realm in realms),
             slots_allocated=len(self._host.allocated),
             slots_zombie=len(self._host.zombies),
+            slots_unclaimed=len(self._host.inventory),
+            unclaimed_bytes=self._host.inventory.num_bytes,
             leases=len(self._leases),
             lookups=sum(1 for _ in self._lookups),
             write_queue_bytes=self._writes.pending_bytes,
@@ -458,6 +476,7 @@ class Engine:
         segments = [segment for chunk in chunks for segment in chunk.segments]
         everything = segments + list(self._host.zombies)
         slots = [segment.slot for segment in everything if segment.slot >= 0]
+        slots += list(self._host.inventory)
         assert len(slots) == len(set(slots)), "a slot is used twice"
         assert set(slots) == self._host.allocated, "a slot is lost or unknown to the ledger"
         charged: Counter[bytes] = Counter()

@@ -4,14 +4,19 @@ Owns the ledger of slots between the pool (which hands them out) and the directo
 what they hold), the eviction order's membership, and zombies: slots of chunks that were removed
 while a copy, read or write still ran on them. It does not decide what to store, read or write.
 
+What an earlier life of the sidecar left in slots that it had sealed waits in the inventory until a
+worker attaches whose rank it is of; then those slots are its chunks' segments. The pool is told
+when a slot is sealed, used, or not to come back, so that the next life finds what this one had.
+
 A tenant at its limit makes room among its own chunks first, and only there; what it may have then
 competes with everybody's for free slots.
 
 Invariants: a slot is freed only when nothing runs on it; the slots that were allocated are those
-of the directory's segments plus those of the zombies, and a tenant is charged for exactly the
-slots of its chunks; a chunk is known to the policy exactly
-while one of its segments is HOST and it is in the directory. (From its first segment, not its
-last: a chunk whose other ranks never come must be evictable, or it would stay for ever.)
+of the directory's segments, those of the zombies and the inventory, and a tenant is charged for
+exactly the slots of its chunks; a slot is sealed in the pool exactly while its segment is HOST or
+it is in the inventory; a chunk is known to the policy exactly while one of its segments is HOST
+and it is in the directory. (From its first segment, not its last: a chunk whose other ranks never
+come must be evictable, or it would stay for ever.)
 """
 
 from __future__ import annotations
@@ -20,11 +25,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from sidecar.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
+from sidecar.inventory import Inventory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sidecar.commands import Counters
+    from sidecar.commands import Counters, RestoredSlot
     from sidecar.tenants import Tenants
     from tiers.layout import ChunkLayout
     from tiers.policy.policy import Policy
@@ -45,6 +51,22 @@ class SlotAllocator(Protocol):
 
     def allocate(self, class_id: int) -> int | None:
         """A free slot's offset, or None."""
+        ...
+
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        """Note whose a slot is that was just allocated; it comes back with the slot."""
+        ...
+
+    def seal(self, offset: int) -> None:
+        """A slot is whole: it may come back after a restart."""
+        ...
+
+    def unseal(self, offset: int) -> None:
+        """A slot is not to come back, though it is not free yet."""
+        ...
+
+    def touch(self, offset: int) -> None:
+        """A sealed slot was used."""
         ...
 
     def free(self, offset: int) -> None:
@@ -72,8 +94,9 @@ class SlotAllocator(Protocol):
 class HostTier:
     """Slots, and the chunks that they hold.
 
-    `on_complete`, `on_wanted` and `on_removed` tell the others of a chunk that is all there, that
-    was asked for again, and that went.
+    Tells the others of a chunk: `on_complete` when it has all its segments, `on_restored` when the
+    last of them came back after a restart, `on_wanted` when it was asked for again, `on_removed`
+    when it is gone.
     """
 
     def __init__(
@@ -86,6 +109,7 @@ class HostTier:
         *,
         on_complete: Callable[[Chunk], None],
         on_wanted: Callable[[Chunk], None],
+        on_restored: Callable[[Chunk], None],
         on_removed: Callable[[Chunk], None],
     ) -> None:
         self._directory = directory
@@ -95,9 +119,11 @@ class HostTier:
         self._tenants = tenants
         self._on_complete = on_complete
         self._on_wanted = on_wanted
+        self._on_restored = on_restored
         self._on_removed = on_removed
         self.allocated: set[int] = set()
         self.zombies: set[Segment] = set()
+        self.inventory = Inventory(slots.class_of, slots.slot_bytes)
 
     def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
         """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
@@ -107,12 +133,19 @@ class HostTier:
     def touch(self, chunk: Chunk) -> None:
         """Tell the policy that a chunk was wanted."""
         if chunk.hosted and not chunk.detached:
-            name = (chunk.realm.realm_id, chunk.key)
-            self._policy.touch(name)
-            own = self._tenants.order(chunk.tenant)
-            if own is not None:
-                own.touch(name)
+            self._freshen(chunk)
+            for segment in chunk.segments:
+                if segment.state is SegmentState.HOST:
+                    self._slots.touch(segment.slot)
             self._on_wanted(chunk)
+
+    def _freshen(self, chunk: Chunk) -> None:
+        """Make a chunk the last in the orders of eviction that go by use."""
+        name = (chunk.realm.realm_id, chunk.key)
+        self._policy.touch(name)
+        own = self._tenants.order(chunk.tenant)
+        if own is not None:
+            own.touch(name)
 
     @property
     def size_bytes(self) -> int:
@@ -153,6 +186,8 @@ class HostTier:
         if slot is None:
             self._count_dropped(chunk.tenant, cause, within=within)
             return False
+        if chunk.tenant:
+            self._slots.set_tag(slot, chunk.tenant)
         self._tenants.charge(chunk.tenant, num_bytes)
         self._directory.move(segment, cause)
         segment.slot = slot
@@ -165,10 +200,18 @@ class HostTier:
             self.release(segment)
             return False
         segment.running -= 1
-        segment.num_blocks = num_blocks
+        self._slots.seal(segment.slot)
+        self._has_come(segment, Cause.ARRIVED, num_blocks, parent)
+        if segment.chunk.loadable:
+            self._on_complete(segment.chunk)
+        return True
+
+    def _has_come(self, segment: Segment, cause: Cause, num_blocks: int, parent: bytes) -> None:
         chunk = segment.chunk
+        segment.num_blocks = num_blocks
+        segment.verified = cause is not Cause.RESTORED
         chunk.parent = parent
-        self._directory.move(segment, Cause.ARRIVED)
+        self._directory.move(segment, cause)
         if chunk.hosted == 1:
             realm_id = chunk.realm.realm_id
             name, before = (realm_id, chunk.key), (realm_id, parent)
@@ -176,9 +219,62 @@ class HostTier:
             own = self._tenants.order(chunk.tenant)
             if own is not None:
                 own.add(name, before)
+
+    # --- after a restart -----------------------------------------------------------------------
+
+    def restore(self, found: tuple[RestoredSlot, ...]) -> None:
+        """Take in what the pool still held at the start, for whoever comes for it."""
+        self.allocated.update(one.slot for one in found)
+        self.inventory.restore(found)
+        self._counters.slots_restored += len(found)
+
+    def adopt(self, realm: Realm, rank: int, namespace: bytes) -> None:
+        """Make segments of the slots that a rank, whose layout was just learnt, stored earlier.
+
+        Their history is told to the policy as it was, so that it orders them as before.
+        """
+        layout = realm.layouts[rank]
+        assert layout is not None, "just learnt"
+        found = self.inventory.matching(namespace, layout, realm.slot_classes[rank])
+        history = [(one.sealed, False, one) for one in found]
+        history += [(one.used, True, one) for one in found if one.used > one.sealed]
+        history.sort(key=lambda moment: moment[:2])
+        for _, was_use, one in history:
+            chunk = realm.chunks.get(one.key)
+            if not was_use:
+                self._adopt(realm, rank, one)
+            elif chunk is not None and chunk.segments[rank].slot == one.slot:
+                self._freshen(chunk)
+
+    def _adopt(self, realm: Realm, rank: int, found: RestoredSlot) -> None:
+        chunk = self._directory.open_chunk(realm, found.key, found.tenant)
+        segment = chunk.segments[rank]
+        if segment.state is not SegmentState.ABSENT:
+            # Another slot has it: two ranks, or two realms, of one segment. This one stays here.
+            return
+        self.inventory.claim(found)
+        self._directory.pin(chunk)
+        num_bytes = self.slot_bytes(segment)
+        within = self._make_room(chunk.tenant, num_bytes)
+        chunk.pins -= 1
+        if not within:
+            # Its tenant's limit is lower than it was.
+            self._give_back(found.slot)
+            self._directory.settle(chunk)
+            return
+        self._tenants.charge(chunk.tenant, num_bytes)
+        segment.slot = found.slot
+        self._has_come(segment, Cause.RESTORED, found.num_blocks, found.parent)
         if chunk.loadable:
-            self._on_complete(chunk)
-        return True
+            self._counters.chunks_restored += 1
+            self._on_restored(chunk)
+
+    def _give_back(self, slot: int) -> None:
+        self._counters.slots_unclaimed_dropped += 1
+        self.allocated.remove(slot)
+        self._slots.free(slot)
+
+    # --- endings -------------------------------------------------------------------------------
 
     def failed(self, segment: Segment) -> None:
         """The slot was not filled; it is free again."""
@@ -211,13 +307,16 @@ class HostTier:
         self._directory.detach(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.ZOMBIE:
+                self._slots.unseal(segment.slot)
                 self.zombies.add(segment)
                 if segment.running == 0:
                     self._bury(segment)
         self._on_removed(chunk)
 
     def clear(self) -> None:
-        """Evict every chunk that may be evicted."""
+        """Evict every chunk that may be evicted, and give up what nobody claimed."""
+        while (slot := self.inventory.give_up(-1)) is not None:
+            self._give_back(slot)
         for realm in self._directory.realms.values():
             for chunk in list(realm.chunks.values()):
                 if chunk.hosted and chunk.pins == 0 and not chunk.busy:
@@ -271,6 +370,15 @@ class HostTier:
 
     def _allocate(self, class_id: int) -> int | None:
         slot = self._slots.allocate(class_id)
+        tries = 0
+        # What nobody has claimed goes first, also where it takes several for one slot.
+        while slot is None and tries < EVICTIONS_PER_SLOT_MAX:
+            given = self.inventory.give_up(class_id)
+            if given is None:
+                break
+            self._give_back(given)
+            slot = self._slots.allocate(class_id)
+            tries += 1
         if slot is None:
             # A victim of the same class gives exactly what is needed, whatever else it holds.
             victim = self._victim(self._policy, lambda chunk: self._has_slot_of(chunk, class_id))

@@ -169,8 +169,9 @@ class Hub:
         self.end()
         for session in self.sessions.all():
             self.end_session(session, "the sidecar stops")
-        # So that what the pool still has in use when it closes is a leak and not the cache.
-        self.engine.clear()
+        if self.config.host.after_stop == "remove":
+            # So that what the pool still has in use when it closes is a leak and not the cache.
+            self.engine.clear()
         self.gpus.close()
         self.realms.close()
 
@@ -343,7 +344,8 @@ def _engine_limits(config: Config) -> EngineLimits:
         else BreakerRules(),
         write=WritePolicy(store.write) if store else WritePolicy.OFF,
         # Host memory ends with the process, and what it alone holds with it.
-        flush_at_end=True,
+        # What is kept needs no writing: the next start has it, and its turn comes then.
+        flush_at_end=config.host.after_stop == "remove",
         store_reads=store is not None and store.read == "on",
         bounds=BoundLimits(
             memory_bytes_max=limits.memory_max,
@@ -354,4 +356,5 @@ def _engine_limits(config: Config) -> EngineLimits:
             leases_max=limits.leases_max,
             jobs_max_per_session=limits.jobs_inflight_max * JOBS_SLACK,
         ),
+        verify_loads=config.integrity.verify_loads,
     )

@@ -120,6 +120,7 @@ class Jobs:
         bounds: Bounds,
         emit: Callable[[Command], None],
         *,
+        verify_loads: float,
         ended: Callable[[Job, JobOutcome], None],
         store_failed: Callable[[Chunk], None],
     ) -> None:
@@ -131,6 +132,8 @@ class Jobs:
         self._emit = emit
         self._ended = ended
         self._store_failed = store_failed
+        self._verify_loads = verify_loads
+        self._verify_due = 0.0
         self._running: dict[int, RunningCopy] = {}
         self._last_copy_id = 0
 
@@ -227,8 +230,21 @@ class Jobs:
                 num_blocks=segment.num_blocks,
                 first_block=piece.first_block,
                 block_ids=tuple(piece.block_ids),
+                verify=self._must_verify(segment),
             )
         )
+
+    def _must_verify(self, segment: Segment) -> bool:
+        """Whether to verify this load: evenly, so many of a hundred; what is new here always."""
+        self._verify_due += self._verify_loads
+        # Sums of tenths fall short of one by a hair.
+        due = self._verify_due > 1 - 1e-6
+        if due:
+            self._verify_due -= 1
+        if due or not segment.verified:
+            return True
+        self._counters.loads_unverified += 1
+        return False
 
     def store(
         self, session: SessionOpened, realm: Realm, fence: int, message: StoreJob, *, accept: bool
@@ -326,6 +342,8 @@ class Jobs:
     def _scattered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
         self._host.release(copy.segment)
         if outcome is CopyOutcome.OK:
+            # What was not verified yet has been now, and the rest was before.
+            copy.segment.verified = True
             self._counters.chunks_loaded += 1
             self._counters.bytes_loaded += copy.num_bytes
             own = self._tenants.counters(copy.segment.chunk.tenant)

@@ -30,6 +30,7 @@ from sidecar.watchdog import PROBLEMS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from sidecar.engine import EngineSnapshot
     from sidecar.http import HttpServer
     from sidecar.hub import Hub
     from sidecar.realms import Realm
@@ -44,7 +45,12 @@ _COUNTED: Final = {
     "chunks_evicted": "Chunks that made room in host memory",
     "chunks_written": "Chunks written to the object store, complete over all ranks",
     "chunks_read": "Chunks read from the object store, complete over all ranks",
+    "chunks_restored": "Chunks of an earlier run, complete over all ranks, that engines came for",
+    "slots_restored": "Slots that an earlier run had left in host memory",
+    "slots_unclaimed_dropped": "Of these, slots that made room before an engine came for them",
+    "loads_unverified": "Chunks loaded without comparing the checksum (integrity.verify_loads)",
 }
+_LOADS_MISSED: Final = ("missing", "corrupt", "failed", "revoked", "expired")
 
 
 def version() -> str:
@@ -113,8 +119,10 @@ class HubCollector(Collector):
             ("size",): stats.size_bytes,
             ("used",): stats.used_bytes,
             ("slabs",): stats.slab_bytes,
+            ("unclaimed",): self._hub.engine.snapshot().unclaimed_bytes,
         }
-        yield _gauge("host_bytes", "Host memory: all, in used slots, in slabs", sizes, ["kind"])
+        told = "Host memory: all, in used slots, in slabs, restored for engines that have not come"
+        yield _gauge("host_bytes", told, sizes, ["kind"])
         slots: dict[tuple[str, ...], float] = {}
         for one in stats.classes:
             slots[str(one.slot_bytes), "used"] = one.slots_used
@@ -267,13 +275,11 @@ class Reporter:
             "ready": ready,
             "state": readiness["state"],
             "problems": readiness["problems"],
-            "tiers": {"host": self._host_tier(now.chunks_in_host), "store": self._store_tier()},
+            "tiers": {"host": self._host_tier(now), "store": self._store_tier()},
             "hits": {
                 "chunks_loaded": counters["chunks_loaded"],
                 "bytes_loaded": counters["bytes_loaded"],
-                "loads_missed": sum(
-                    value for name, value in counters.items() if name.startswith("loads_")
-                ),
+                "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
                 "lookups": counters["lookups"],
                 "lookups_expired": counters["lookups_expired"],
                 "chunks_read": counters["chunks_read"],
@@ -313,14 +319,16 @@ class Reporter:
             "sessions": self._sessions(),
         }
 
-    def _host_tier(self, chunks: int) -> dict[str, object]:
+    def _host_tier(self, now: EngineSnapshot) -> dict[str, object]:
         stats = self._hub.pool.stats()
         return {
             "policy": self._hub.config.host.policy,
             "size_bytes": stats.size_bytes,
             "used_bytes": stats.used_bytes,
             "slab_bytes": stats.slab_bytes,
-            "chunks": chunks,
+            "unclaimed_bytes": now.unclaimed_bytes,
+            "slots_unclaimed": now.slots_unclaimed,
+            "chunks": now.chunks_in_host,
             "classes": [dataclasses.asdict(one) for one in stats.classes],
         }
 

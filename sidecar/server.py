@@ -11,8 +11,8 @@ Invariants:
 * A stop is a drain: nothing new is accepted, running copies end, what is queued for the store is
   written for at most `limits.drain_seconds_max`, and what is left then is counted and told. A
   second signal ends the process at once.
-* Whatever way it ends, short of being killed, its sockets and its pool's files are removed; after
-  a kill the next sidecar of the same name replaces them.
+* Whatever way it ends, short of being killed, its sockets are removed, and its memory is kept or
+  removed (`hostmemory.py`); after a kill the next sidecar of the same name takes over.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ import pyarrow as pa
 
 from sidecar.admission import Admission
 from sidecar.attach import StartError, listen
-from sidecar.commands import Tick
+from sidecar.commands import Restored, RestoredSlot, Tick
 from sidecar.exits import Exit
+from sidecar.hostmemory import closing, map_ahead, open_pool
 from sidecar.http import HttpServer
 from sidecar.hub import Hub
 from sidecar.logs import fields
@@ -48,14 +49,14 @@ from sidecar.secretfiles import SecretFileError
 from sidecar.storage import WrapStore, open_store
 from sidecar.upkeep import Upkeep
 from sidecar.watchdog import Phase, Watchdog
-from tiers.errors import PoolError, TierError
-from tiers.pool import HostPool
+from tiers.errors import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from sidecar.config import Config
+    from tiers.pool import HostPool
     from tiers.wrap import Metered
 
 TICK_SECONDS: Final = 0.05
@@ -113,9 +114,9 @@ async def serve(
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
-        pool = await anyio.to_thread.run_sync(_open_pool, config)
-        stack.callback(_close_pool, pool)
-        return await Server(config, directory, pool, store, http, watchdog).run(ready)
+        pool, restored = await anyio.to_thread.run_sync(open_pool, config)
+        stack.push(closing(pool, keep=config.host.after_stop == "keep"))
+        return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
 
 
 def _secret(read: Callable[[], str]) -> str:
@@ -128,25 +129,6 @@ def _secret(read: Callable[[], str]) -> str:
     return secret
 
 
-def _open_pool(config: Config) -> HostPool:
-    path = config.pool_path
-    try:
-        pool = HostPool.open(path, config.host.size, prefault=config.host.prefault)
-    except PoolError as error:
-        raise StartError(f"host: {error}") from error
-    if pool.emptied:
-        _logger.warning("host memory starts empty", extra=fields(path=path, reason=pool.emptied))
-    for offset in pool.recovered.offsets.tolist():
-        pool.free(offset)
-    return pool
-
-
-def _close_pool(pool: HostPool) -> None:
-    leaked = pool.close()
-    if leaked:
-        _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
-
-
 class Server:
     """One sidecar's life."""
 
@@ -155,6 +137,7 @@ class Server:
         config: Config,
         directory: RuntimeDirectory,
         pool: HostPool,
+        restored: tuple[RestoredSlot, ...],
         store: Metered | None,
         http: HttpServer,
         watchdog: Watchdog,
@@ -168,6 +151,8 @@ class Server:
         self._http = http
         self._watchdog = watchdog
         self._watchdog.broke = self._break
+        self._taken_over = bool(restored)
+        self._hub.feed(Restored(restored))
         self._stopping = anyio.Event()
         self._broken: BaseException | None = None
 
@@ -232,6 +217,8 @@ class Server:
         await tasks.start(self._hub.mover.run)
         tasks.start_soon(self._hub.copies.run)
         tasks.start_soon(self._tick)
+        if self._taken_over and self._config.host.prefault:
+            tasks.start_soon(map_ahead, self._pool)
         if self._hub.watch is not None:
             tasks.start_soon(self._hub.watch.run)
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
@@ -265,7 +252,8 @@ class Server:
     def _abandon(self) -> None:
         """End the process now: threads may be copying, so nothing is unmapped first."""
         self._directory.remove_sockets()
-        self._pool.path.unlink(missing_ok=True)
+        if self._config.host.after_stop == "remove":
+            self._pool.path.unlink(missing_ok=True)
         os._exit(Exit.AT_ONCE)
 
     async def _tick(self) -> None:

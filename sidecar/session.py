@@ -70,6 +70,7 @@ class Session:
             realm_id=self.realm.realm_id,
             want_events=attach.want_events,
             layout=None if layout is None else layout.chunk(attach.blocks_per_chunk),
+            namespace=self.realm.namespace_digest,
         )
 
     def event_of(self, frames: list[bytes], epoch: int) -> Event:

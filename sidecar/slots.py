@@ -34,6 +34,22 @@ class PoolSlots:
         """See `SlotAllocator.allocate`."""
         return self._pool.allocate(class_id)
 
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        """See `SlotAllocator.set_tag`."""
+        self._pool.set_tag(offset, tag)
+
+    def seal(self, offset: int) -> None:
+        """See `SlotAllocator.seal`."""
+        self._pool.seal(offset)
+
+    def unseal(self, offset: int) -> None:
+        """See `SlotAllocator.unseal`."""
+        self._pool.unseal(offset)
+
+    def touch(self, offset: int) -> None:
+        """See `SlotAllocator.touch`."""
+        self._pool.touch(offset)
+
     def free(self, offset: int) -> None:
         """See `SlotAllocator.free`."""
         self._pool.free(offset)

@@ -125,7 +125,10 @@ def _tiers(document: Document) -> str:
     size, used = host.get("size_bytes", 0), host.get("used_bytes", 0)
     share = f"{100 * used / size:.0f}%" if size else "-"
     occupied = f"{approximate_size(used)} of {approximate_size(size)} ({share})"
-    rows.append(("host", host.get("chunks", 0), occupied, host.get("policy", "")))
+    about = str(host.get("policy", ""))
+    if unclaimed := host.get("unclaimed_bytes", 0):
+        about += f"  {approximate_size(unclaimed)} of an earlier run wait for their engine"
+    rows.append(("host", host.get("chunks", 0), occupied, about))
     if store:
         about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
         rows.append(("store", store.get("chunks", 0), "-", about))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.lowlevel
 
-from sidecar.commands import Event, Listed, ListedRow
+from sidecar.commands import CaughtUp, Event, Listed, ListedRow
 from sidecar.logs import fields
 from sidecar.reconcile import Reconciler
 from tiers.errors import TierError
@@ -61,7 +61,7 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes, reads and announces. `feed` takes the `Listed` events."""
+    """Probes, reads and announces. `feed` takes the `Listed` and `CaughtUp` events."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class StoreWatch:
         self._feed = feed
         self._catalogs = catalogs
         self._due: set[int] = set()
+        self._caught_up: set[int] = set()
         self._wake = anyio.Event()
         self.health = StoreHealth()
         self.reconciler = Reconciler(
@@ -189,6 +190,9 @@ class StoreWatch:
             self.listings_failed += 1
             return str(error)
         self.listings += 1
+        if realm.realm_id not in self._caught_up:
+            self._caught_up.add(realm.realm_id)
+            self._feed(CaughtUp(realm.realm_id))
         return None
 
     async def _feed_rows(self, realm: Realm, rows: Rows) -> None:

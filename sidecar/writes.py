@@ -17,6 +17,8 @@ Invariants: only a running write holds its slot; a pending one is forgotten, and
 chunk leaves the host tier first. At most `inflight_max` writes run, and what waits is at most
 `queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that the
 store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all.
+
+Chunks that came back after a restart (`offers.py`) are queued by `through` when nothing else is.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 from sidecar.commands import Command, Counters, StoreOutcome, Write, Written
+from sidecar.offers import Offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,6 +101,7 @@ class Writes:
         self._filled_bytes = 0
         """What came into the host tier since its cold end was looked through."""
         self._flushing = False
+        self._offers = Offers()
 
     # --- what is there to tell ---------------------------------------------------------------
 
@@ -129,6 +133,17 @@ class Writes:
         elif self._policy is WritePolicy.ON_EVICT:
             self._filled_bytes += sum(map(self._host.slot_bytes, chunk.segments))
 
+    def restored(self, chunk: Chunk) -> None:
+        """A chunk came back after a restart, with all of its segments; the store may have it."""
+        if self._policy is WritePolicy.THROUGH:
+            self._offers.add(chunk)
+        else:
+            self.completed(chunk)
+
+    def caught_up(self, realm_id: int) -> None:
+        """What the store holds of a realm is known."""
+        self._offers.caught_up(realm_id)
+
     def wanted(self, chunk: Chunk) -> None:
         """A chunk of the host tier was asked for again."""
         if self._policy is WritePolicy.ON_REUSE and chunk.loadable:
@@ -136,14 +151,16 @@ class Writes:
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk left the host tier: it cannot be written any more."""
+        self._offers.forget(chunk)
         if chunk in self._pending:
             self._drop(chunk)
         elif self._policy is WritePolicy.ON_EVICT and self._missing(chunk):
             self._counters.writes_dropped += 1
 
-    def flush(self) -> None:
-        """Queue everything that the store lacks: the host tier ends, and its content with it."""
-        if self._policy is WritePolicy.ON_EVICT:
+    def draining(self, *, flush: bool) -> None:
+        """The sidecar ends; with `flush`, what it holds does too: queue what the store lacks."""
+        self._offers.withdraw()
+        if flush and self._policy is WritePolicy.ON_EVICT:
             # Only what is left when the time is over is lost, so nothing is dropped for bytes.
             self._flushing = True
             for chunk in self._host.coldest():
@@ -225,6 +242,7 @@ class Writes:
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
         self._write_ahead()
+        self._take_offered()
         while (
             self._pending and len(self._running) < self._inflight_max and self._breaker.passes(now)
         ):
@@ -238,6 +256,14 @@ class Writes:
             if not chunk.realm.stored_rank(chunk.key, rank):
                 self._breaker.begin(now)
                 self._start(chunk.segments[rank], one.tries + 1)
+
+    def _take_offered(self) -> None:
+        """Queue what came back, as much as may run, if nothing else waits."""
+        while not self._pending and len(self._running) < self._inflight_max:
+            chunk = self._offers.take()
+            if chunk is None:
+                return
+            self._enqueue(chunk)
 
     def _start(self, segment: Segment, tries: int) -> None:
         self._host.hold(segment)
@@ -267,6 +293,8 @@ class Writes:
         self._host.release(segment)
         if event.outcome is StoreOutcome.OK:
             self._breaker.succeeded()
+            # It was verified before it was sent.
+            segment.verified = True
             self._store.written(segment, event)
         elif event.outcome is StoreOutcome.CORRUPT:
             self._counters.writes_failed += 1

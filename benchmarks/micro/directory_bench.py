@@ -57,6 +57,18 @@ class NoSlots:
         del class_id
         return None
 
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        """Nothing was allocated."""
+
+    def seal(self, offset: int) -> None:
+        """Nothing was allocated."""
+
+    def unseal(self, offset: int) -> None:
+        """Nothing was allocated."""
+
+    def touch(self, offset: int) -> None:
+        """Nothing was allocated."""
+
     def free(self, offset: int) -> None:
         """Nothing was allocated."""
 

@@ -57,6 +57,8 @@ class SidecarProcess:
             "runtime": {"directory": str(self.runtime), "name": self.name},
             "http": {"port": 0},
             **config,
+            # Nobody comes back for what a demo or a test leaves, unless it says so.
+            "host": {"after_stop": "remove", **config.get("host", {})},
         }
         self.config_path.write_text(yaml.safe_dump(merged))
         self.process: subprocess.Popen[bytes] | None = None

@@ -448,12 +448,12 @@ class RunningSidecar:
 
 
 def config_in(directory: Path, **sections: dict[str, Any]) -> Config:
-    """A configuration for tests: everything below `directory`, any HTTP port, 8 MiB of host."""
+    """A configuration for tests: all below `directory`, any HTTP port, 8 MiB that are not kept."""
     pool = directory / "pool"
     pool.mkdir(exist_ok=True)
     given: dict[str, dict[str, Any]] = {
         "runtime": {"directory": directory},
-        "host": {"size": 8 << 20, "directory": pool, "prefault": False},
+        "host": {"size": 8 << 20, "directory": pool, "prefault": False, "after_stop": "remove"},
         "http": {"port": 0},
     }
     for name, values in sections.items():

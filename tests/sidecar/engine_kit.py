@@ -28,6 +28,8 @@ from sidecar.commands import (
     Read,
     ReadDone,
     Reply,
+    Restored,
+    RestoredSlot,
     Scatter,
     SessionOpened,
     StoreOutcome,
@@ -77,6 +79,10 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little") if number > 0 else ROOT
 
 
+def namespace_of(realm_id: int) -> bytes:
+    return bytes([realm_id]) * 32
+
+
 def layout(rank: int, *, content_bytes: int = 8) -> ChunkLayout:
     return ChunkLayout(
         Segment(0, 2, rank, 1), BLOCKS_PER_CHUNK, BLOCK_TOKENS, content_bytes, "bfloat16", "plain"
@@ -110,6 +116,10 @@ class SlabSlots:
         self.slab_class: list[int | None] = [None] * slabs
         self.used: set[int] = set()
         self.freed: list[int] = []
+        self.sealed: dict[int, tuple[int, int]] = {}
+        """Slot to when it was sealed and when it was used last."""
+        self.tags: dict[int, bytes] = {}
+        self._moment = 0
         self._classes: list[int] = []
 
     def slot_class(self, layout: ChunkLayout) -> int:
@@ -131,7 +141,31 @@ class SlabSlots:
                         return slot
         return None
 
+    def _next(self) -> int:
+        self._moment += 1
+        return self._moment
+
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        assert offset in self.used
+        assert offset not in self.sealed
+        self.tags[offset] = tag
+
+    def seal(self, offset: int) -> None:
+        assert offset in self.used
+        assert offset not in self.sealed
+        moment = self._next()
+        self.sealed[offset] = (moment, moment)
+
+    def unseal(self, offset: int) -> None:
+        assert offset in self.used
+        self.sealed.pop(offset, None)
+
+    def touch(self, offset: int) -> None:
+        self.sealed[offset] = (self.sealed[offset][0], self._next())
+
     def free(self, offset: int) -> None:
+        self.sealed.pop(offset, None)
+        self.tags.pop(offset, None)
         self.used.remove(offset)
         self.freed.append(offset)
         slab = offset // self.slab_slots
@@ -186,6 +220,9 @@ class Content:
     sealed: bool
     dead: bool = False
     """The engine was told that the chunk is corrupt."""
+    verified: bool = field(default=True, compare=False)
+    adopted: bool = field(default=True, compare=False)
+    """False after a restart, until a worker of its rank attaches."""
 
 
 @dataclass
@@ -196,6 +233,7 @@ class World:
     slots: SlabSlots
     policy: Policy
     limits: EngineLimits
+    admit_write: Callable[[bytes, int], bool]
     now: float = 0.0
     content: dict[int, Content] = field(default_factory=dict[int, Content])
     gathers: dict[int, Gather] = field(default_factory=dict[int, Gather])
@@ -211,6 +249,9 @@ class World:
     withdrawn: list[Withdraw] = field(default_factory=list[Withdraw])
     clock_us: int = 1000
     """The wall clock that writes are announced with."""
+    layouts: dict[tuple[int, int], ChunkLayout] = field(
+        default_factory=dict[tuple[int, int], ChunkLayout]
+    )
     last_session_id: int = 0
 
     def send(self, event: Event) -> list[Command]:
@@ -249,6 +290,7 @@ class World:
                     command.realm_id, command.key, command.rank, 0, sealed=False
                 )
             case Scatter():
+                assert command.verify or self.content[command.slot].verified
                 self.scatters[command.copy_id] = command
                 self._expect(command, command.num_blocks)
             case Write():
@@ -287,7 +329,7 @@ class World:
         """Which ranks of each chunk may be loaded, from the slots alone."""
         ranks: dict[tuple[int, bytes], set[int]] = {}
         for content in self.content.values():
-            if content.sealed and not content.dead:
+            if content.sealed and not content.dead and content.adopted:
                 ranks.setdefault((content.realm_id, content.key), set()).add(content.rank)
         return ranks
 
@@ -305,6 +347,10 @@ class World:
         assert set(self.policy.victims()) == set(self.host_ranks()), (
             "the policy orders other chunks"
         )
+        whole = {slot for slot, one in self.content.items() if one.sealed and not one.dead}
+        assert set(self.slots.sealed) == whole, "the pool would bring back other slots"
+        unclaimed = sum(not one.adopted for one in self.content.values())
+        assert self.engine.snapshot().slots_unclaimed == unclaimed
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -330,7 +376,13 @@ class World:
             realm_id,
             want_events,
             layout(rank, content_bytes=content_bytes) if worker else None,
+            namespace_of(realm_id),
         )
+        if event.layout is not None:
+            self.layouts[realm_id, rank] = event.layout
+            for content in self.content.values():
+                if (content.realm_id, content.rank) == (realm_id, rank):
+                    content.adopted = True
         self.sessions[event.session_id] = event
         self.world_sizes[realm_id] = world_size
         self.send(event)
@@ -343,12 +395,16 @@ class World:
             self.content[gather.slot].sealed = outcome is CopyOutcome.OK
         elif outcome is CopyOutcome.CORRUPT:
             self._bury(self.content[scatter.slot])
+        elif outcome is CopyOutcome.OK and scatter.verify:
+            self.content[scatter.slot].verified = True
         return self.send(Copied(copy_id, outcome))
 
     def written(self, write_id: int, outcome: StoreOutcome = StoreOutcome.OK) -> list[Command]:
         write = self.writes.pop(write_id)
         if outcome is StoreOutcome.CORRUPT:
             self._bury(self.content[write.slot])
+        elif outcome is StoreOutcome.OK:
+            self.content[write.slot].verified = True
         self.clock_us += 1
         written_at = max(self.clock_us, write.written_after + 1)
         return self.send(Written(write_id, outcome, num_bytes=100, written_at=written_at))
@@ -369,7 +425,7 @@ class World:
             return
         for other in self.content.values():
             if (other.realm_id, other.key) == (content.realm_id, content.key):
-                other.dead = True
+                other.dead |= other.adopted
 
     def store(
         self,
@@ -450,6 +506,43 @@ class World:
             for read_id in list(self.reads):
                 self.read_done(read_id)
 
+    def restart(self, policy: Policy, tenants: Tenants | None = None) -> None:
+        """Kill the sidecar, and start another on what its pool says is sealed."""
+        for ended in (self.gathers, self.scatters, self.writes, self.reads, self.sessions):
+            ended.clear()
+        for known in (self.index, self.world_sizes):
+            known.clear()
+        for slot in self.slots.used - set(self.slots.sealed):
+            self.slots.free(slot)
+            del self.content[slot]
+        self.slots.freed.clear()
+        self.policy = policy
+        self.engine = Engine(
+            self.slots,
+            policy,
+            self.limits,
+            epoch=EPOCH,
+            tenants=tenants,
+            admit_write=self.admit_write,
+        )
+        self.send(Restored(tuple(self._restored(slot) for slot in self.slots.sealed)))
+
+    def _restored(self, slot: int) -> RestoredSlot:
+        content = self.content[slot]
+        content.adopted = content.verified = False
+        sealed, used = self.slots.sealed[slot]
+        return RestoredSlot(
+            slot=slot,
+            namespace=namespace_of(content.realm_id),
+            geometry=self.layouts[content.realm_id, content.rank].geometry,
+            num_blocks=content.num_blocks,
+            key=content.key,
+            parent=key(int.from_bytes(content.key, "little") - 1),
+            tenant=self.slots.tags.get(slot, b""),
+            sealed=sealed,
+            used=used,
+        )
+
     def drain(self) -> None:
         self.send(Draining())
         self.settle()
@@ -474,7 +567,7 @@ def make_world(
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
     policy = StrictLRU() if policy is None else policy
     engine = Engine(slots, policy, bounds, epoch=EPOCH, tenants=tenants, admit_write=admit_write)
-    return World(engine, slots, policy, bounds)
+    return World(engine, slots, policy, bounds, admit_write)
 
 
 def messages(commands: Sequence[Command], session_id: int) -> list[ServerMessage]:

@@ -70,7 +70,7 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
     [
         (
             "host: 5",
-            "f.yaml:1: host: expected indented settings (directory, policy, prefault, size)",
+            "f.yaml:1: host: expected indented settings (after_stop, directory, policy,",
         ),
         (
             "host:\n  size: lots",
@@ -81,6 +81,9 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
         ("host: {policy: lfu}", "host.policy='lfu': input should be 'lru' or 'fifo'"),
         ("host: {directory: shm}", "'shm' is a relative path; write an absolute one such as /shm"),
         ("host: {prefault: 3}", "host.prefault=3"),
+        ("host: {after_stop: burn}", "host.after_stop='burn': input should be 'keep' or 'remove'"),
+        ("integrity: {verify_loads: 1.5}", "integrity.verify_loads=1.5"),
+        ("integrity: {verify_loads: most}", "integrity.verify_loads='most'"),
         ("chunk: {tokens: 0}", "chunk.tokens=0"),
         ("chunk: {tokens: true}", "chunk.tokens=True"),
         ("chunk: {tokens: 1.5}", "chunk.tokens=1.5"),

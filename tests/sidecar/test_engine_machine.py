@@ -19,6 +19,7 @@ from sidecar import tenants
 from sidecar.bounds import BoundLimits
 from sidecar.breaker import BreakerRules
 from sidecar.commands import (
+    CaughtUp,
     Command,
     CopyOutcome,
     Draining,
@@ -38,7 +39,9 @@ from tests.sidecar.engine_kit import World, key, layout, make_world
 from tiers.policy import make
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from tiers.policy.policy import Policy
 
 T = TypeVar("T")
 Name = tuple[int, bytes]
@@ -94,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         bound=st.integers(1, 4),
         write=st.sampled_from(WritePolicy),
         failures=st.sampled_from([1, 3, 1000]),
+        verify=st.sampled_from([0.0, 0.3, 1.0]),
         quota=st.none() | st.integers(0, 4),
         memory=st.sampled_from([256 << 20, 256 << 20, 16_384, 65_536]),
         share=st.sampled_from([65_536, 65_536, 4, 12]),
@@ -110,14 +114,18 @@ class EngineMachine(RuleBasedStateMachine):
         bound: int,
         write: WritePolicy,
         failures: int,
+        verify: float,
         quota: int | None,
         memory: int,
         share: int,
     ) -> None:
         slot_bytes = layout(0).payload_bytes(2)
         limit = tenants.Quota(None if quota is None else quota * slot_bytes)
+        rules = TenantRules(named={TENANT: ("named", limit)})
+        self.new_policy: Callable[[], Policy] = lambda: make(policy)
+        self.new_tenants: Callable[[], Tenants] = lambda: Tenants(rules, self.new_policy)
         self.world = make_world(
-            tenants=Tenants(TenantRules(named={TENANT: ("named", limit)}), lambda: make(policy)),
+            tenants=self.new_tenants(),
             slabs=slabs,
             slab_slots=slab_slots,
             policy=make(policy),
@@ -138,10 +146,18 @@ class EngineMachine(RuleBasedStateMachine):
                 leases_max=share,
                 jobs_max_per_session=share,
             ),
+            verify_loads=verify,
         )
         self.world_size = world_size
-        self.draining = False
         self.last_id = 0
+        self.begin_life()
+        for rank in range(world_size):
+            self.open_worker(rank, "a")
+        self.open_scheduler("a", want_events=True)
+
+    def begin_life(self) -> None:
+        """Nothing is known to a sidecar that has just started."""
+        self.draining = False
         self.ever_opened: dict[int, SessionOpened] = {}
         self.stored: dict[Name, set[int]] = {}
         self.times: dict[Name, int] = {}
@@ -153,9 +169,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.answered: dict[tuple[int, int], Pin] = {}
         self.ever_asked: set[tuple[int, int]] = set()
         self.held: set[Name] = set()
-        for rank in range(world_size):
-            self.open_worker(rank, "a")
-        self.open_scheduler("a", want_events=True)
 
     # --- what the engine says -------------------------------------------------------------------
 
@@ -181,6 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert most is None or account.host_bytes <= most, "a tenant is over its limit"
         self.held = held
         snapshot = self.world.engine.snapshot()
+        assert snapshot.slots_allocated == len(self.world.content)
         assert snapshot.leases >= len(self.leases), "a lease ended early"
         assert snapshot.lookups >= len(self.waiting) + len(self.answered), "a lookup ended early"
         assert snapshot.chunks_in_host == len(held)
@@ -589,6 +603,27 @@ class EngineMachine(RuleBasedStateMachine):
             ranks_by_number, written_at=written_at, withdrawn=withdrawn, realm_id=realm_id
         )
         self.absorb(commands)
+
+    @rule(realm_id=st.integers(0, 1))
+    def catalog_read_to_its_end(self, realm_id: int) -> None:
+        self.absorb(self.world.send(CaughtUp(realm_id)))
+
+    # --- another life ---------------------------------------------------------------------------
+
+    @rule(sure=st.integers(0, 3), attach=st.booleans())
+    def restart(self, sure: int, attach: bool) -> None:
+        """Killed in the middle of all that runs; the next life starts on what was sealed."""
+        if sure != 0:
+            return
+        whole = sorted(self.world.slots.sealed)
+        self.world.restart(self.new_policy(), self.new_tenants())
+        assert sorted(self.world.slots.used) == whole
+        self.begin_life()
+        self.absorb([])
+        if attach:
+            for rank in range(self.world_size):
+                self.open_worker(rank, "a")
+            self.open_scheduler("a", want_events=True)
 
     # --- the end --------------------------------------------------------------------------------
 

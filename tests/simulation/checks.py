@@ -1,8 +1,9 @@
 """What must hold after every event, beside the sidecar and without asking it.
 
 Owns the shadow of the sidecar's world: which operation runs on which slot, what each slot was
-sealed with, which jobs and lookups wait for an answer, which bytes were damaged on purpose. Every
-rule has a short name; `Violation.rule` says which one was broken.
+sealed with, which jobs and lookups wait for an answer, which bytes were damaged on purpose. What
+was sealed and damaged outlives the sidecar, as its memory does. Every rule has a short name;
+`Violation.rule` says which one was broken.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sidecar.commands import (
     ReadDone,
     Released,
     Reply,
+    RestoredSlot,
     Scatter,
     SessionClosed,
     SessionOpened,
@@ -77,7 +79,8 @@ class Checks:
         self.copying: list[Group] = []
         self._models = models
         self._work: dict[tuple[str, int], Work] = {}
-        self._sealed: dict[int, tuple[int, bytes, int, int]] = {}
+        # Slots, and what they were sealed with: model, key, rank, blocks.
+        self._sealed: dict[int, tuple[Model, bytes, int, int]] = {}
         self._jobs: dict[int, set[int]] = {}
         self._loads: set[tuple[int, int]] = set()
         self._lookups: dict[int, dict[int, list[bytes]]] = {}
@@ -121,18 +124,37 @@ class Checks:
         ):
             setattr(owner, name, value)
 
-    def died(self, process: SidecarProcess) -> None:
-        """Its life is over: nothing that it promised holds."""
+    def begins(self, restored: tuple[RestoredSlot, ...]) -> None:
+        """A sidecar found this in its memory: exactly what the one before had sealed."""
+        found = {
+            one.slot: (one.namespace, one.geometry, one.key, one.num_blocks) for one in restored
+        }
+        expected = {
+            slot: (model.digest, model.chunk_layout(rank).geometry, key, num_blocks)
+            for slot, (model, key, rank, num_blocks) in self._sealed.items()
+        }
+        if found != expected:
+            differing = sorted(dict(found.items() ^ expected.items()))
+            raise Violation("what was sealed comes back", f"slots {differing}")
+        if self.damaged:
+            self.world.saw("damage outlives a sidecar")
+
+    def died(self, process: SidecarProcess, *, kept: bool) -> None:
+        """Its life is over: nothing that it promised holds; its memory may be there still."""
+        dead = {zombie.slot for zombie in process.hub.engine._host.zombies}
+        self._sealed = {
+            slot: content for slot, content in self._sealed.items() if kept and slot not in dead
+        }
+        self.damaged.intersection_update(self._sealed)
         self._clear()
         for name, count in vars_of(process.hub.engine.counters).items():
             self.world.seen[f"counter {name}"] += count
 
     def _clear(self) -> None:
-        for table in (self._work, self._sealed, self._jobs, self._lookups, self._finished):
+        for table in (self._work, self._jobs, self._lookups, self._finished):
             cast("dict[Any, Any]", table).clear()
         self._held.clear()
         self._loads.clear()
-        self.damaged.clear()
         for _, reader in self._readers.values():
             reader.close()
         self._readers.clear()
@@ -217,11 +239,11 @@ class Checks:
         for command in commands:
             match command:
                 case Gather() | Scatter():
-                    self._begin("copy", command.copy_id, command)
+                    self._begin(process, "copy", command.copy_id, command)
                 case Write():
-                    self._begin("write", command.write_id, command)
+                    self._begin(process, "write", command.write_id, command)
                 case Read():
-                    self._begin("read", command.read_id, command)
+                    self._begin(process, "read", command.read_id, command)
                 case _:
                     pass
         self._ticks += 1
@@ -237,7 +259,7 @@ class Checks:
         self._leases_end(process, event, now)
         self._queues_are_bounded(process)
 
-    def _begin(self, kind: str, number: int, work: Work) -> None:
+    def _begin(self, process: SidecarProcess, kind: str, number: int, work: Work) -> None:
         writes = isinstance(work, Gather | Read)
         for other in self._work.values():
             if other.slot != work.slot:
@@ -249,11 +271,9 @@ class Checks:
             self.damaged.discard(work.slot)
             self._sealed.pop(work.slot, None)
             return
-        realm_id, key, rank, num_blocks = self._sealed.get(work.slot, (0, b"", 0, 0))
         assert isinstance(work, Scatter | Write)
-        if (realm_id, key, rank, num_blocks) != (
-            work.realm_id, work.key, work.rank, work.num_blocks,
-        ):  # fmt: skip
+        model = self.model_of(process.hub.realms[work.realm_id])
+        if self._sealed.get(work.slot) != (model, work.key, work.rank, work.num_blocks):
             raise Violation("only what is sealed is served", f"{work} from {self._sealed}")
 
     def _freed(self, offset: int) -> None:
@@ -289,7 +309,7 @@ class Checks:
             template = templates_of(model, work.rank)[num_blocks]
             image = process.pool.memory[work.slot : work.slot + template.image_bytes]
             self._is_right(model, work.rank, work.key, image, type(work).__name__)
-        self._sealed[work.slot] = (work.realm_id, work.key, work.rank, num_blocks)
+        self._sealed[work.slot] = (model, work.key, work.rank, num_blocks)
 
     def _is_right(self, model: Model, rank: int, key: bytes, image: Any, what: str) -> None:
         fact = self._fact(key)
@@ -359,10 +379,9 @@ class Checks:
 
     def all_sealed_right(self, process: SidecarProcess) -> None:
         """Every slot that may be served holds what its key says."""
-        for slot, (realm_id, key, rank, num_blocks) in self._sealed.items():
+        for slot, (model, key, rank, num_blocks) in self._sealed.items():
             if slot in self.damaged:
                 continue
-            model = self.model_of(process.hub.realms[realm_id])
             template = templates_of(model, rank)[num_blocks]
             image = process.pool.memory[slot : slot + template.image_bytes]
             self._is_right(model, rank, key, image, "slot")
@@ -370,17 +389,25 @@ class Checks:
     def sealed_payloads(self, process: SidecarProcess) -> list[Place]:
         """A place in the payload of each sealed slot."""
         places: list[Place] = []
-        for slot, (realm_id, key, rank, num_blocks) in sorted(self._sealed.items()):
-            model = self.model_of(process.hub.realms[realm_id])
+        on_the_way = (SegmentState.STORING, SegmentState.READING)
+        for slot in sorted(self._sealed):
+            model, key, rank, num_blocks = self._sealed[slot]
             template = templates_of(model, rank)[num_blocks]
             within = template.payload_offset + self.world.random.randrange(template.payload_bytes)
-            chunk = process.hub.engine._directory.realms[realm_id].chunks.get(key)
-            partial = chunk is not None and any(
-                segment.state in (SegmentState.STORING, SegmentState.READING)
+            partial = any(
+                segment.state in on_the_way
+                for realm in process.hub.realms.all()
+                if self.model_of(realm) == model
+                for chunk in [self._chunk(process, realm, key)]
+                if chunk is not None
                 for segment in chunk.segments
             )
             places.append(Place(slot, slot + within, key, partial))
         return places
+
+    def _chunk(self, process: SidecarProcess, realm: Realm, key: bytes) -> Chunk | None:
+        known = process.hub.engine._directory.realms.get(realm.realm_id)
+        return None if known is None else known.chunks.get(key)
 
     # --- blocks --------------------------------------------------------------------------------
 

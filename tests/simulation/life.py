@@ -118,6 +118,7 @@ class Life:
                     "directory": str(self.directory),
                     "policy": chance.choice(("lru", "fifo")),
                     "prefault": False,
+                    "after_stop": chance.choice(("keep", "keep", "remove")),
                 },
                 "store": store,
                 "limits": {

@@ -23,10 +23,10 @@ from unittest import mock
 import anyio
 
 import sidecar.admission
-import sidecar.server
 from sidecar.admission import Admission
 from sidecar.attach import Peer
 from sidecar.config import Config
+from sidecar.hostmemory import open_pool
 from sidecar.protocol import decode_server
 from sidecar.router import Router, Sent
 from sidecar.server import Server
@@ -148,9 +148,10 @@ class SidecarProcess:
         store = None
         if config.store is not None:
             store = open_store(config.store, lambda _: cast("Any", self.objects))
-        self.pool = sidecar.server._open_pool(config)
+        self.pool, restored = open_pool(config)
+        checks.begins(restored)
         nothing: Any = SimpleNamespace()
-        self.server = Server(config, nothing, self.pool, store, nothing, nothing)
+        self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
         self.hub = self.server._hub
         self.epoch = self.hub.epoch
         self.router = SimRouter(self)
@@ -224,18 +225,19 @@ class SidecarProcess:
         for connection in list(self._connections):
             connection.hang_up()
         self.hub.close()
-        leaked = self.pool.close()
+        keep = self.config.host.after_stop == "keep"
+        leaked = self.pool.close(keep=keep)
         if leaked and not self.server._hub.draining:
             raise Violation("every slot is freed", f"{len(leaked)} slots at the end")
-        self._over()
+        self._over(kept=keep)
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._over(killed=True)
+        self._over(killed=True, kept=True)
 
-    def _over(self, *, killed: bool = False) -> None:
+    def _over(self, *, killed: bool = False, kept: bool) -> None:
         self.dead = True
-        self.checks.died(self)
+        self.checks.died(self, kept=kept)
         for hop in self.hops:
             hop.kill()
         self.hub.end()

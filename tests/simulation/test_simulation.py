@@ -40,6 +40,7 @@ SITUATIONS = [
             "chunks_evicted", "chunks_loaded", "chunks_read", "chunks_stored", "chunks_written",
             "leases_expired", "leases_refused", "lookups_expired", "lookups_refused",
             "quarantined_host", "quarantined_store", "reads_dropped_full",
+            "chunks_restored", "slots_restored", "slots_unclaimed_dropped",
             "stores_dropped_draining",
             "stores_dropped_full", "stores_dropped_quota", "stores_duplicate", "writes_dropped",
         )
@@ -59,7 +60,8 @@ SITUATIONS = [
         )
     ),
     "abort", "abort while loading", "attach not answered in time", "attach refused: engine",
-    "client does not read", "damage of a chunk that is not complete", "damage under a write",
+    "client does not read", "damage of a chunk that is not complete", "damage outlives a sidecar",
+    "damage under a write",
     "drain with work left", "end of file at a client", "copy expired: was not reached",
     "index moved", "killed in the middle of a copy", "load failed", "load ok", "message Error",
     "message Events", "preemption", "request finished", "request waits for the store", "reset",

@@ -1,0 +1,126 @@
+"""Host memory as this sidecar's file: opened, looked through, mapped ahead, kept or given back.
+
+Owns how the pool's life is tied to the process' and what an operator is told about it. Does not own
+the file (`tiers/pool.py`), nor what becomes of what it held (`engine.py`).
+
+Invariants: a sidecar that ends in order leaves its memory exactly if `host.after_stop` says so and
+there is something in it; one that ends because of a bug in it leaves none, for what it decided last
+is not to be trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import anyio
+
+from sidecar.attach import StartError
+from sidecar.commands import RestoredSlot
+from sidecar.logs import fields
+from sidecar.protocol import TENANT_BYTES
+from tiers.errors import PoolError
+from tiers.filesystems import run_to_end
+from tiers.pool import POPULATE_BYTES_PER_CALL, HostPool
+from tiers.rescan import FoundImage, rescan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.config import Config
+
+_Raised: TypeAlias = type[BaseException] | None
+
+_NO_TENANT: Final = bytes(TENANT_BYTES)
+
+_logger = logging.getLogger("kvlake.server")
+
+
+def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
+    """Open the pool of this sidecar's name, and say what an earlier one left in it.
+
+    Raises `StartError` where it cannot be had. Takes as long as touching all of the memory, where
+    it is new, and less than a second where it is taken over.
+    """
+    path = config.pool_path
+    began = time.monotonic()
+    try:
+        pool = HostPool.open(path, config.host.size, prefault=config.host.prefault)
+    except PoolError as error:
+        raise StartError(f"host: {error}") from error
+    if pool.emptied:
+        _logger.warning(
+            "host memory starts empty: its file was not taken over",
+            extra=fields(path=path, reason=pool.emptied),
+        )
+    if not len(pool.recovered):
+        return pool, ()
+    found = rescan(pool.memory, pool.recovered)
+    for offset in found.damaged:
+        pool.free(offset)
+    _logger.info(
+        "host memory taken over",
+        extra=fields(
+            path=path,
+            slots=len(found.images),
+            bytes=pool.stats().used_bytes,
+            slots_damaged=len(found.damaged),
+            seconds=round(time.monotonic() - began, 3),
+        ),
+    )
+    return pool, tuple(map(_restored, found.images))
+
+
+def _restored(image: FoundImage) -> RestoredSlot:
+    tenant = image.tag[:TENANT_BYTES]
+    return RestoredSlot(
+        slot=image.offset,
+        namespace=image.namespace_digest,
+        geometry=image.geometry,
+        num_blocks=image.num_blocks,
+        key=image.key,
+        parent=image.parent,
+        tenant=b"" if tenant == _NO_TENANT else tenant,
+        sealed=image.sealed,
+        used=image.used,
+    )
+
+
+def closing(pool: HostPool, *, keep: bool) -> Callable[[_Raised, object, object], None]:
+    """What keeps or removes the pool's memory at the end, for an exit stack. No copy runs then."""
+
+    def close(raised: _Raised, error: object, traceback: object) -> None:
+        del error, traceback
+        # Not to start is no bug, nor is to be cancelled (which is no Exception).
+        kind = raised or StartError
+        bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
+        _close(pool, keep=keep and not bug)
+
+    return close
+
+
+def _close(pool: HostPool, *, keep: bool) -> None:
+    path, used_bytes = pool.path, pool.stats().used_bytes
+    leaked = pool.close(keep=keep)
+    if leaked:
+        _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
+    if path.exists():
+        _logger.info(
+            "host memory is kept for the next start; `kvlake pool remove` gives it back",
+            extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
+        )
+
+
+async def map_ahead(pool: HostPool) -> None:
+    """Map the pages of a pool that was taken over, beside all else. Safe to cancel.
+
+    Until then a copy into a page that was not touched since takes a fault, which makes it slower.
+    """
+    limiter = anyio.CapacityLimiter(1)
+    try:
+        for start in range(0, pool.size_bytes, POPULATE_BYTES_PER_CALL):
+            await run_to_end(functools.partial(pool.populate, start), limiter)
+    except OSError as error:
+        _logger.warning("host memory is not mapped ahead", extra=fields(reason=error))

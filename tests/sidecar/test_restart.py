@@ -1,0 +1,351 @@
+"""Real sidecars that end, by any means, and the next one that starts on what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar import cli
+from sidecar.demo.sidecars import SidecarProcess
+from sidecar.engine import Engine
+from sidecar.protocol import Outcome, StoreJob
+from tests.sidecar.client import (
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
+from tiers.index import FLAG_HOST
+from tiers.pool_table import TableShape
+
+SIZE_BYTES = 8 << 20
+ENDINGS = pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+
+
+class Lives:
+    """Sidecars that follow each other, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "pool").mkdir()
+        self.process: SidecarProcess | None = None
+
+    def begin(self, **sections: dict[str, Any]) -> Path:
+        """Start one; where to attach."""
+        host = {
+            "size": SIZE_BYTES,
+            "directory": str(self.directory / "pool"),
+            "after_stop": "keep",
+            **sections.pop("host", {}),
+        }
+        self.process = SidecarProcess(self.directory, {"host": host, **sections})
+        self.process.start()
+        return Path(self.process.socket)
+
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        assert self.process is not None
+        assert self.process.process is not None
+        self.process.process.send_signal(how)
+        code = self.process.process.wait(20)
+        assert code == (-how if how is signal.SIGKILL else 0), self.log()
+
+    def status(self) -> dict[str, Any]:
+        assert self.process is not None
+        return self.process.status()
+
+    def log(self) -> str:
+        return (self.directory / "sidecar.log").read_text()
+
+    @property
+    def pool(self) -> Path:
+        (path,) = (self.directory / "pool").glob("*.pool")
+        return path
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in (self.directory / "pool").iterdir())
+
+
+@pytest.fixture
+def lives(short_directory: Path) -> Iterator[Lives]:
+    lives = Lives(short_directory)
+    yield lives
+    if lives.process is not None:
+        lives.process.kill()
+
+
+def fill(path: Path, count: int = 4) -> list[list[bytes]]:
+    """Store chunks 0 to `count`, the last one partial; what is in their blocks."""
+    with Worker(path) as worker:
+        content = worker.fill(range(4 * count), seed=7)
+        for number in range(count):
+            blocks = range(4 * number, 4 * number + (4 if number < count - 1 else 2))
+            assert worker.store(number, key_of(number), blocks) is Outcome.OK
+    return [content[4 * number : 4 * number + 4] for number in range(count)]
+
+
+# --- warm ----------------------------------------------------------------------------------------
+
+
+@ENDINGS
+def test_what_was_stored_is_loaded_from_the_next_life(lives: Lives, ending: signal.Signals) -> None:
+    content = fill(lives.begin())
+    lives.end(ending)
+    assert len(lives.left()) == 2
+    path = lives.begin()
+    assert lives.status()["tiers"]["host"]["slots_unclaimed"] == 4
+    with Scheduler(path) as scheduler, Worker(path) as worker:
+        keys = [key_of(number) for number in range(4)]
+        assert scheduler.flags(*keys) == [FLAG_HOST] * 4
+        worker.poison()
+        for number, key in enumerate(keys):
+            length = 4 if number < 3 else 2
+            blocks = list(range(8 * number, 8 * number + length))
+            assert worker.load(number, key, blocks) is Outcome.OK
+            assert [worker.read(block) for block in blocks] == content[number][:length]
+        # Old and new live together, and the next life has both.
+        worker.fill([0], seed=9)
+        assert worker.store(9, key_of("new"), [0]) is Outcome.OK
+    status = lives.status()
+    assert status["tiers"]["host"]["unclaimed_bytes"] == 0
+    assert status["counters"]["chunks_restored"] == 4
+    lives.end(ending)
+    path = lives.begin()
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(*keys, key_of("new")) == [FLAG_HOST] * 5
+        assert worker.load(1, key_of("new"), [5]) is Outcome.OK
+
+
+def test_two_ranks_come_back_as_one_chunk(lives: Lives) -> None:
+    cut: dict[str, Any] = {"world_size": 2, "topology": "tp2.pp1"}
+    path = lives.begin()
+    with Worker(path, rank=0, **cut) as first, Worker(path, rank=1, **cut) as second:
+        contents = [worker.fill(range(4), seed=3) for worker in (first, second)]
+        for worker in (first, second):
+            assert worker.store(1, key_of("both"), range(4)) is Outcome.OK
+        assert first.store(2, key_of("half"), range(4)) is Outcome.OK
+    lives.end()
+    path = lives.begin()
+    with (
+        Scheduler(path, **cut) as scheduler,
+        Worker(path, rank=1, **cut) as second,
+        Worker(path, rank=0, **cut) as first,
+    ):
+        assert scheduler.flags(key_of("both"), key_of("half")) == [FLAG_HOST, 0]
+        for worker, content in zip((first, second), contents, strict=True):
+            assert worker.load(3, key_of("both"), [9, 8, 7, 6]) is Outcome.OK
+            assert [worker.read(block) for block in (9, 8, 7, 6)] == content
+
+
+def test_store_that_was_under_way_is_not_there(lives: Lives) -> None:
+    path = lives.begin()
+    with Worker(path) as worker:
+        assert worker.store(1, key_of("whole"), [0, 1]) is Outcome.OK
+        worker.submit(stores=[StoreJob(2, [worker.chunk(key_of("begun"), [2])])], fence=9)
+        assert lives.process is not None
+        lives.process.wait("the store is queued", lambda now: now["pending"]["copies_running"] == 1)
+        lives.end()
+    path = lives.begin()
+    with Worker(path), Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of("whole"), key_of("begun")) == [FLAG_HOST, 0]
+    lives.end(signal.SIGTERM)
+
+
+def test_other_engines_get_nothing_and_crowd_it_out(lives: Lives) -> None:
+    fill(lives.begin(), count=2)
+    lives.end()
+    path = lives.begin()
+    other: dict[str, Any] = {"namespace": b'{"model":"other"}'}
+    with Worker(path, **other), Scheduler(path, **other) as scheduler:
+        assert scheduler.flags(key_of(0)) == [0]
+        assert lives.status()["tiers"]["host"]["slots_unclaimed"] == 2
+    assert lives.process is not None
+    assert "kvlake_host_bytes" in lives.process.get("/metrics")
+
+
+def test_prefault_of_what_is_taken_over_goes_on_in_the_background(lives: Lives) -> None:
+    content = fill(lives.begin(host={"prefault": True}))
+    lives.end()
+    path = lives.begin(host={"prefault": True})
+    with Worker(path) as worker:
+        assert worker.load(1, key_of(0), [30, 31, 32, 33]) is Outcome.OK
+        assert [worker.read(block) for block in range(30, 34)] == content[0]
+    lives.end(signal.SIGTERM)
+
+
+def test_restored_chunks_reach_a_store_that_lacks_them(lives: Lives) -> None:
+    fill(lives.begin())
+    lives.end()
+    bucket = lives.directory / "bucket"
+    path = lives.begin(store={"url": f"file://{bucket}", "refresh_seconds": 0.05})
+    with Worker(path):
+        assert lives.process is not None
+        lives.process.wait("all are written", lambda now: now["counters"]["chunks_written"] == 4)
+    lives.end(signal.SIGTERM)
+    assert len(list(bucket.glob("v1/**/*.arrow"))) == 4
+
+
+# --- damaged, or of another make -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.0])
+def test_damaged_payload_is_found_at_its_first_use(lives: Lives, rate: float) -> None:
+    content = fill(lives.begin())
+    lives.end()
+    data = bytearray(lives.pool.read_bytes())
+    data[data.index(content[1][2]) + 99] ^= 16
+    lives.pool.write_bytes(data)
+    path = lives.begin(integrity={"verify_loads": rate})
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of(0), key_of(1)) == [FLAG_HOST, FLAG_HOST]
+        assert worker.load(1, key_of(1), [0, 1]) is Outcome.CORRUPT
+        assert scheduler.flags(key_of(0), key_of(1)) == [FLAG_HOST, 0]
+        assert worker.load(2, key_of(0), [0, 1, 2, 3]) is Outcome.OK
+        # Computed anew, it is stored anew.
+        assert worker.store(3, key_of(1), [0, 1, 2, 3]) is Outcome.OK
+    assert lives.status()["counters"]["quarantined_host"] == 1
+    lives.end()
+    path = lives.begin()
+    with Worker(path) as worker:
+        assert worker.load(1, key_of(1), [5, 6, 7, 8]) is Outcome.OK
+        assert [worker.read(block) for block in range(5, 9)] == content[0]
+
+
+def test_damaged_header_costs_its_slot(lives: Lives) -> None:
+    fill(lives.begin())
+    lives.end()
+    data = bytearray(lives.pool.read_bytes())
+    data[data.index(key_of(2)) + 3] ^= 1
+    lives.pool.write_bytes(data)
+    path = lives.begin()
+    with Worker(path), Scheduler(path) as scheduler:
+        flags = scheduler.flags(*(key_of(number) for number in range(4)))
+        assert flags == [FLAG_HOST, FLAG_HOST, 0, FLAG_HOST]
+    assert "slots_damaged=1" in lives.log()
+
+
+def overwritten(offset: int, data: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (overwritten(8, b"\2"), "its format has version 2, this release reads version 1"),
+        (overwritten(0, b"precious"), "no superblock"),
+        (lambda path: os.truncate(path, SIZE_BYTES), "its superblock says"),
+        (overwritten(4096 + 9, b"\xff"), "contradicts itself"),
+    ],
+)
+def test_pool_that_cannot_be_taken_over_is_told_and_emptied(
+    lives: Lives, change: Callable[[Path], None], reason: str
+) -> None:
+    fill(lives.begin())
+    lives.end()
+    change(lives.pool)
+    path = lives.begin()
+    assert "host memory starts empty" in lives.log()
+    assert reason in lives.log()
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of(0)) == [0]
+        assert worker.store(1, key_of(0), [0]) is Outcome.OK
+        assert scheduler.flags(key_of(0)) == [FLAG_HOST]
+    lives.end()
+    path = lives.begin()
+    with Worker(path), Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of(0)) == [FLAG_HOST]
+
+
+def test_another_size_starts_empty(lives: Lives) -> None:
+    fill(lives.begin())
+    lives.end(signal.SIGTERM)
+    lives.begin(host={"size": 2 * SIZE_BYTES})
+    assert lives.pool.stat().st_size == TableShape.of(2 * SIZE_BYTES).file_bytes
+    assert "another host.size" in lives.log()
+
+
+# --- what is left --------------------------------------------------------------------------------
+
+
+def test_kept_memory_is_told_shown_and_given_back(
+    lives: Lives, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(lives.begin())
+    config = str(lives.directory / "sidecar.yaml")
+    assert cli.main(["pool", "remove", "--config", config]) == 1
+    assert "pool is in use" in capsys.readouterr().err
+    lives.end(signal.SIGTERM)
+    line = next(line for line in lives.log().splitlines() if "host memory is kept" in line)
+    assert "kvlake pool remove" in line
+    assert str(lives.pool) in line
+    assert cli.main(["pool", "show", "--json", "--config", config]) == 0
+    assert json.loads(capsys.readouterr().out)["sealed_slots"] == 4
+    assert cli.main(["pool", "remove", "--config", config]) == 0
+    assert lives.left() == []
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_nothing_is_left_where_nothing_is_to_be_kept(lives: Lives, stored: bool) -> None:
+    path = lives.begin(host={"after_stop": "remove" if stored else "keep"})
+    if stored:
+        fill(path)
+    lives.end(signal.SIGTERM)
+    assert lives.left() == []
+
+
+def test_killed_with_remove_is_taken_over_and_then_removed(lives: Lives) -> None:
+    fill(lives.begin(host={"after_stop": "remove"}))
+    lives.end()
+    path = lives.begin(host={"after_stop": "remove"})
+    with Worker(path), Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of(0)) == [FLAG_HOST]
+    lives.end(signal.SIGTERM)
+    assert lives.left() == []
+
+
+def test_port_that_is_taken_costs_no_memory(short_directory: Path) -> None:
+    """Not to start is no reason to forget: what was kept is there at the next try."""
+    config = config_in(short_directory, host={"after_stop": "keep"})
+    with RunningSidecar(config) as running, Worker(running.path) as worker:
+        assert worker.store(1, key_of(0), [0]) is Outcome.OK
+        kept = config.pool_path
+        taken = config_in(
+            short_directory,
+            runtime={"directory": short_directory / "other"},
+            host={"after_stop": "keep"},
+        )
+        with pytest.raises(Exception, match="pool is in use"):
+            RunningSidecar(taken)
+    assert kept.exists()
+    with RunningSidecar(config) as running, Worker(running.path), Scheduler(running.path) as one:
+        assert one.flags(key_of(0)) == [FLAG_HOST]
+
+
+def test_bug_leaves_no_memory_to_the_next_life(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(short_directory, host={"after_stop": "keep"})
+    running = RunningSidecar(config)
+    with Worker(running.path) as worker:
+        assert worker.store(1, key_of(0), [0]) is Outcome.OK
+
+        def broken(*arguments: object) -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(Engine, "handle", broken)
+        worker.submit(stores=[StoreJob(2, [worker.chunk(key_of(1), [0])])])
+        assert worker.at_end()
+    with pytest.raises(BaseException, match=r"a bug|unhandled errors"):
+        running.stop()
+    assert not config.pool_path.exists()

@@ -1,0 +1,400 @@
+"""The engine after a restart: who gets back what an earlier life had sealed, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sidecar.commands import (
+    CaughtUp,
+    Command,
+    CopyOutcome,
+    Draining,
+    Restored,
+    RestoredSlot,
+    Scatter,
+    SessionClosed,
+    SessionOpened,
+    StoreOutcome,
+    Write,
+)
+from sidecar.engine import Engine
+from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
+from sidecar.tenants import Quota, TenantRules, Tenants
+from tests.sidecar.engine_kit import (
+    ALL_RANKS,
+    BLOCK_TOKENS,
+    EPOCH,
+    RANK_0,
+    SlabSlots,
+    StrictLRU,
+    World,
+    done,
+    key,
+    layout,
+    limits,
+    make_world,
+    messages,
+    no_writes,
+    only,
+)
+from tiers.policy import make
+
+TENANT = b"a tenant"
+
+
+def numbers(names: object) -> list[int]:
+    """Chunk numbers of an eviction order."""
+    assert isinstance(names, list)
+    return [int.from_bytes(name[1], "little") for name in names]
+
+
+def holding(count: int, **changes: Any) -> tuple[World, int]:
+    """A world whose only worker has stored chunks 1 to `count`."""
+    world = no_writes(**changes)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, range(1, count + 1))
+    return world, worker
+
+
+def load(world: World, worker: int, number: int, job_id: int) -> list[Command]:
+    [scatter] = only(world.load(worker, job_id, [number]), Scatter)
+    return world.copied(scatter.copy_id)
+
+
+# --- coming back ---------------------------------------------------------------------------------
+
+
+def test_chunks_come_back_with_their_worker() -> None:
+    world, _ = holding(3)
+    world.restart(StrictLRU())
+    now = world.engine.snapshot()
+    assert (now.slots_unclaimed, now.chunks_in_host, world.index) == (3, 0, {})
+    assert now.unclaimed_bytes == 3 * world.slots.slot_bytes(0)
+
+    scheduler = world.open(Role.SCHEDULER, want_events=True)
+    assert world.index == {}, "only a worker knows the geometry"
+    worker = world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(number)) for number in (1, 2, 3)}
+    now = world.engine.snapshot()
+    assert (now.slots_unclaimed, now.chunks_in_host) == (0, 3)
+    counters = world.engine.counters
+    assert (counters.slots_restored, counters.chunks_restored) == (3, 3)
+
+    assert messages(load(world, worker, 2, 9), worker) == done(9, Outcome.OK)
+    # Another engine finds them too; nothing is adopted twice.
+    world.send(SessionClosed(worker))
+    world.open(Role.WORKER, engine_id="b")
+    assert world.engine.counters.chunks_restored == 3
+    del scheduler
+
+
+def test_listeners_are_told() -> None:
+    world, _ = holding(2)
+    world.restart(StrictLRU())
+    scheduler = world.open(Role.SCHEDULER, want_events=True)
+    told: list[Events] = []
+    send = world.send
+
+    def listen(event: Any) -> list[Command]:
+        commands = send(event)
+        told.extend(m for m in messages(commands, scheduler) if isinstance(m, Events))
+        return commands
+
+    world.send = listen  # type: ignore[method-assign]
+    worker = world.open(Role.WORKER)
+    tokens = 2 * BLOCK_TOKENS
+    assert [event for one in told for event in one.stored] == [
+        StoredEvent(key(1), key(0), tokens, "host"),
+        StoredEvent(key(2), key(1), tokens, "host"),
+    ]
+    told.clear()
+    [scatter] = only(world.load(worker, 5, [1]), Scatter)
+    world.copied(scatter.copy_id, CopyOutcome.CORRUPT)
+    assert [event for one in told for event in one.removed] == [RemovedEvent(key(1), "host")]
+    assert (0, key(1)) not in world.index
+
+
+def test_chunk_of_two_ranks_waits_for_both() -> None:
+    world = no_writes()
+    first, second = (world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1))
+    world.stored(first, 1, [1, 2, 3])
+    world.stored(second, 1, [1, 2])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER, rank=1, world_size=2)
+    assert world.in_host() == set()
+    assert world.engine.snapshot().slots_unclaimed == 3
+    world.open(Role.WORKER, rank=0, world_size=2)
+    assert world.in_host() == {(0, key(1)), (0, key(2))}
+    assert world.engine.counters.chunks_restored == 2
+
+
+def test_what_was_not_whole_does_not_come_back() -> None:
+    """Gathers and reads that ran, and a corrupt chunk on whose slots something still ran."""
+    world, worker = holding(2)
+    scheduler = world.open(Role.SCHEDULER)
+    world.listed({7: RANK_0})
+    world.look_up(scheduler, 1, [7])
+    world.store(worker, 2, [5])
+    scatters = only(world.load(worker, 3, [1]) + world.load(worker, 4, [1]), Scatter)
+    world.copied(scatters[0].copy_id, CopyOutcome.CORRUPT)
+    assert world.engine.snapshot().slots_zombie == 1
+    assert len(world.reads) == len(world.gathers) == 1
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(2))}
+
+
+@pytest.mark.parametrize(("policy", "order"), [("lru", [2, 4, 1, 3]), ("fifo", [1, 2, 3, 4])])
+def test_order_of_eviction_survives(policy: str, order: list[int]) -> None:
+    world = no_writes(policy=make(policy), slabs=4)
+    worker = world.open(Role.WORKER)
+    for number in (1, 2, 3, 4):
+        # Chunks without cached parents: each is a chain of its own.
+        world.stored(worker, number, [10 * number])
+    load(world, worker, 10, 11)
+    load(world, worker, 30, 12)
+    expected = [10 * number for number in order]
+    for _ in range(3):
+        assert numbers(list(world.policy.victims())) == expected
+        world.restart(make(policy))
+        worker = world.open(Role.WORKER)
+    world.stored(worker, 20, [99])
+    assert numbers(list(world.policy.victims())) == [*expected[1:], 99]
+
+
+def test_tenants_come_back_and_keep_to_their_limits() -> None:
+    world = no_writes()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3], tenant=TENANT)
+    world.stored(worker, 2, [7])
+    slot_bytes = world.slots.slot_bytes(0)
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    held = {one.tenant: one.host_bytes for one in world.engine.tenants}
+    assert held == {TENANT: 3 * slot_bytes, b"": slot_bytes}
+
+    # The operator lowered it: what was used longest ago goes.
+    rules = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=2 * slot_bytes))})
+    world.restart(StrictLRU(), Tenants(rules, StrictLRU))
+    world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(number)) for number in (2, 3, 7)}
+    none = TenantRules(named={TENANT: ("named", Quota(host_bytes_max=slot_bytes - 1))})
+    world.restart(StrictLRU(), Tenants(none, StrictLRU))
+    world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(7))}
+
+
+# --- whose it is ---------------------------------------------------------------------------------
+
+
+def opened(world: World, **changes: Any) -> None:
+    """Open a worker whose event differs from the usual one."""
+    send = world.engine.handle
+
+    def changed(event: Any, now: float) -> list[Command]:
+        layout = event.layout
+        for name in ("blocks_per_chunk", "block_tokens", "dtype", "encoding"):
+            if name in changes:
+                layout = msgspec.structs.replace(layout, **{name: changes[name]})
+        event = type(event)(
+            **{
+                **{name: getattr(event, name) for name in event.__dataclass_fields__},
+                "layout": layout,
+                "namespace": changes.get("namespace", event.namespace),
+            }
+        )
+        return send(event, now)
+
+    world.engine.handle = changed  # type: ignore[method-assign]
+    for content in world.content.values():
+        content.realm_id = -1
+    world.open(Role.WORKER)
+    world.engine.handle = send  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"namespace": b"another"},
+        {"dtype": "float16"},
+        {"encoding": "packed"},
+        {"block_tokens": 8},
+        {"blocks_per_chunk": 4},
+        {"blocks_per_chunk": 1},
+    ],
+)
+def test_another_geometry_gets_nothing(other: dict[str, Any]) -> None:
+    world, _ = holding(3)
+    world.restart(StrictLRU())
+    opened(world, **other)
+    assert world.in_host() == set()
+    assert world.engine.snapshot().slots_unclaimed == 3
+
+
+def test_tail_is_not_taken_by_a_realm_of_another_chunk_size() -> None:
+    """A slot of one block, from a realm of two: it fits a realm of one, whose slots are smaller."""
+    world = no_writes()
+    worker = world.open(Role.WORKER)
+    for command in world.store(worker, 1, [1], blocks=1):
+        world.copied(command.copy_id)  # type: ignore[union-attr]
+    world.restart(StrictLRU())
+    opened(world, blocks_per_chunk=1)
+    assert world.engine.snapshot().slots_unclaimed == 1
+
+
+def test_realms_with_the_same_segments_share_what_there_is() -> None:
+    """Two cuts of one model: a slot goes to the first who lacks it, a second one stays for more."""
+    slots = SlabSlots(8, 1)
+    class_id = slots.slot_class(layout(0))
+    found: list[RestoredSlot] = []
+    for moment, number in enumerate((1, 2, 2, 3), start=1):
+        slot = slots.allocate(class_id)
+        assert slot is not None
+        slots.seal(slot)
+        found.append(
+            RestoredSlot(
+                slot, b"same", layout(0).geometry, 2, key(number), key(0), b"", moment, moment
+            )
+        )
+    engine = Engine(slots, StrictLRU(), limits(), epoch=EPOCH)
+    engine.handle(Restored(tuple(found)), 0.0)
+    for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
+        event = SessionOpened(realm_id, Role.WORKER, "a", 0, 1, realm_id, False, layout(0), b"same")
+        engine.handle(event, 0.0)
+        engine.check()
+        assert engine.snapshot().realms[realm_id].chunks_in_host == chunks
+    assert engine.snapshot().slots_unclaimed == 0
+
+
+# --- room ----------------------------------------------------------------------------------------
+
+
+def test_unclaimed_slots_make_room_first() -> None:
+    world, _ = holding(3, slabs=4)
+    world.restart(StrictLRU())
+    other = world.open(Role.WORKER, realm_id=1)
+    world.stored(other, 1, [1])
+    assert world.engine.snapshot().slots_unclaimed == 3, "there was room"
+    world.stored(other, 2, [2, 3])
+    assert world.engine.snapshot().slots_unclaimed == 1
+    assert world.engine.counters.slots_unclaimed_dropped == 2
+    assert world.engine.counters.chunks_evicted == 0
+    world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(3)), *((1, key(number)) for number in (1, 2, 3))}
+
+
+def test_slabs_of_another_class_are_emptied() -> None:
+    world, _ = holding(6, slabs=2, slab_slots=3)
+    world.restart(StrictLRU())
+    other = world.open(Role.WORKER, realm_id=1, content_bytes=64)
+    world.stored(other, 1, [1, 2, 3])
+    assert world.engine.snapshot().slots_unclaimed == 3
+    world.stored(other, 2, [4, 5])
+    assert world.engine.snapshot().slots_unclaimed == 0
+    assert world.engine.counters.chunks_evicted == 0
+
+
+def test_nothing_unclaimed_is_left_when_memory_is_given_up() -> None:
+    world, _ = holding(3)
+    world.restart(StrictLRU())
+    world.note(world.engine.clear())
+    assert not world.slots.used
+
+
+# --- verification --------------------------------------------------------------------------------
+
+
+def verified(world: World, worker: int, number: int, job_id: int) -> bool:
+    [scatter] = only(world.load(worker, job_id, [number]), Scatter)
+    world.copied(scatter.copy_id)
+    return scatter.verify
+
+
+def test_restored_chunk_is_verified_at_its_first_use() -> None:
+    world, _ = holding(2, verify_loads=0.0)
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    assert [verified(world, worker, 1, job) for job in (1, 2, 3)] == [True, False, False]
+    # A first use that failed does not count.
+    [scatter] = only(world.load(worker, 4, [2]), Scatter)
+    world.copied(scatter.copy_id, CopyOutcome.REVOKED)
+    assert [verified(world, worker, 2, job) for job in (5, 6)] == [True, False]
+    world.stored(worker, 7, [3])
+    assert not verified(world, worker, 3, 8)
+    assert world.engine.counters.loads_unverified == 4
+
+
+@pytest.mark.parametrize(
+    ("rate", "count"), [(1.0, 1000), (0.5, 500), (0.1, 100), (0.37, 370), (0.001, 1), (0.0, 0)]
+)
+def test_rate_of_verified_loads(rate: float, count: int) -> None:
+    world, worker = holding(1, verify_loads=rate)
+    chosen = [verified(world, worker, 1, job) for job in range(2, 1002)]
+    assert sum(chosen) == count
+    again, worker = holding(1, verify_loads=rate)
+    assert [verified(again, worker, 1, job) for job in range(2, 1002)] == chosen
+
+
+def test_written_chunk_counts_as_verified() -> None:
+    world = make_world(verify_loads=0.0)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    world.send(CaughtUp(0))
+    [write_id] = world.writes
+    world.written(write_id)
+    assert not verified(world, worker, 1, 5)
+
+
+# --- to the store --------------------------------------------------------------------------------
+
+
+def test_restored_chunks_are_written_after_the_catalog_and_when_nothing_else_is() -> None:
+    world = make_world(writes_inflight_max=1)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3])
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    assert not world.writes, "what the store holds is not known yet"
+    assert world.engine.pending_work().idle
+    world.listed({2: RANK_0})
+    assert not world.writes
+    world.send(CaughtUp(0))
+    assert [write.key for write in world.writes.values()] == [key(3)], "the newest first"
+    world.stored(worker, 2, [4, 5])
+    written: list[bytes] = []
+    while world.writes:
+        [(write_id, write)] = world.writes.items()
+        written.append(write.key)
+        world.written(write_id)
+    assert written == [key(3), key(4), key(5), key(1)]
+    assert world.engine.counters.writes_dropped == 0
+
+
+def test_drain_and_eviction_forget_what_was_offered() -> None:
+    world = make_world(writes_inflight_max=1, slabs=3)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3])
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 2, [9])
+    assert world.in_host() == {(0, key(number)) for number in (2, 3, 9)}
+    [write_id] = world.writes
+    world.send(CaughtUp(0))
+    world.send(Draining())
+    assert not only(world.written(write_id, StoreOutcome.OK), Write)
+    assert not world.writes
+    assert world.engine.pending_work().idle
+
+
+def test_nothing_is_written_where_writing_is_off() -> None:
+    world, _ = holding(2)
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    world.listed({1: ALL_RANKS})
+    world.send(CaughtUp(0))
+    assert not world.writes
