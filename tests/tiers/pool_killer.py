@@ -33,6 +33,10 @@ SIZES = (1, 2, 5)
 JOURNAL = mmap.mmap(-1, PAGES)
 LINES_STEP = 11
 LIVES = 40
+POOL_CODE = {
+    *("pool.py", "pool_file.py", "pool_lock.py", "pool_table.py", "slabs.py"),
+    "pool_killer.py",
+}
 
 
 def fill(pool: HostPool, offset: int, pages: int, number: int) -> None:
@@ -97,7 +101,7 @@ class LineKiller:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> LineKiller | None:
         name = Path(frame.f_code.co_filename).name
-        if name not in ("pool.py", "pool_table.py", "pool_lock.py", "slabs.py", "pool_killer.py"):
+        if name not in POOL_CODE:
             return None
         if event == "line":
             self.left -= 1
