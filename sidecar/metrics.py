@@ -50,7 +50,7 @@ _COUNTED: Final = {
     "slots_unclaimed_dropped": "Of these, slots that made room before an engine came for them",
     "loads_unverified": "Chunks loaded without comparing the checksum (integrity.verify_loads)",
 }
-_LOADS_MISSED: Final = ("missing", "corrupt", "failed", "revoked", "expired")
+_LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
 
 
 def version() -> str:
