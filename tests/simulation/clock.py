@@ -31,6 +31,7 @@ from unittest import mock
 import anyio
 import anyio.to_thread
 import sniffio
+from anyio._backends._asyncio import CancelScope as BackendScope
 from greenlet import GreenletExit, getcurrent, greenlet
 
 import sidecar.copies
@@ -130,6 +131,44 @@ class _NoSelector:
         return
 
 
+class SimTask(asyncio.Task[Any]):
+    """A task that hashes by its number: anyio and asyncio keep tasks in sets, and cancel in order.
+
+    By default that is the order of addresses, which another process does not repeat.
+    """
+
+    def __init__(self, number: int, coro: Any, **options: Any) -> None:
+        self._number = number
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _Scopes(dict[Any, None]):
+    """Scopes within a scope: what anyio needs of a set, in the order of adding."""
+
+    def add(self, scope: Any) -> None:
+        self[scope] = None
+
+    def remove(self, scope: Any) -> None:
+        del self[scope]
+
+    def discard(self, scope: Any) -> None:
+        self.pop(scope, None)
+
+
+def _make_scope(scope: Any, *arguments: Any, **options: Any) -> None:
+    _scope_made(scope, *arguments, **options)
+    scope._child_scopes = _Scopes()
+
+
+_scope_made: Callable[..., None] = BackendScope.__init__
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """asyncio's own loop, turned by hand, on the clock of a world."""
 
@@ -139,6 +178,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._selector = _NoSelector()
         self.faults: list[BaseException] = []
         self.set_exception_handler(self._failed)
+        numbers = itertools.count()
+        self.set_task_factory(
+            lambda loop, coro, **options: SimTask(next(numbers), coro, loop=loop, **options)
+        )
 
     def time(self) -> float:
         return self._world.now
@@ -275,6 +318,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (secrets, "token_hex", lambda count=32: world.random.randbytes(count).hex()),
         (secrets, "randbelow", world.random.randrange),
         (anyio.to_thread, "run_sync", run_sync),
+        (BackendScope, "__init__", _make_scope),
         (tiers.wrap, "random", SimpleNamespace(Random=seeded)),
         (tiers.arrow, "learn", _learn_once),
         (tiers.copy, "PIECE_BYTES_MAX", PIECE_BYTES),
