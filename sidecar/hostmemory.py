@@ -57,6 +57,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
         )
     if not len(pool.recovered):
         return pool, ()
+    resized = pool.resized_from_bytes != pool.size_bytes
     found = rescan(pool.memory, pool.recovered)
     for offset in found.damaged:
         pool.free(offset)
@@ -67,6 +68,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
             slots=len(found.images),
             bytes=pool.stats().used_bytes,
             slots_damaged=len(found.damaged),
+            **({"resized_from_bytes": pool.resized_from_bytes} if resized else {}),
             seconds=round(time.monotonic() - began, 3),
         ),
     )

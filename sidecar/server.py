@@ -253,7 +253,7 @@ class Server:
         """End the process now: threads may be copying, so nothing is unmapped first."""
         self._directory.remove_sockets()
         if self._config.host.after_stop == "remove":
-            self._pool.path.unlink(missing_ok=True)
+            self._pool.remove_files()
         os._exit(Exit.AT_ONCE)
 
     async def _tick(self) -> None:

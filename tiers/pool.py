@@ -11,8 +11,9 @@ O(1), but for the first and last slot of a slab, which search the list of free e
 
 A slot is allocated, filled by somebody, sealed, touched whenever it is used, and freed. A pool
 whose owner died, or left it on purpose, is taken over: slots that were sealed are allocated still,
-and `recovered` lists them; all others are free. Where the file is of another size, version or boot,
-or contradicts itself, it is replaced by an empty one, and `emptied` says why.
+and `recovered` lists them; all others are free. It grows or shrinks to the size that is wanted;
+what lay beyond a new end is lost. Where the file is of another version or boot, or contradicts
+itself, it is replaced by an empty one, and `emptied` says why.
 
 Files: `<path>` is the memory, `<path>.lock` the record of its owner (`pool_lock.py`).
 
@@ -30,7 +31,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import PoolError
-from tiers.pool_file import create_mapping, map_existing, require_ours
+from tiers.pool_file import (
+    CONTRADICTION,
+    MappedPool,
+    create_mapping,
+    map_existing,
+    require_ours,
+)
 from tiers.pool_lock import (
     Owner,
     lock_path_of,
@@ -46,14 +53,12 @@ from tiers.pool_table import (
     PoolTable,
     SealedSlots,
     SlabEntry,
-    TableShape,
     plausible,
 )
 from tiers.prefault import populate
 from tiers.slabs import Extents, PoolStats, Slab, SlotClass
 
 if TYPE_CHECKING:
-    import mmap
     from pathlib import Path
 
     import numpy.typing as npt
@@ -71,17 +76,19 @@ _SLABS_PER_POOL_MIN: Final = 16
 class HostPool:
     """An open pool. Make one with `HostPool.open`."""
 
-    def __init__(self, path: Path, lock_fd: int, mapping: mmap.mmap, size_bytes: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, mapped: MappedPool) -> None:
+        shape, size_bytes = mapped.shape, mapped.shape.size_bytes
         self.path = path
         self.size_bytes = size_bytes
+        self.resized_from_bytes = mapped.resized_from_bytes
+        """How large it was when it was taken over; `size_bytes` where that did not change."""
         self.recovered = SealedSlots.none()
         """What was sealed when this process took the pool over."""
         self.emptied = ""
         """Why a file that was there was not taken over; empty if it was, or there was none."""
         self._lock_fd = lock_fd
-        self._map = mapping
-        shape = TableShape.of(size_bytes)
-        file: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        self._map = mapped.mapping
+        file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
         self._memory: Bytes | None = file[shape.table_bytes :]
         self._table = PoolTable(file, shape)
         self._extents = Extents(size_bytes)
@@ -136,16 +143,18 @@ class HostPool:
         write_owner(lock_fd, Owner.current())
         emptied = ""
         if there:
-            mapping, emptied = map_existing(path, size_bytes)
-            if mapping is not None:
-                pool = cls(path, lock_fd, mapping, size_bytes)
+            existing = map_existing(path, size_bytes)
+            if isinstance(existing, MappedPool):
+                pool = cls(path, lock_fd, existing)
                 if pool._recover():
                     return pool
-                emptied = "its table of slabs contradicts itself"
-                del pool, mapping
+                emptied = CONTRADICTION
+                # Its memory goes with it, before more is asked for.
+                del pool, existing
+            else:
+                emptied = existing
             path.unlink()
-        mapping = create_mapping(path, size_bytes)
-        pool = cls(path, lock_fd, mapping, size_bytes)
+        pool = cls(path, lock_fd, create_mapping(path, size_bytes))
         pool.emptied = emptied
         pool._table.format(read_boot_id())
         if prefault:
@@ -313,7 +322,7 @@ class HostPool:
             for offset, slab in self._allocated.items()
             if self._table.is_open(slab.record_of(offset))
         ]
-        keep = keep and len(unsealed) < len(self._allocated)
+        keep = keep and len(unsealed) < len(self._allocated) and self.path.exists()
         leaked = tuple(sorted(unsealed if keep else self._allocated))
         self._memory = None
         self._allocated.clear()
@@ -324,10 +333,14 @@ class HostPool:
             if keep:
                 write_owner(self._lock_fd, Owner(0))
             else:
-                remove_files(self.path)
+                remove_files(self.path, self._lock_fd)
         finally:
             os.close(self._lock_fd)
         return leaked
+
+    def remove_files(self) -> None:
+        """Give the files up and nothing else, for a process that ends at once."""
+        remove_files(self.path, self._lock_fd)
 
     def _add_slab(self, slot_class: SlotClass) -> Slab | None:
         if not self._entries:

@@ -1,8 +1,8 @@
 """The files of a pool: made, mapped, looked at from outside, removed.
 
-Owns the file system's side of a pool: whose a file is, whether all of it is backed by memory, and
-why one cannot be taken over. Does not own what is in it (`pool_table.py`) nor the lock
-(`pool_lock.py`).
+Owns the file system's side of a pool: whose a file is, how long it is, whether all of it is backed
+by memory, and why one cannot be taken over. Does not own what is in it (`pool_table.py`) nor the
+lock (`pool_lock.py`).
 
 Invariant: a file that no owner's record vouches for, or that is another user's, is never changed.
 """
@@ -28,14 +28,19 @@ from tiers.pool_lock import (
     remove_files,
     take_lock,
 )
-from tiers.pool_table import PAGE_BYTES, PoolTable, TableShape, plausible, refusal, size_of
+from tiers.pool_table import (
+    PAGE_BYTES,
+    PoolTable,
+    TableShape,
+    plausible,
+    read_superblock,
+    superblock,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy.typing as npt
-
-    Bytes = npt.NDArray[np.uint8]
+CONTRADICTION: Final = "its table of slabs contradicts itself"
 
 _FILE_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -64,18 +69,16 @@ def inspect_pool(path: Path) -> PoolReport:
         return PoolReport(owner, 0, "")
     try:
         file_bytes = os.fstat(fd).st_size
-        first: Bytes = np.frombuffer(os.pread(fd, PAGE_BYTES, 0), dtype=np.uint8)
-        unusable = refusal(first, file_bytes, read_boot_id())
-        if unusable:
-            return PoolReport(owner, file_bytes, unusable)
-        shape = TableShape.of(size_of(first))
+        shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), file_bytes, read_boot_id())
+        if isinstance(shape, str):
+            return PoolReport(owner, file_bytes, shape)
         mapping = mmap.mmap(fd, shape.table_bytes, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)
     table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
     slabs = table.slabs()
     if slabs is None or not all(plausible(slab, shape) for slab in slabs):
-        return PoolReport(owner, file_bytes, "its table of slabs contradicts itself")
+        return PoolReport(owner, file_bytes, CONTRADICTION)
     sizes, counts = np.unique(table.sealed(slabs).slot_bytes, return_counts=True)
     slots = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
     return PoolReport(owner, file_bytes, "", shape.size_bytes, slots)
@@ -92,7 +95,7 @@ def remove_pool(path: Path) -> int:
     lock_fd = take_lock(lock_path_of(path))
     try:
         if not os.path.lexists(path):
-            remove_files(path)
+            remove_files(path, lock_fd)
             return 0
         try:
             require_ours(path, lock_fd)
@@ -102,7 +105,7 @@ def remove_pool(path: Path) -> int:
                 lock_path_of(path).unlink()
             raise
         file_bytes = path.stat().st_size
-        remove_files(path)
+        remove_files(path, lock_fd)
         return file_bytes
     finally:
         os.close(lock_fd)
@@ -123,46 +126,91 @@ def require_ours(path: Path, lock_fd: int) -> None:
         )
 
 
-def map_existing(path: Path, size_bytes: int) -> tuple[mmap.mmap | None, str]:
-    """Map a file of ours, or say why it cannot be taken over."""
-    shape = TableShape.of(size_bytes)
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """A pool's file, mapped as a whole."""
+
+    mapping: mmap.mmap
+    shape: TableShape
+    resized_from_bytes: int
+    """How large its slots were when they were found."""
+
+
+def map_existing(path: Path, size_bytes: int) -> MappedPool | str:
+    """Map a file of ours, made as large as wanted, or say why it cannot be taken over.
+
+    Where it shrinks, the slabs beyond its end are lost. Raises `PoolError` where it has to grow and
+    there is no room; nothing is lost then.
+    """
     fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
     try:
         found = os.fstat(fd)
-        first: Bytes = np.frombuffer(os.pread(fd, PAGE_BYTES, 0), dtype=np.uint8)
-        reason = refusal(first, found.st_size, read_boot_id())
-        if reason:
-            return None, reason
-        if found.st_size != shape.file_bytes:
-            return None, f"it was made for another host.size, with {found.st_size} bytes in all"
+        shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), found.st_size, read_boot_id())
+        if isinstance(shape, str):
+            return shape
         if found.st_blocks * 512 < found.st_size:
-            return None, "it has holes: not all of it is backed by memory"
-        return mmap.mmap(fd, found.st_size), ""
+            return "it has holes: not all of it is backed by memory"
+        wanted = shape.resized(size_bytes)
+        if wanted is None:
+            return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
+        if wanted.file_bytes > found.st_size:
+            _grow(fd, path, wanted, found.st_size)
+        if wanted != shape:
+            if wanted.size_bytes < shape.size_bytes and not _cut_slabs(fd, shape, wanted):
+                return CONTRADICTION
+            # One write within a page: a process that is killed has made it or not.
+            os.pwrite(fd, superblock(wanted, read_boot_id()), 0)
+        if wanted.file_bytes < found.st_size:
+            os.ftruncate(fd, wanted.file_bytes)
+        return MappedPool(mmap.mmap(fd, wanted.file_bytes), wanted, shape.size_bytes)
     finally:
         os.close(fd)
 
 
-def create_mapping(path: Path, size_bytes: int) -> mmap.mmap:
+def create_mapping(path: Path, size_bytes: int) -> MappedPool:
     """A new file, all of it backed by memory, mapped. Raises `PoolError` without room for it."""
-    file_bytes = TableShape.of(size_bytes).file_bytes
-    file_system = os.statvfs(path.parent)
-    room = file_system.f_bavail * file_system.f_frsize
-    no_room = (
-        f"size_bytes={size_bytes} ({file_bytes} with its table): the file system of {path.parent} "
-        f"has {room} bytes left; lower host.size, choose another host.directory, or enlarge it "
-        f"(mount -o remount,size=... {path.parent})"
-    )
-    # A tmpfs that is mounted without a limit reports no blocks at all.
-    if room < file_bytes and file_system.f_blocks:
-        raise PoolError(no_room)
+    shape = TableShape.of(size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
     try:
-        os.posix_fallocate(fd, 0, file_bytes)
-        return mmap.mmap(fd, file_bytes)
-    except BaseException as error:
+        _grow(fd, path, shape, 0)
+        return MappedPool(mmap.mmap(fd, shape.file_bytes), shape, size_bytes)
+    except BaseException:
         path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise PoolError(no_room) from error
         raise
     finally:
         os.close(fd)
+
+
+def _grow(fd: int, path: Path, shape: TableShape, had_bytes: int) -> None:
+    """Back the file with memory to its new end. Raises `PoolError` where there is no room."""
+    file_system = os.statvfs(path.parent)
+    room = file_system.f_bavail * file_system.f_frsize
+    needed = shape.file_bytes - had_bytes
+    no_room = (
+        f"size_bytes={shape.size_bytes} ({shape.file_bytes} with its table, {had_bytes} of them "
+        f"there): the file system of {path.parent} has {room} bytes left; lower host.size, choose "
+        f"another host.directory, or enlarge it (mount -o remount,size=... {path.parent})"
+    )
+    # A tmpfs that is mounted without a limit reports no blocks at all.
+    if room < needed and file_system.f_blocks:
+        raise PoolError(no_room)
+    try:
+        os.posix_fallocate(fd, had_bytes, needed)
+    except OSError as error:
+        os.ftruncate(fd, had_bytes)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise PoolError(no_room) from error
+        raise
+
+
+def _cut_slabs(fd: int, shape: TableShape, wanted: TableShape) -> bool:
+    """Remove the slabs that reach beyond a new end. False where the table contradicts itself."""
+    mapping = mmap.mmap(fd, shape.table_bytes)
+    table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
+    slabs = table.slabs()
+    if slabs is None or not all(plausible(slab, shape) for slab in slabs):
+        return False
+    for slab in slabs:
+        if not plausible(slab, wanted):
+            table.remove_slab(slab.entry)
+    return True

@@ -10,7 +10,6 @@ write of constant length, so that an owner killed at any moment leaves the old o
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -151,8 +150,22 @@ def _in_use(lock_path: Path, owner: Owner | None) -> str:
     )
 
 
-def remove_files(path: Path) -> None:
-    """Remove a pool whose lock the caller holds; the record last, or the memory is nobody's."""
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        lock_path_of(path).unlink()
+def holds(lock_fd: int, path: Path) -> bool:
+    """Whether the record that is beside a pool is the one that the caller has locked.
+
+    Not so where somebody removed it: another process may have made, and locked, a new one since.
+    """
+    try:
+        return os.path.samestat(os.fstat(lock_fd), os.stat(lock_path_of(path)))
+    except FileNotFoundError:
+        return False
+
+
+def remove_files(path: Path, lock_fd: int) -> None:
+    """Remove a pool whose lock the caller has; the record last, or the memory is nobody's.
+
+    Files of another owner, who took the place of one whose record was removed, stay.
+    """
+    if holds(lock_fd, path):
+        path.unlink(missing_ok=True)
+        lock_path_of(path).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ no case: the file is in memory too, and the boot id tells.) Hence the invariants
 * A record's state is FREE, OPEN (allocated and not whole: being filled, or found to be bad), or
   the number of the moment at which the slot was sealed. It leaves SEALED before a byte of the slot
   changes, and becomes SEALED after the last one did.
+* A file is never shorter than its superblock says: it grows before, and shrinks after.
 * Whoever reads a table trusts none of it: every number is checked before it is used.
 """
 
@@ -56,11 +57,13 @@ _BYTES_PER_SLAB: Final = 1 << 20
 _RECORDS_MIN: Final = 16_384
 _BYTES_PER_RECORD: Final = 1 << 14
 """The smallest slot that fills a pool to its end; smaller ones run out of records before."""
+RESIZE_FACTOR_MAX: Final = 16
+"""How far a table may be from what a new pool of the size would have."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """Capacities and places; they follow from the size of the slots alone."""
+    """Capacities and places. Those of a new pool follow from the size of its slots alone."""
 
     size_bytes: int
     slabs_max: int
@@ -68,12 +71,26 @@ class TableShape:
 
     @classmethod
     def of(cls, size_bytes: int) -> TableShape:
-        """The shape of a pool of `size_bytes`."""
+        """The shape of a new pool of `size_bytes`."""
         return cls(
             size_bytes,
             max(_SLABS_MIN, size_bytes // _BYTES_PER_SLAB),
             max(_RECORDS_MIN, size_bytes // _BYTES_PER_RECORD),
         )
+
+    def resized(self, size_bytes: int) -> TableShape | None:
+        """The same table before more or fewer slots; None where it is by far too small or large.
+
+        Slots stay where they are, so the table does too. With one that was made for a sixteenth of
+        the size there is a record for each 256 KiB: a pool of smaller slots runs out of them first.
+        """
+        fresh = TableShape.of(size_bytes)
+        enough = (
+            fresh.records_max <= RESIZE_FACTOR_MAX * self.records_max
+            and fresh.slabs_max <= RESIZE_FACTOR_MAX * self.slabs_max
+            and self.table_bytes <= RESIZE_FACTOR_MAX * fresh.table_bytes
+        )
+        return TableShape(size_bytes, self.slabs_max, self.records_max) if enough else None
 
     @property
     def table_bytes(self) -> int:
@@ -141,18 +158,9 @@ class PoolTable:
 
     def format(self, boot_id: bytes) -> None:
         """Make the zeros of a new file an empty table."""
-        shape = self.shape
-        body = struct.pack(
-            "<IIQQQ16s",
-            VERSION,
-            _ENTRY_BYTES,
-            shape.size_bytes,
-            shape.slabs_max,
-            shape.records_max,
-            boot_id,
-        )
-        body += xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
-        self._superblock[8 : 8 + len(body)] = np.frombuffer(body, dtype=np.uint8)
+        page = np.frombuffer(superblock(self.shape, boot_id), dtype=np.uint8)
+        self._superblock[8 : len(page)] = page[8:]
+        # What commits it.
         self._superblock[:8].view("<u8")[0] = _MAGIC
 
     # --- slabs ---------------------------------------------------------------------------------
@@ -242,12 +250,27 @@ def plausible(slab: SlabEntry, shape: TableShape) -> bool:
     )
 
 
-def refusal(superblock: Bytes, file_bytes: int, boot_id: bytes) -> str:
-    """Why a file of `file_bytes` with this first page cannot be taken over; empty if it can.
+def superblock(shape: TableShape, boot_id: bytes) -> bytes:
+    """The beginning of a file with this table."""
+    body = struct.pack(
+        "<IIQQQ16s",
+        VERSION,
+        _ENTRY_BYTES,
+        shape.size_bytes,
+        shape.slabs_max,
+        shape.records_max,
+        boot_id,
+    )
+    check = xxhash.xxh3_64_intdigest(body)
+    return _MAGIC.to_bytes(8, "little") + body + check.to_bytes(8, "little")
 
-    Magic and version stand at the same place in every version.
+
+def read_superblock(page: bytes, file_bytes: int, boot_id: bytes) -> TableShape | str:
+    """The shape of a pool whose file has this first page, or why it cannot be taken over.
+
+    Magic and version stand at the same place in every version. A file may be longer than its pool:
+    its owner was killed while it changed the size.
     """
-    page = superblock.tobytes()
     if len(page) < _SUPERBLOCK.size:
         return f"it has {file_bytes} bytes, too few for a pool"
     magic, version, entry_bytes, size_bytes, slabs_max, records_max, boot, check = (
@@ -257,25 +280,19 @@ def refusal(superblock: Bytes, file_bytes: int, boot_id: bytes) -> str:
         return "its first page is no superblock: made by an older release, damaged, or unfinished"
     if version != VERSION:
         return f"its format has version {version}, this release reads version {VERSION}"
-    body = page[8 : _SUPERBLOCK.size - 8]
-    shape = TableShape.of(size_bytes)
-    if check != xxhash.xxh3_64_intdigest(body) or (entry_bytes, slabs_max, records_max) != (
-        _ENTRY_BYTES,
-        shape.slabs_max,
-        shape.records_max,
+    shape = TableShape(size_bytes, slabs_max, records_max)
+    if (
+        check != xxhash.xxh3_64_intdigest(page[8 : _SUPERBLOCK.size - 8])
+        or entry_bytes != _ENTRY_BYTES
+        or size_bytes % PAGE_BYTES
+        or shape.resized(size_bytes) is None
     ):
         return "its superblock is damaged"
-    if shape.file_bytes != file_bytes:
+    if shape.file_bytes > file_bytes:
         return f"it has {file_bytes} bytes, and its superblock says {shape.file_bytes}"
     if boot != boot_id:
         return "it is from before the machine was started last"
-    return ""
-
-
-def size_of(superblock: Bytes) -> int:
-    """Bytes of the slots, as a superblock that `refusal` accepts says."""
-    size_bytes: int = _SUPERBLOCK.unpack_from(superblock.tobytes())[3]
-    return size_bytes
+    return shape
 
 
 def _slab_check(slab: SlabEntry) -> int:

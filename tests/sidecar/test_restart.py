@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sidecar import cli
 from sidecar.demo.sidecars import SidecarProcess
@@ -23,7 +26,6 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.index import FLAG_HOST
-from tiers.pool_table import TableShape
 
 SIZE_BYTES = 8 << 20
 ENDINGS = pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -267,12 +269,82 @@ def test_pool_that_cannot_be_taken_over_is_told_and_emptied(
         assert scheduler.flags(key_of(0)) == [FLAG_HOST]
 
 
-def test_another_size_starts_empty(lives: Lives) -> None:
+@pytest.mark.parametrize("size_bytes", [2 * SIZE_BYTES, SIZE_BYTES // 2])
+def test_another_size_keeps_what_fits(lives: Lives, size_bytes: int) -> None:
     fill(lives.begin())
     lives.end(signal.SIGTERM)
-    lives.begin(host={"size": 2 * SIZE_BYTES})
-    assert lives.pool.stat().st_size == TableShape.of(2 * SIZE_BYTES).file_bytes
-    assert "another host.size" in lives.log()
+    path = lives.begin(host={"size": size_bytes})
+    assert lives.status()["tiers"]["host"]["size_bytes"] == size_bytes
+    assert f"resized_from_bytes={SIZE_BYTES}" in lives.log()
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(*(key_of(number) for number in range(4))) == [FLAG_HOST] * 4
+        assert worker.load(1, key_of(0), [0, 1, 2, 3]) is Outcome.OK
+    lives.end()
+
+
+def test_memory_that_is_gone_is_no_problem(lives: Lives) -> None:
+    """As after a reboot: nothing is there, and nothing is told."""
+    fill(lives.begin())
+    lives.end()
+    for name in lives.left():
+        (lives.directory / "pool" / name).unlink()
+    path = lives.begin()
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(key_of(0)) == [0]
+        assert worker.store(1, key_of(0), [0]) is Outcome.OK
+    assert "starts empty" not in lives.log()
+
+
+def test_second_sidecar_on_a_pool_is_refused(lives: Lives) -> None:
+    """With other sockets and the same memory: it names who has it, and changes nothing."""
+    path = lives.begin()
+    assert lives.process is not None
+    assert lives.process.process is not None
+    pid = lives.process.process.pid
+    config = yaml.safe_load(lives.process.config_path.read_text())
+    config["runtime"]["directory"] = str(lives.directory / "other")
+    other = lives.directory / "other.yaml"
+    other.write_text(yaml.safe_dump(config))
+    for stopped in (False, True):
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        done = subprocess.run(
+            [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(other)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert f"locked by process {pid}" in done.stderr
+    os.kill(pid, signal.SIGCONT)
+    with Worker(path) as worker:
+        assert worker.store(1, key_of(0), [0]) is Outcome.OK
+
+
+def test_owner_that_wakes_up_leaves_the_memory_of_another(lives: Lives) -> None:
+    """Stopped, its files removed by a person, another one in its place: it takes nothing away."""
+    lives.begin()
+    first = lives.process
+    assert first is not None
+    assert first.process is not None
+    os.kill(first.process.pid, signal.SIGSTOP)
+    for name in lives.left():
+        (lives.directory / "pool" / name).unlink()
+    config = yaml.safe_load(first.config_path.read_text())
+    config["runtime"]["directory"] = str(lives.directory / "other")
+    other = SidecarProcess(lives.directory / "o", {})
+    other.config_path.write_text(yaml.safe_dump(config))
+    with other:
+        left = lives.left()
+        assert len(left) == 2
+        os.kill(first.process.pid, signal.SIGCONT)
+        assert first.drain() == 0
+        assert lives.left() == left
+        socket = lives.directory / "other" / config["runtime"]["name"] / "attach.sock"
+        with Worker(socket) as worker, Scheduler(socket) as scheduler:
+            assert worker.store(1, key_of(0), [0]) is Outcome.OK
+            assert scheduler.flags(key_of(0)) == [FLAG_HOST]
 
 
 # --- what is left --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -219,12 +220,93 @@ def test_file_that_is_not_as_it_was_left_is_emptied(
     assert list(path.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("pages", [PAGES // 2, PAGES * 2, PAGES + 1])
-def test_pool_of_another_size_is_emptied(path: Path, pages: int) -> None:
-    left_pool(path)
+@pytest.mark.parametrize("pages", [PAGES * 2, PAGES + 1, PAGES * 16])
+def test_pool_grows_and_keeps_what_it_has(path: Path, pages: int) -> None:
+    offsets = left_pool(path)
     pool = open_pool(path, pages)
-    assert "another host.size" in pool.emptied
-    assert pool.size_bytes == pages * PAGE
+    assert (pool.size_bytes, pool.resized_from_bytes) == (pages * PAGE, PAGES * PAGE)
+    assert sorted(came_back(pool)) == sorted(offsets)
+    # The last page can be used, and comes back.
+    taken: list[int] = []
+    while (offset := pool.allocate(pool.register_class(PAGE))) is not None:
+        taken.append(offset)
+    last = max(taken)
+    assert last == (pages - 1) * PAGE
+    pool.memory[last] = 1
+    pool.seal(last)
+    pool.close(keep=True)
+    pool = open_pool(path, pages)
+    assert sorted(pool.recovered.offsets.tolist()) == sorted([*offsets, last])
+    assert pool.resized_from_bytes == pool.size_bytes
+    pool.close()
+
+
+def test_pool_shrinks_and_loses_what_lay_beyond(path: Path) -> None:
+    pool = open_pool(path)
+    offsets = [sealed_slot(pool, 4, number) for number in range(1, 17)]
+    assert max(offsets) == (PAGES - 4) * PAGE
+    pool.close(keep=True)
+    pages = PAGES // 2 + 2
+    pool = open_pool(path, pages)
+    kept = [offset for offset in offsets if offset + 4 * PAGE <= pages * PAGE]
+    assert sorted(came_back(pool)) == kept
+    assert path.stat().st_size < TableShape.of(PAGES * PAGE).file_bytes
+    pool.free(kept[0])
+    assert pool.allocate(pool.register_class(4 * PAGE)) == kept[0]
+    pool.close(keep=True)
+    # And it grows again.
+    pool = open_pool(path)
+    assert sorted(came_back(pool)) == kept[1:]
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("made_for", "wanted", "kept"),
+    [
+        (8 << 30, 128 << 30, True),
+        (8 << 30, 129 << 30, False),
+        (128 << 30, 8 << 30, True),
+        (256 << 30, 8 << 30, False),
+        (1 << 20, 4 << 30, True),
+    ],
+)
+def test_table_that_is_by_far_too_small_or_large_is_not_kept(
+    made_for: int, wanted: int, kept: bool
+) -> None:
+    resized = TableShape.of(made_for).resized(wanted)
+    assert (resized is not None) is kept
+    if resized is not None:
+        assert resized.size_bytes == wanted
+        assert resized.table_bytes == TableShape.of(made_for).table_bytes
+
+
+def test_no_room_to_grow_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = left_pool(path)
+    before = path.read_bytes()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, offset + length // 2)
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(PoolError, match=r"lower host\.size"):
+            open_pool(path, PAGES * 2)
+    assert path.read_bytes() == before
+    pool = open_pool(path)
+    assert sorted(came_back(pool)) == sorted(offsets)
+    pool.close()
+
+
+def test_file_longer_than_its_pool_is_cut(path: Path) -> None:
+    """Its owner was killed after it grew the file, or before it shrank it."""
+    offsets = left_pool(path)
+    file_bytes = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(bytes(5 * PAGE))
+    pool = open_pool(path)
+    assert sorted(came_back(pool)) == sorted(offsets)
+    assert path.stat().st_size == file_bytes
     pool.close()
 
 
