@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sidecar.directory import Chunk
     from sidecar.pins import Pins
 
-EARLY_JOBS_MAX: Final = 4096
-"""Load jobs without a lease whose finished ranks are remembered."""
+EARLY_JOBS_PER_ENGINE_MAX: Final = 256
+"""Load jobs without a lease whose finished ranks are remembered; of more, the oldest go."""
+EARLY_ENGINES_MAX: Final = 256
 
 JobName = tuple[int, str, int]
 """(realm_id, engine_id, job_id): what a lease and the load jobs of its ranks share."""
@@ -63,7 +64,7 @@ class Leases:
         # All leases live equally long, so the order of insertion is that of the deadlines.
         self._by_owner: dict[tuple[int, int], Lease] = {}
         self._by_job: dict[JobName, list[Lease]] = {}
-        self._early: dict[JobName, set[int]] = {}
+        self._early: dict[tuple[int, str], dict[int, set[int]]] = {}
         self._held: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class Leases:
         self._pins.pin(session_id, chunks)
         # Pinned first, so that what both leases name is never without a pin in between.
         self.release(session_id, name[2])
-        early = self._early.pop(name, set[int]())
+        early = self._take_early(name)
         lease = Lease(session_id, name, chunks, now + self._ttl_seconds_max, early)
         self._by_owner[session_id, name[2]] = lease
         self._by_job.setdefault(name, []).append(lease)
@@ -109,14 +110,27 @@ class Leases:
         """Count a rank's load job as ended, however it ended."""
         leases = self._by_job.get(name)
         if leases is None:
-            self._early.setdefault(name, set()).add(rank)
-            if len(self._early) > EARLY_JOBS_MAX:
-                del self._early[next(iter(self._early))]
+            self._remember_early(name, rank)
             return
         for lease in list(leases):
             lease.finished_ranks.add(rank)
             if len(lease.finished_ranks) >= world_size:
                 self._end(lease)
+
+    def _remember_early(self, name: JobName, rank: int) -> None:
+        own = self._early.setdefault(name[:2], {})
+        own.setdefault(name[2], set()).add(rank)
+        if len(own) > EARLY_JOBS_PER_ENGINE_MAX:
+            del own[next(iter(own))]
+        if len(self._early) > EARLY_ENGINES_MAX:
+            del self._early[next(iter(self._early))]
+
+    def _take_early(self, name: JobName) -> set[int]:
+        own = self._early.get(name[:2], {})
+        early = own.pop(name[2], set[int]())
+        if not own:
+            self._early.pop(name[:2], None)
+        return early
 
     def release(self, session_id: int, lease_id: int) -> None:
         """End one lease. An unknown id is no error: the lease may just have ended."""
@@ -135,8 +149,7 @@ class Leases:
 
         When one attaches, too: jobs of its predecessor may end after that one's session has.
         """
-        for name in [name for name in self._early if name[:2] == engine]:
-            del self._early[name]
+        self._early.pop(engine, None)
 
     def expire(self, now: float) -> int:
         """End the leases past their deadline; returns how many."""

@@ -6,7 +6,6 @@ fit is refused and counted. Ten thousand requests may wait, and take no more tha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import threading
@@ -20,11 +19,9 @@ import pytest
 
 from sidecar.protocol import FRAME_BYTES_MAX, Outcome
 from sidecar.router import CUT_BYTES_MAX
-from tests.sidecar.client import NAMESPACE, Scheduler, Worker, key_of, layout_of
+from tests.sidecar.client import Scheduler, Worker, key_of
+from tests.sidecar.stores import announce
 from tests.sidecar.test_lives import Process, wait_until
-from tiers.catalog.log import new_writer
-from tiers.catalog.names import LogName, catalog_folder, log_name, namespace_prefix
-from tiers.catalog.rows import Row, digest_of, encode, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,13 +33,7 @@ from pathlib import Path
 import anyio
 from sidecar.server import serve
 from tests.sidecar.client import config_in
-from tiers.wrap import Wrapper
-
-class StalledReads(Wrapper):
-    async def _around(self, verb, name, call):
-        if verb == "read" and "/catalog/" not in name:
-            await anyio.sleep_forever()
-        return await call()
+from tests.sidecar.stores import Stalled
 
 directory, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
 config = config_in(
@@ -57,7 +48,10 @@ config = config_in(
 def ready(info):
     print(json.dumps([str(info.attach_path), info.http_url, os.getpid()]), flush=True)
 
-sys.exit(anyio.run(lambda: serve(config, ready=ready, wrap_store=StalledReads)))
+def wrap(tier):
+    return Stalled(tier, "read")
+
+sys.exit(anyio.run(lambda: serve(config, ready=ready, wrap_store=wrap)))
 """
 
 TOLD = """
@@ -137,17 +131,6 @@ for number in range(count):
     read(client)
 stay([client])
 """
-
-
-def announce(bucket: Path, chunks: int) -> None:
-    """Say in the bucket's catalog that it holds so many chunks. None of them is read to its end."""
-    segment = layout_of().segment.name
-    told = [Row(key_of(number), segment, 1, size_bytes=1, num_blocks=1) for number in range(chunks)]
-    body = encode(rows_of(told))
-    folder = catalog_folder(namespace_prefix(hashlib.sha256(NAMESPACE).digest()))
-    path = bucket / log_name(folder, LogName(new_writer(), 0), digest_of(body))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(body.tobytes())
 
 
 class Flooded:

@@ -9,7 +9,7 @@ from hypothesis import given
 from sidecar.bounds import BoundLimits, Bounds
 from sidecar.commands import SessionClosed
 from sidecar.directory import Chunk, Directory, Realm
-from sidecar.leases import EARLY_JOBS_MAX, Leases
+from sidecar.leases import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases
 from sidecar.pins import Pins
 from sidecar.protocol import Role
 from tests.sidecar.engine_kit import no_writes
@@ -77,13 +77,27 @@ def test_ranks_that_finished_before_the_lease_count(
 def test_early_ranks_are_bounded_and_end_with_their_engine(
     leases: Leases, chunks: list[Chunk]
 ) -> None:
-    for job_id in range(EARLY_JOBS_MAX + 1):
+    for job_id in range(EARLY_JOBS_PER_ENGINE_MAX + 1):
         leases.rank_finished(job(job_id), 0, 1)
     leases.take(1, job(0), chunks, 1, 0.0)
     assert leases.held(1) == 1
     leases.close_session(1, ENGINE)
     leases.take(2, job(7), chunks, 1, 0.0)
     assert leases.held(2) == 1
+
+
+def test_an_engine_that_floods_pushes_out_its_own_early_ranks_only(
+    leases: Leases, chunks: list[Chunk]
+) -> None:
+    leases.rank_finished((0, "quiet", 1), 0, 1)
+    for job_id in range(10_000):
+        leases.rank_finished((0, "flood", job_id), 0, 1)
+    leases.take(1, (0, "quiet", 1), chunks, 1, 0.0)
+    assert leases.held(1) == 0, "it had finished already"
+    for number in range(EARLY_ENGINES_MAX + 1):
+        leases.rank_finished((0, f"engine {number}", 1), 0, 1)
+    leases.take(1, (0, "flood", 9_999), chunks, 1, 0.0)
+    assert leases.held(1) == 1, "forgotten: there are only so many engines"
 
 
 def test_same_id_again_replaces(leases: Leases, chunks: list[Chunk]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import hypothesis.strategies as st
 import msgspec
@@ -19,6 +19,7 @@ from sidecar.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    ClientMessage,
     Done,
     Error,
     Events,
@@ -37,6 +38,7 @@ from sidecar.protocol import (
     Release,
     RemovedEvent,
     Role,
+    ServerMessage,
     StoreChunk,
     StoredEvent,
     StoreJob,
@@ -342,6 +344,12 @@ def test_a_client_message_outside_its_bounds(message: Submit, field: str) -> Non
     code, text = refused(decode_client, encode(message))
     assert code == "field"
     assert text.startswith(f"{field}=") or f"`$.{field}" in text
+
+
+def test_every_message_after_the_handshake_says_which_life_of_the_sidecar_it_is_of() -> None:
+    for kind in (*get_args(ClientMessage), *get_args(ServerMessage), Attached, IndexMoved):
+        (epoch,) = (one for one in msgspec.structs.fields(kind) if one.name == "epoch")
+        assert epoch.required, kind
 
 
 def test_a_list_is_measured_before_it_is_made() -> None:

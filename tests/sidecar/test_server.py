@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from sidecar.protocol import (
     FRAME_BYTES_MAX,
     LoadChunk,
     LoadJob,
+    Lookup,
     Outcome,
     Role,
     StoreJob,
@@ -266,6 +269,26 @@ def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
         assert quiet.store(1, key_of("quiet"), [0]) is Outcome.OK
         # Nothing more is sent to ring the bell: what one drain leaves must be taken by the next.
         sidecar.wait_until(lambda now: now["sockets"]["frames_received"] == 501)
+
+
+def test_a_client_that_does_not_read_its_answers_is_cut_off(short_directory: Path) -> None:
+    config = config_in(short_directory, limits={"replies_queued_max": 16})
+    with (
+        RunningSidecar(config) as sidecar,
+        Worker(sidecar.path) as worker,
+        Scheduler(sidecar.path, engine_id="deaf") as deaf,
+    ):
+        deaf.dealer.setsockopt(zmq.SNDTIMEO, 100)
+        number = 0
+        # What the kernel and its own ZMQ take for it comes first.
+        while not select.select([deaf.unix], [], [], 0)[0]:
+            number += 1
+            with contextlib.suppress(zmq.Again):
+                deaf.send(Lookup(deaf.epoch, number, [key_of("nowhere")], 1000))
+        assert deaf.at_end()
+        assert worker.store(1, key_of("other"), [0]) is Outcome.OK
+        now = sidecar.wait_until(lambda now: len(now["sessions"]) == 1)
+        assert now["sockets"]["replies_dropped"] > 0
 
 
 def test_frames_beyond_the_cut_end_a_connection_only(sidecar: RunningSidecar) -> None:
