@@ -60,6 +60,11 @@ class Catalogs:
         return sum(log.rows_lost for log in self._logs.values())
 
     @property
+    def crowd(self) -> int:
+        """Names in the largest catalog's folder."""
+        return max((reader.names_known for reader in self._readers.values()), default=0)
+
+    @property
     def due_in(self) -> float | None:
         """Seconds until something is to be flushed, or None while nothing waits."""
         due = [log.due_in for log in self._logs.values()]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sidecar.config import Config
     from sidecar.server import ServerInfo
@@ -209,6 +209,47 @@ def _pool_remove(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def _du(options: argparse.Namespace) -> int:
+    from sidecar import storecommands
+
+    document = _on_store(lambda: storecommands.du(_load(options.config), options.namespace))
+    say(json.dumps(document, indent=2) if options.json else storecommands.du_text(document))
+    return Exit.OK
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from sidecar import storecommands
+
+    wanted = storecommands.Wanted(options.namespace, options.key, options.tenant, options.limit)
+    document = _on_store(lambda: storecommands.ls(_load(options.config), wanted))
+    say(json.dumps(document, indent=2) if options.json else storecommands.ls_text(document))
+    return Exit.OK
+
+
+def _gc(options: argparse.Namespace) -> int:
+    from sidecar import storecommands
+
+    document = _on_store(
+        lambda: storecommands.gc(
+            _load(options.config),
+            dry_run=options.dry_run,
+            wait=options.wait,
+            namespace=options.namespace,
+        )
+    )
+    say(json.dumps(document, indent=2) if options.json else storecommands.gc_text(document))
+    return Exit.OK
+
+
+def _on_store(command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    from sidecar.storecommands import StoreCommandError
+
+    try:
+        return command()
+    except StoreCommandError as error:
+        raise UsageError(str(error)) from error
+
+
 def _tenant_id(options: argparse.Namespace) -> int:
     from sidecar.protocol import tenant_id
 
@@ -274,6 +315,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_running(commands)
     _add_looking(commands)
+    _add_store(commands)
     _add_keygen(commands)
     _add_pool(commands)
     _add_tenant(commands)
@@ -355,6 +397,45 @@ def _add_looking(commands: _Commands) -> None:
     _add_config_option(inspect, help_text="reach URLs as its section store says")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(command_function=_inspect)
+
+
+def _add_store(commands: _Commands) -> None:
+    du = commands.add_parser(
+        "du",
+        help="show what the object store holds, by namespace and tenant",
+        description="Read the store's catalog and count what it offers. Nothing is listed or "
+        "changed.",
+    )
+    ls = commands.add_parser(
+        "ls",
+        help="list the chunks in the object store",
+        description="List the store's namespaces, or the chunks of one of them, from its catalog.",
+    )
+    ls.add_argument("--key", default="", metavar="DIGITS", help="only keys that begin with this")
+    ls.add_argument("--tenant", default="", metavar="NAME", help="only of this tenant, or its id")
+    ls.add_argument(
+        "--limit", type=int, default=1000, metavar="N", help="at most so many (default: 1000)"
+    )
+    gc = commands.add_parser(
+        "gc",
+        help="keep the object store within its bounds, now",
+        description="Compact the catalog, withdraw what is beyond store.ttl, store.size_max, "
+        "store.objects_max and the tenants' store_max, and delete what was withdrawn at least "
+        "store.gc.grace ago. Sidecars do the same by themselves.",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+    gc.add_argument(
+        "--wait", action="store_true", help="wait for store.gc.grace, and delete what was withdrawn"
+    )
+    for command, function in ((du, _du), (ls, _ls), (gc, _gc)):
+        of = "the namespace, by its first digits"
+        if command is ls:
+            command.add_argument("namespace", nargs="?", metavar="NAMESPACE", help=of)
+        else:
+            command.add_argument("--namespace", metavar="DIGITS", help=of)
+        _add_config_option(command)
+        command.add_argument("--json", action="store_true", help="print it as JSON")
+        command.set_defaults(command_function=function)
 
 
 def _add_keygen(commands: _Commands) -> None:

@@ -224,6 +224,17 @@ class StoreBreaker(Section):
     """The pause doubles with each such request that fails, up to this."""
 
 
+class Collection(Section):
+    """Compacting the catalog and deleting what is beyond `ttl`, `size_max` and `objects_max`."""
+
+    enabled: Flag = True
+    """Take part in it. One sidecar at a time does it, whoever gets the store's lease."""
+    every: Duration = Field(default=600.0, ge=1.0)
+    """How often it is looked whether there is anything to do."""
+    grace: Duration = Field(default=300.0, ge=0.1)
+    """From withdrawing a chunk to deleting it; longer than a refresh and a read together take."""
+
+
 class Store(Access):
     """The object store tier, shared by every sidecar that names the same place."""
 
@@ -244,6 +255,13 @@ class Store(Access):
     """Chunks after which they are announced at once."""
     reconcile_every: Duration = Field(default=86_400.0, ge=1.0)
     """How long it takes to compare all objects with the catalog, in the background, in slices."""
+    ttl: Duration | None = Field(default=None, ge=1.0)
+    """Age at which a chunk is deleted, such as "30d"; it counts from when it was written."""
+    size_max: Size | None = Field(default=None, ge=1)
+    """Bytes that a namespace (a model) may hold; beyond it, the oldest chunks are deleted."""
+    objects_max: Count | None = Field(default=None, ge=1)
+    """Objects that a namespace may hold; beyond it, the oldest chunks are deleted."""
+    gc: Collection = Field(default_factory=Collection)
     writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
     """Objects written at the same time."""
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)
@@ -280,6 +298,17 @@ class Store(Access):
         if any(part in ("", ".", "..") for part in trimmed.split("/") if trimmed):
             raise ValueError(f"{value!r} must be a plain relative path such as team-a/kv")
         return trimmed
+
+    @model_validator(mode="after")
+    def _graceful(self) -> Store:
+        least = self.refresh_seconds + self.deadline_seconds_max
+        if self.gc.grace <= least:
+            raise ValueError(
+                f"gc.grace={format_duration(self.gc.grace)}: a chunk may still be read "
+                f"{format_duration(least)} after it was withdrawn (refresh_seconds and "
+                "deadline_seconds_max together); raise gc.grace"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reachable(self) -> Store:

@@ -26,6 +26,7 @@ import anyio
 from sidecar.bounds import BoundLimits
 from sidecar.breaker import BreakerRules
 from sidecar.catalogs import Catalogs
+from sidecar.collector import Collector
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
@@ -98,6 +99,7 @@ class Hub:
         self.gpus = Gpus(pool.memory, config.gpu)
         self.catalogs = None if store is None else _new_catalogs(config, store)
         self.watch = self._new_watch()
+        self.collector = self._new_collector()
         self.mover = Mover(
             realms=self.realms,
             sessions=self.sessions,
@@ -139,6 +141,12 @@ class Hub:
             feed=self.feed,
             held=self.engine.stored_mask,
         )
+
+    def _new_collector(self) -> Collector | None:
+        if self.store is None or self.watch is None or self.catalogs is None:
+            return None
+        catalogs = self.catalogs
+        return Collector(self.store, self.config, self.watch.health, lambda: catalogs.crowd)
 
     def _admits(self, tenant: bytes, num_bytes: int) -> bool:
         """Whether a tenant may have so many bytes more in the store, as far as is known."""

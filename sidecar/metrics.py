@@ -178,6 +178,11 @@ class HubCollector(Collector):
         if sweeps is not None:
             yield _counter("catalog_sweeps", "Namespaces looked through", {(): sweeps.sweeps})
             yield _counter("catalog_found", "Objects it did not know", {(): sweeps.found})
+        collector = self._hub.collector
+        if collector is not None:
+            for name, value in dataclasses.asdict(collector.collected).items():
+                told = f"Collection: {name.replace('_', ' ')}"
+                yield _counter(f"collection_{name}", told, {(): value})
         yield _gauge("catalog_rows_waiting", "Rows to announce", {(): catalogs.rows_waiting})
 
     def _sockets(self) -> Iterator[Metric]:
@@ -348,6 +353,7 @@ class Reporter:
             "chunks": self._hub.engine.snapshot().chunks_in_store,
             "listings": watch.listings,
             "catalog": self._catalog_status(),
+            "collection": self._collection_status(),
             "retries": store.retried(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
@@ -367,6 +373,11 @@ class Reporter:
             "found": watch.reconciler.found,
             "compacts": watch.health.creates,
         }
+
+    def _collection_status(self) -> dict[str, object]:
+        collector = self._hub.collector
+        assert collector is not None, "a store was opened"
+        return {"state": collector.state, **dataclasses.asdict(collector.collected)}
 
     def _sessions(self) -> list[dict[str, object]]:
         now = time.monotonic()

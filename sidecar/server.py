@@ -221,6 +221,8 @@ class Server:
             tasks.start_soon(map_ahead, self._pool)
         if self._hub.watch is not None:
             tasks.start_soon(self._hub.watch.run)
+        if self._hub.collector is not None:
+            tasks.start_soon(self._hub.collector.run)
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)

@@ -30,13 +30,19 @@ SIZE_UNITS: Final[dict[str, int]] = {
 }
 DURATION_SECONDS_MAX: Final = 10**9
 """Some thirty years."""
-DURATION_UNITS: Final[dict[str, float]] = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+DURATION_UNITS: Final[dict[str, float]] = {
+    "ms": 0.001,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86_400.0,
+}
 
 _SIZE_LOOKUP: Final = {name.lower(): factor for name, factor in SIZE_UNITS.items()} | {"": 1}
 _DURATION_LOOKUP: Final = DURATION_UNITS | {"": 1.0}
 
 SIZE_PATTERN: Final = r"^\d+(\.\d+)?\s*([kKmMgGtT][iI]?)?[bB]?$"
-DURATION_PATTERN: Final = r"^\d+(\.\d+)?\s*(ms|s|m|h)?$"
+DURATION_PATTERN: Final = r"^\d+(\.\d+)?\s*(ms|s|m|h|d)?$"
 
 
 def parse_size(value: object) -> int:

@@ -169,10 +169,17 @@ class StoreWatch:
         # Read-only credentials are enough where nothing is written; the refreshes judge then.
         if not self._writes:
             return None
+        before = self.health.creates
         try:
             self.health.creates = (await self._store.probe()).creates
         except TierError as error:
             return str(error)
+        if self.health.creates is False and before is not False:
+            _logger.warning(
+                "the store replaces objects that it was told to create only: its catalog is not "
+                "compacted, and nothing is collected; bound it with a lifecycle rule of its own",
+                extra=fields(url=self._store.url),
+            )
         return None
 
     async def _list(self, realm: Realm) -> str | None:

@@ -40,7 +40,16 @@ def test_not_sizes(written: object) -> None:
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("500ms", 0.5), ("5s", 5.0), ("2m", 120.0), ("1 h", 3600.0), (5, 5.0), (0.25, 0.25), ("3", 3)],
+    [
+        ("500ms", 0.5),
+        ("5s", 5.0),
+        ("2m", 120.0),
+        ("1 h", 3600.0),
+        ("30d", 2_592_000.0),
+        (5, 5.0),
+        (0.25, 0.25),
+        ("3", 3),
+    ],
 )
 def test_durations(written: object, seconds: float) -> None:
     assert parse_duration(written) == seconds

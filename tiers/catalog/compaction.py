@@ -78,6 +78,8 @@ class Plan(NamedTuple):
     """How long merged logs and old manifests stay, for readers that are slow."""
     whole: bool = False
     reconcile: bool = False
+    reconcile_seconds: float | None = None
+    """After how long the objects are compared with the rows again; None: only if asked for."""
     dry_run: bool = False
     """Count what would be done, and write nothing."""
 
@@ -157,6 +159,9 @@ class _Round:
     async def run(self) -> Report:
         """Do it."""
         state = await load(self._files, self._now)
+        again = self._plan.reconcile_seconds
+        if again is not None and state.manifest.reconciled_seconds + again < self._now:
+            self._plan = self._plan._replace(reconcile=True)
         self._report.whole = self._plan.whole or self._is_due(state)
         if self._report.whole:
             manifest = await self._whole(state)
@@ -183,8 +188,9 @@ class _Round:
             return True
         if self._plan.reconcile or (state.doubt and not state.more):
             return True
-        if manifest.base_withdrawn and self._deletes(manifest):
-            return True
+        if manifest.base_withdrawn:
+            # Withdrawing more before these are deleted would make them wait again, for ever.
+            return self._deletes(manifest)
         held = Counter({bytes.fromhex(name): size for name, size in manifest.tenants.items()})
         live = state.log_rows.take(state.log_rows.size_bytes > 0)
         held.update(_by_tenant(live))
@@ -282,13 +288,19 @@ class _Round:
         written = self._merged(state, generation)
         if self._log.files:
             written[self._log.writer] = Merged(self._log.files - 1, generation)
+        # What was withdrawn by the manifest before does not begin to wait again.
+        anew = (
+            bool(self._report.withdrawn or self._report.lost)
+            or not state.manifest.base_withdrawn
+            or bool(np.any(state.fresh.size_bytes == 0))
+        )
         tenants = {who.hex(): size for who, size in census.tenant_bytes.most_common(TENANTS_MAX)}
         reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
         return Manifest(
             generation=generation,
             snapshots=tuple(names),
             base=len(names),
-            base_seconds=self._now,
+            base_seconds=self._now if anew else state.manifest.base_seconds,
             base_withdrawn=census.withdrawn,
             rows=census.objects + census.withdrawn,
             oldest=census.oldest,

@@ -86,6 +86,10 @@ class Lease:
         """Who holds it instead."""
         return self._other.holder
 
+    async def newest(self) -> int:
+        """The newest generation, -1 for none: it moves whenever anybody takes the lease."""
+        return max(await self._generations(), default=-1)
+
     async def take(self) -> bool:
         """Try to take it. Raises the tier's errors."""
         found = await self._generations()
@@ -94,11 +98,15 @@ class Lease:
             return False
         return await self._create(newest + 1, self._holder)
 
-    async def renew(self) -> bool:
-        """Keep it, if a third of its time has passed. False: it was lost. Raises tier errors."""
+    async def renew(self, *, at_once: bool = False) -> bool:
+        """Keep it, if a third of its time has passed. False: it was lost. Raises tier errors.
+
+        Args:
+            at_once: whatever time has passed; then `store_seconds` is now.
+        """
         if not self.held:
             return False
-        if self._clock() - self._renewed < self._seconds / 3:
+        if not at_once and self._clock() - self._renewed < self._seconds / 3:
             return True
         return await self._create(self._mine + 1, self._holder)
 

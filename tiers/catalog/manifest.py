@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names of files, whole. The first `base` are one merge's, sorted by key and disjoint."""
     base: int = 0
     base_seconds: float = 0.0
-    """When they were made, by the store's clock."""
+    """Since when they withdraw what they withdraw, by the store's clock."""
     base_withdrawn: int = 0
     """Rows in them that withdraw, whose objects may still be there."""
     rows: int = 0

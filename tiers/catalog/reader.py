@@ -214,6 +214,11 @@ class CatalogReader:
                 yield rows
             self._positions[writer] = file
 
+    @property
+    def names_known(self) -> int:
+        """Names in the catalog's folder at the last refresh."""
+        return self._names_known
+
     def take_doubt(self) -> bool:
         """Whether, since the last call, the catalog was found absent, damaged or incomplete."""
         broken = self._files.broken.keys() - self._broken_told

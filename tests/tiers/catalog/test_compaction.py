@@ -69,7 +69,7 @@ class World:
         reconcile: bool = False,
         dry_run: bool = False,
     ) -> Report:
-        plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, dry_run)
+        plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, None, dry_run)
         return await compact(self.tier, PREFIX, plan, self.bucket.now)
 
     async def offered(self, reader: CatalogReader | None = None) -> set[int]:
