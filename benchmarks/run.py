@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scheduler": "benchmarks.micro.scheduler_bench",
     "wire": "benchmarks.micro.wire_bench",
     "copy": "benchmarks.micro.copy_bench",
+    "restart": "benchmarks.micro.restart",
     "objects": "benchmarks.micro.objects_bench",
     "engine": "benchmarks.compare.engine_bench",
 }
