@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sidecar.protocol import Lookup, Role, ServerMessage, Submit
     from tiers.layout import ChunkLayout
+    from tiers.layout import Segment as LayoutSegment
 
 # --- events ------------------------------------------------------------------------------------
 
@@ -131,6 +132,8 @@ class StoreOutcome(enum.Enum):
     OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    """Somebody else's object that cannot be used here, and that need not be damaged."""
     EXPIRED = "expired"
     """Not done within `store.deadline_seconds_max`."""
     UNAVAILABLE = "unavailable"
@@ -156,6 +159,8 @@ class ReadDone:
     num_blocks: int = 0
     parent: bytes = b""
     num_bytes: int = 0
+    failed: int = -1
+    """The bit of the source that the outcome is about; -1: the rank's own segment."""
 
 
 class ListedRow(NamedTuple):
@@ -163,7 +168,7 @@ class ListedRow(NamedTuple):
 
     key: bytes
     mask: int
-    """Ranks whose segment it names, as bits."""
+    """Ranks whose segment it names, as bits, or the bit of a segment of another cut."""
     written_at: int
     """By the writer's clock: microseconds since 1970."""
     withdrawn: bool
@@ -176,6 +181,8 @@ class Listed:
 
     realm_id: int
     rows: Sequence[ListedRow]
+    foreign: Sequence[LayoutSegment] = ()
+    """Segments of other cuts, by bit from the world size on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +276,17 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bring one segment from the object store into a slot and verify it; answered by `ReadDone`."""
+    """Bring one segment from the object store into a slot and verify it; answered by `ReadDone`.
+
+    `sources` are bits of the segments to make it from: the rank's own, or others that cover it.
+    """
 
     read_id: int
     realm_id: int
     rank: int
     slot: int
     key: bytes
+    sources: tuple[int, ...]
     tenant: bytes = b""
 
 
@@ -284,7 +295,8 @@ class Quarantine:
     """Move a corrupt object aside so that nobody reads it again. Best effort, not answered."""
 
     realm_id: int
-    rank: int
+    bit: int
+    """Rank, or a segment of another cut."""
     key: bytes
 
 
@@ -293,7 +305,8 @@ class Withdraw:
     """Announce that the object of a segment is gone. Best effort, not answered."""
 
     realm_id: int
-    rank: int
+    bit: int
+    """Rank, or a segment of another cut."""
     key: bytes
     written_at: int
     """What the catalog said of it; a later writing holds."""
@@ -354,6 +367,7 @@ class Counters:
     lookups_expired: int = 0
     lookups_recomputed: int = 0
     reads_paused: int = 0
+    reads_unreadable: int = 0
     leases_refused: int = 0
     leases_expired: int = 0
     reads_dropped_full: int = 0

@@ -19,6 +19,7 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from sidecar.cuts import FOREIGN_MAX, Cuts
 from sidecar.stored import StoredChunks
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Realm:
 
     __slots__ = (
         "chunks",
+        "cuts",
         "full_mask",
         "hosted_chunks",
         "layouts",
@@ -169,11 +171,12 @@ class Realm:
         self.readable = readable
         """Whether chunks may be read from the store at all."""
         self.full_mask = (1 << world_size) - 1
+        self.cuts = Cuts(world_size)
         self.layouts: list[ChunkLayout | None] = [None] * world_size
         """Geometry of each rank's segment, once a worker of that rank attached."""
         self.slot_classes: list[int] = [-1] * world_size
         self.chunks: dict[bytes, Chunk] = {}
-        self.stored = StoredChunks(world_size)
+        self.stored = StoredChunks(world_size + FOREIGN_MAX)
         """Which ranks' segments of a chunk are in the store, and since when."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
@@ -185,7 +188,12 @@ class Realm:
 
     def in_store(self, key: bytes) -> bool:
         """Whether every rank's segment of `key` can be read from the store."""
-        return self.readable and self.stored.get(key) == self.full_mask
+        return self.readable and self.obtainable(key) == self.full_mask
+
+    def obtainable(self, key: bytes) -> int:
+        """Ranks whose segment the store holds, or holds the parts of, as bits."""
+        mask = self.stored.get(key)
+        return self.cuts.obtainable(mask) if mask else 0
 
     def stored_rank(self, key: bytes, rank: int) -> bool:
         """Whether the store holds the segment of `rank`."""

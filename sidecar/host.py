@@ -128,6 +128,7 @@ class HostTier:
     def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
         """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
         realm.layouts[rank] = layout
+        realm.cuts.learn(rank, layout.segment)
         realm.slot_classes[rank] = self._slots.slot_class(layout)
 
     def touch(self, chunk: Chunk) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _READ_FAILURES: Final = {
     StoreOutcome.MISSING: Outcome.MISSING,
     StoreOutcome.CORRUPT: Outcome.CORRUPT,
+    StoreOutcome.UNREADABLE: Outcome.MISSING,
     StoreOutcome.EXPIRED: Outcome.EXPIRED,
     StoreOutcome.UNAVAILABLE: Outcome.FAILED,
 }
@@ -306,7 +307,7 @@ class Lookups:
         if not realm.readable or None in realm.layouts:
             # Without a rank's layout there is no slot to read into.
             return False
-        mask = realm.stored.get(key)
+        mask = realm.obtainable(key)
         if chunk is not None:
             for segment in chunk.segments:
                 if segment.state in (SegmentState.HOST, SegmentState.READING):
@@ -316,7 +317,8 @@ class Lookups:
     def _queue_reads(self, chunk: Chunk, waiters: Iterable[PendingLookup]) -> None:
         """Queue what the chunk lacks, or give the chunk up if the store lacks it too."""
         absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
-        if not all(chunk.realm.stored_rank(chunk.key, segment.rank) for segment in absent):
+        obtainable = chunk.realm.obtainable(chunk.key)
+        if not all(obtainable >> segment.rank & 1 for segment in absent):
             self._give_up(chunk, Outcome.MISSING)
             return
         for segment in absent:
@@ -340,7 +342,9 @@ class Lookups:
             chunk = segment.chunk
             if segment.state is not SegmentState.ABSENT:
                 continue
-            if not chunk.realm.stored_rank(chunk.key, segment.rank):
+            realm = chunk.realm
+            sources = realm.cuts.sources(realm.stored.get(chunk.key), segment.rank)
+            if not sources:
                 self._give_up(chunk, Outcome.MISSING)
             elif not self._host.reserve(segment, Cause.READ):
                 self._give_up(chunk, Outcome.FULL)
@@ -352,10 +356,11 @@ class Lookups:
                 self._emit(
                     Read(
                         read_id=self._last_read_id,
-                        realm_id=chunk.realm.realm_id,
+                        realm_id=realm.realm_id,
                         rank=segment.rank,
                         slot=segment.slot,
                         key=chunk.key,
+                        sources=sources,
                         tenant=chunk.tenant,
                     )
                 )
@@ -383,18 +388,22 @@ class Lookups:
             if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
                 self._counters.chunks_read += 1
             return
-        self._note_failure(segment, event.outcome)
+        self._note_failure(segment, event)
         self._host.failed(segment)
         self._give_up(chunk, _READ_FAILURES[event.outcome])
 
-    def _note_failure(self, segment: Segment, outcome: StoreOutcome) -> None:
-        realm, key, rank = segment.chunk.realm, segment.chunk.key, segment.rank
+    def _note_failure(self, segment: Segment, event: ReadDone) -> None:
+        realm, key, outcome = segment.chunk.realm, segment.chunk.key, event.outcome
+        bit = segment.rank if event.failed < 0 else event.failed
         if outcome is StoreOutcome.CORRUPT:
             self._counters.reads_corrupt += 1
-            self._store.quarantine(realm, key, rank)
+            self._store.quarantine(realm, key, bit)
         elif outcome is StoreOutcome.MISSING:
             self._counters.reads_missing += 1
-            self._store.lost(realm, key, rank)
+            self._store.lost(realm, key, bit)
+        elif outcome is StoreOutcome.UNREADABLE:
+            self._counters.reads_unreadable += 1
+            self._store.unusable(realm, key, bit)
         elif outcome is StoreOutcome.EXPIRED:
             self._counters.reads_expired += 1
         else:

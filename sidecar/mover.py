@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import anyio
 import anyio.abc
 
+from sidecar.assembling import Assembler, SourceError, damaged
 from sidecar.commands import (
     Command,
     Copied,
@@ -104,6 +105,7 @@ class Mover:
         self._index_moved = index_moved
         self._store_failed = store_failed
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
+        self._assembler = None if store is None else Assembler(store, self._verifying)
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -173,13 +175,13 @@ class Mover:
         # Readers of the old mapping miss until they take the new one; that is what `close` says.
         smaller.close()
 
-    def _object(self, command: Write | Read | Quarantine) -> tuple[Rank, str]:
-        realm = self._realms[command.realm_id]
-        rank = realm.ranks[command.rank]
-        return rank, object_name(realm.namespace_digest, command.key, rank.layout.segment)
+    def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[Rank, str]:
+        realm = self._realms[realm_id]
+        holder = realm.by_bit(bit)
+        return holder, object_name(realm.namespace_digest, key, holder.layout.segment)
 
     async def _write(self, command: Write) -> None:
-        rank, name = self._object(command)
+        rank, name = self._object(command.realm_id, command.rank, command.key)
         template = rank.templates[command.num_blocks]
         image = self._pool[command.slot : command.slot + template.image_bytes]
         outcome, written_at = StoreOutcome.UNAVAILABLE, 0
@@ -222,7 +224,7 @@ class Mover:
         if self._catalogs is None:
             return
         realm = self._realms[command.realm_id]
-        segment = realm.ranks[command.rank].layout.segment.name
+        segment = realm.by_bit(command.bit).layout.segment.name
         self._catalogs.lost(realm, Row(command.key, segment, command.written_at))
 
     async def _give_way(self) -> None:
@@ -232,31 +234,50 @@ class Mover:
             await anyio.sleep(GIVE_WAY_POLL_SECONDS)
 
     async def _read(self, command: Read) -> None:
-        rank, name = self._object(command)
+        rank, name = self._object(command.realm_id, command.rank, command.key)
         slot = self._pool[command.slot : command.slot + rank.templates.slot_bytes]
-        outcome, meta, num_bytes = StoreOutcome.UNAVAILABLE, None, 0
         try:
-            assert self._store is not None, "the engine reads only where there is a store"
-            num_bytes = await self._store.read(name, slot)
-            image = slot[:num_bytes]
-            meta = await run_to_end(lambda: _verified(rank, image, command.key), self._verifying)
-            outcome = StoreOutcome.OK
-        except ChunkMissing:
-            outcome = StoreOutcome.MISSING
-        except ChunkCorrupt as error:
-            outcome = StoreOutcome.CORRUPT
-            _logger.error("object is corrupt", extra=fields(object=name, error=error))  # noqa: TRY400
-        except TierExpired as error:
-            outcome = StoreOutcome.EXPIRED
+            if command.sources == (command.rank,):
+                assert self._store is not None, "the engine reads only where there is a store"
+                num_bytes = await self._store.read(name, slot)
+                image = slot[:num_bytes]
+                meta = await run_to_end(
+                    lambda: _verified(rank, image, command.key), self._verifying
+                )
+            else:
+                assert self._assembler is not None, "the engine reads only where there is a store"
+                realm = self._realms[command.realm_id]
+                meta, num_bytes = await self._assembler.assemble(realm, command, slot)
+            done = ReadDone(
+                command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes
+            )
+        except SourceError as error:
+            outcome = self._read_outcome(error.__cause__ or error, error.name, foreign=True)
+            done = ReadDone(command.read_id, outcome, failed=error.bit)
+        except Exception as error:
+            outcome = self._read_outcome(error, name, foreign=False)
+            done = ReadDone(command.read_id, outcome)
+        self._feed(done)
+
+    def _read_outcome(self, error: BaseException, name: str, *, foreign: bool) -> StoreOutcome:
+        """What a failed read was, told where somebody should know."""
+        if isinstance(error, ChunkMissing):
+            return StoreOutcome.MISSING
+        if isinstance(error, ChunkCorrupt):
+            told = fields(object=name, error=error)
+            if foreign and not damaged(error):
+                _logger.warning("object of another cut is not used", extra=told)
+                return StoreOutcome.UNREADABLE
+            _logger.error("object is corrupt", extra=told)
+            return StoreOutcome.CORRUPT
+        if isinstance(error, TierExpired):
             self._note_failure("read expired", name, error)
-        except (TierUnavailable, TierFull) as error:
+            return StoreOutcome.EXPIRED
+        if isinstance(error, TierUnavailable | TierFull):
             self._note_failure("read failed", name, error)
-        except Exception:
-            _logger.exception("read failed", extra=fields(object=name))
-        if meta is None:
-            self._feed(ReadDone(command.read_id, outcome))
         else:
-            self._feed(ReadDone(command.read_id, outcome, meta.num_blocks, meta.parent, num_bytes))
+            _logger.error("read failed", extra=fields(object=name), exc_info=error)
+        return StoreOutcome.UNAVAILABLE
 
     def _note_failure(self, what: str, name: str, error: Exception) -> None:
         # A store that is down fails every request: that it is unwell is told once, by its watch.
@@ -265,7 +286,7 @@ class Mover:
             self._store_failed(error)
 
     async def _quarantine(self, command: Quarantine) -> None:
-        _, name = self._object(command)
+        _, name = self._object(command.realm_id, command.bit, command.key)
         try:
             if self._store is not None:
                 await self._store.quarantine(name)

@@ -21,10 +21,16 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from sidecar.attach import AttachRefused
+from sidecar.cuts import FOREIGN_MAX
 from tiers.arrow import SlotTemplates
+from tiers.assembly import overlap
+from tiers.errors import LayoutError
 from tiers.index import IndexWriter
+from tiers.layout import Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sidecar.protocol import Attach
     from tiers.layout import ChunkLayout
 
@@ -58,6 +64,8 @@ class Realm:
     index_salt: bytes
     index: IndexWriter
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
+    foreign: list[Rank] = field(default_factory=list[Rank])
+    """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
 
     @property
     def complete(self) -> bool:
@@ -70,7 +78,29 @@ class Realm:
         for number, rank in self.ranks.items():
             name = rank.layout.segment.name
             found[name] = found.get(name, 0) | 1 << number
+        for number, other in enumerate(self.foreign, self.world_size):
+            found[other.layout.segment.name] = 1 << number
         return found
+
+    def by_bit(self, bit: int) -> Rank:
+        """What a bit of a mask of the store stands for."""
+        return self.ranks[bit] if bit < self.world_size else self.foreign[bit - self.world_size]
+
+    def meet(self, names: Iterable[str]) -> None:
+        """Take note of segments of other cuts that hold something of this realm's ranks."""
+        known = self.masks_by_segment()
+        own = [rank.layout for rank in self.ranks.values()]
+        for name in dict.fromkeys(names):
+            if name in known or len(self.foreign) >= FOREIGN_MAX:
+                continue
+            try:
+                segment = Segment.parse(name)
+                layout = msgspec.structs.replace(own[0], segment=segment)
+            except LayoutError:
+                # Not one of ours, whatever it is.
+                continue
+            if any(overlap(segment, one.segment) for one in own):
+                self.foreign.append(Rank(layout, SlotTemplates(layout, self.namespace_digest)))
 
     def learn(self, rank: int, layout: ChunkLayout) -> bool:
         """Take a worker's geometry. True if it was not known yet.

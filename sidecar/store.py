@@ -68,23 +68,28 @@ class StoreTier:
         self._heal(realm, key, segment.rank)
         mask = realm.stored.get(key) | 1 << segment.rank
         self._directory.set_stored(realm, key, mask, max(realm.stored.time(key), event.written_at))
-        if mask == realm.full_mask:
+        if mask & realm.full_mask == realm.full_mask:
             self._counters.chunks_written += 1
 
-    def lost(self, realm: Realm, key: bytes, rank: int) -> None:
+    def unusable(self, realm: Realm, key: bytes, bit: int) -> int:
+        """A read found an object that is no use here; returns when it was written, if known."""
+        mask, time = 1 << bit, realm.stored.time(key)
+        self._directory.set_stored(realm, key, realm.stored.get(key) & ~mask, time)
+        self._remember(realm, key, mask, time)
+        return time
+
+    def lost(self, realm: Realm, key: bytes, bit: int) -> None:
         """A read found no object."""
-        bit, time = 1 << rank, realm.stored.time(key)
-        self._directory.set_stored(realm, key, realm.stored.get(key) & ~bit, time)
-        self._remember(realm, key, bit, time)
+        time = self.unusable(realm, key, bit)
         # Where nothing is known of it any more, somebody else has said so already.
         if self._announces and time:
-            self._emit(Withdraw(realm.realm_id, rank, key, time))
+            self._emit(Withdraw(realm.realm_id, bit, key, time))
 
-    def quarantine(self, realm: Realm, key: bytes, rank: int) -> None:
+    def quarantine(self, realm: Realm, key: bytes, bit: int) -> None:
         """A read found an object that is not the segment it claims to be."""
-        self.lost(realm, key, rank)
+        self.lost(realm, key, bit)
         self._counters.quarantined_store += 1
-        self._emit(Quarantine(realm.realm_id, rank, key))
+        self._emit(Quarantine(realm.realm_id, bit, key))
 
     def _remember(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
         name = (realm.realm_id, key)
@@ -111,10 +116,11 @@ class StoreTier:
         if realm is None:
             self._counters.stale_messages += 1
             return
+        realm.cuts.learn_foreign(event.foreign)
+        known = realm.cuts.known_mask
         stored, gone, set_stored = realm.stored, self._gone, self._directory.set_stored
         for key, named, written_at, withdrawn in event.rows:
-            # A rank outside the world is another topology's object: not ours.
-            mask = named & realm.full_mask
+            mask = named & known
             held, time = stored.get(key), stored.time(key)
             if withdrawn:
                 self._remember(realm, key, mask, written_at)

@@ -203,9 +203,11 @@ class StoreWatch:
         return None
 
     async def _feed_rows(self, realm: Realm, rows: Rows) -> None:
+        realm.meet(rows.segments)
         known = realm.masks_by_segment()
-        # Segments of other cuts of the model are left out.
+        # What is left out has nothing that a rank here could use.
         masks = [known.get(name, 0) for name in rows.segments]
+        foreign = [rank.layout.segment for rank in realm.foreign]
         for first in range(0, len(rows), ROWS_PER_SLICE):
             part = slice(first, first + ROWS_PER_SLICE)
             columns = zip(
@@ -221,7 +223,7 @@ class StoreWatch:
                 if masks[segment]
             ]
             if listed:
-                self._feed(Listed(realm.realm_id, listed))
+                self._feed(Listed(realm.realm_id, listed, foreign))
             await anyio.lowlevel.checkpoint()
 
     def _judge(self, reason: str | None) -> None:

@@ -193,7 +193,7 @@ class Writes:
 
     def _missing(self, chunk: Chunk) -> list[int]:
         """Ranks of which the store lacks the segment and nobody sends it."""
-        mask = chunk.realm.stored.get(chunk.key)
+        mask = chunk.realm.obtainable(chunk.key)
         return [
             segment.rank
             for segment in chunk.segments
@@ -253,7 +253,7 @@ class Writes:
             self._pending_bytes -= num_bytes
             if not one.ranks:
                 del self._pending[chunk]
-            if not chunk.realm.stored_rank(chunk.key, rank):
+            if not chunk.realm.obtainable(chunk.key) >> rank & 1:
                 self._breaker.begin(now)
                 self._start(chunk.segments[rank], one.tries + 1)
 

@@ -374,7 +374,7 @@ async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: 
         assert isinstance(event, Written)
         assert event.written_at > 0
         assert event == Written(1, StoreOutcome.OK, size, event.written_at)
-        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0))])
+        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.OK, 2, bytes(32), size)
         first, second = (bench.pool[bench.slot(n) :][:size] for n in (0, 3))
         assert np.array_equal(first, second)
@@ -400,11 +400,11 @@ async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path
         digest = bench.realm.namespace_digest
         right, wrong = (tmp_path / object_name(digest, key_of(n), segment) for n in (0, 1))
         rename(right, wrong)
-        mover.execute([Read(2, 1, 0, bench.slot(2), key_of(1))])
+        mover.execute([Read(2, 1, 0, bench.slot(2), key_of(1), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.CORRUPT)
         mover.execute([Quarantine(1, 0, key_of(1))])
         await until(lambda: not wrong.exists())
-        mover.execute([Read(3, 1, 0, bench.slot(2), key_of(1))])
+        mover.execute([Read(3, 1, 0, bench.slot(2), key_of(1), (0,))])
         assert await told(bench, 4) == ReadDone(3, StoreOutcome.MISSING)
 
 
@@ -420,7 +420,7 @@ async def test_every_failure_of_the_store_ends_in_an_event(
     bench: Bench, error: Exception, outcome: StoreOutcome
 ) -> None:
     async with moving(bench, cast("ObjectTier", Broken(error))) as mover:
-        mover.execute([Read(1, 1, 0, bench.slot(1), key_of(1))])
+        mover.execute([Read(1, 1, 0, bench.slot(1), key_of(1), (0,))])
         assert await told(bench, 1) == ReadDone(1, outcome)
         mover.execute([bench.gather(0)])
         await told(bench, 2)

@@ -1,0 +1,194 @@
+"""Segments that are made from objects of another cut: real objects, real templates, every byte."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.assembling import Assembler, SourceError, damaged
+from sidecar.commands import Read
+from sidecar.cuts import Cuts
+from sidecar.protocol import Role
+from sidecar.realms import Rank, Realms
+from tests.sidecar.client import attach_message
+from tests.sidecar.test_cuts import HEADS, LAYERS, cuts, grid
+from tiers.arrow import SlotTemplates
+from tiers.catalog.names import object_name
+from tiers.errors import ChunkMissing, ImageChecksumMismatch
+from tiers.layout import ChunkLayout, Segment
+from tiers.objects import UrlObjects
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from sidecar.realms import Realm
+    from tiers.objects import ObjectTier
+
+    Bytes = npt.NDArray[np.uint8]
+
+pytestmark = pytest.mark.anyio
+
+KEY, PARENT = b"k" * 32, b"p" * 32
+BLOCK_TOKENS, BLOCKS, CONTENT = 4, 3, 16
+WHOLE = ChunkLayout(
+    Segment(0, LAYERS, 0, HEADS), BLOCKS, BLOCK_TOKENS, CONTENT, "bfloat16", "plain"
+)
+
+
+def reference(num_blocks: int) -> Bytes:
+    """The whole model's KV of one chunk: [blocks, layers, heads, tokens, content]."""
+    shape = (num_blocks, LAYERS, HEADS, BLOCK_TOKENS, CONTENT)
+    return np.random.default_rng(num_blocks).integers(0, 256, shape, dtype=np.uint8)
+
+
+def part(whole: Bytes, segment: Segment) -> Bytes:
+    return whole[
+        :,
+        segment.first_layer : segment.first_layer + segment.num_layers,
+        segment.first_head : segment.first_head + segment.num_heads,
+    ]
+
+
+def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
+    attach = attach_message(
+        Role.SCHEDULER, topology=f"cut {len(segments)}", world_size=len(segments)
+    )
+    realm = Realms().join(attach)
+    for rank, segment in enumerate(segments):
+        realm.learn(rank, msgspec.structs.replace(WHOLE, segment=segment))
+    realm.meet([segment.name for segment in others])
+    return realm
+
+
+def image_of(realm: Realm, segment: Segment, num_blocks: int, *, key: bytes = KEY) -> Bytes:
+    layout = msgspec.structs.replace(WHOLE, segment=segment)
+    template = SlotTemplates(layout, realm.namespace_digest)[num_blocks]
+    image = np.zeros(template.image_bytes, dtype=np.uint8)
+    template.prepare(image)
+    template.payload(image)[:] = part(reference(num_blocks), segment).reshape(-1)
+    tokens = np.arange(num_blocks * BLOCK_TOKENS, dtype=np.int32).tobytes()
+    template.seal(image, key, PARENT, tokens)
+    return image
+
+
+async def write(store: ObjectTier, realm: Realm, segments: list[Segment], num_blocks: int) -> None:
+    for segment in segments:
+        name = object_name(realm.namespace_digest, KEY, segment)
+        await store.write(name, image_of(realm, segment, num_blocks))
+
+
+def command(rank: int, sources: tuple[int, ...]) -> Read:
+    return Read(1, 1, rank, 0, KEY, sources)
+
+
+@given(own=cuts, other=cuts, num_blocks=st.integers(1, BLOCKS))
+async def test_any_cut_reads_any_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    own: tuple[int, int],
+    other: tuple[int, int],
+    num_blocks: int,
+) -> None:
+    store = UrlObjects(f"file://{tmp_path_factory.mktemp('store')}")
+    segments, written = grid(*own), grid(*other)
+    realm = realm_of(segments, written)
+    await write(store, realm, written, num_blocks)
+    known = Cuts(len(segments))
+    for rank, segment in enumerate(segments):
+        known.learn(rank, segment)
+    known.learn_foreign([one.layout.segment for one in realm.foreign])
+    names = realm.masks_by_segment()
+    mask = 0
+    for segment in written:
+        mask |= names.get(segment.name, 0)
+    assert known.obtainable(mask) == realm_full(realm)
+    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    for rank, segment in enumerate(segments):
+        slot = np.full(realm.ranks[rank].templates.slot_bytes, 0xA5, dtype=np.uint8)
+        meta, _ = await assembler.assemble(realm, command(rank, known.sources(mask, rank)), slot)
+        assert (meta.key, meta.parent, meta.num_blocks) == (KEY, PARENT, num_blocks)
+        template = realm.ranks[rank].templates[num_blocks]
+        assert np.array_equal(slot[: template.image_bytes], image_of(realm, segment, num_blocks)), (
+            "byte for byte what this rank would have written"
+        )
+    await store.close()
+
+
+def realm_full(realm: Realm) -> int:
+    return (1 << realm.world_size) - 1
+
+
+async def test_ranks_that_ask_together_share_a_download(tmp_path: Path) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    segments, written = grid(1, 4), grid(1, 1)
+    realm = realm_of(segments, written)
+    await write(store, realm, written, 2)
+    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    reads = 0
+    read = store.read
+
+    async def counted(name: str, into: Bytes) -> int:
+        nonlocal reads
+        reads += 1
+        return await read(name, into)
+
+    store.read = counted  # type: ignore[method-assign]
+    slots = [np.zeros(one.templates.slot_bytes, dtype=np.uint8) for one in realm.ranks.values()]
+    async with anyio.create_task_group() as tasks:
+        for rank, slot in enumerate(slots):
+            tasks.start_soon(assembler.assemble, realm, command(rank, (4,)), slot)
+    assert reads == 1
+    for rank, slot in enumerate(slots):
+        template = realm.ranks[rank].templates[2]
+        assert template.verify(slot[: template.image_bytes], KEY).num_blocks == 2
+    await store.close()
+
+
+async def test_a_missing_source_is_named(tmp_path: Path) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    realm = realm_of(grid(1, 1), grid(1, 2))
+    await write(store, realm, grid(1, 2)[:1], 2)
+    slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
+    with pytest.raises(SourceError) as caught:
+        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+    assert caught.value.bit == 2
+    assert isinstance(caught.value.__cause__, ChunkMissing)
+    assert not slot.any(), "nothing was written before all was there"
+    await store.close()
+
+
+@pytest.mark.parametrize("place", ["payload", "header", "other chunk"])
+async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    written = grid(1, 2)
+    realm = realm_of(grid(1, 1), written)
+    await write(store, realm, written[:1], 2)
+    image = image_of(realm, written[1], 2, key=b"x" * 32 if place == "other chunk" else KEY)
+    if place != "other chunk":
+        image[image.size // 2 if place == "payload" else 10] ^= 1
+    await store.write(object_name(realm.namespace_digest, KEY, written[1]), image)
+    slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
+    with pytest.raises(SourceError) as caught:
+        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+    assert caught.value.bit == 2
+    # Only what is as expected but for its bytes is damaged for those who wrote it, too.
+    assert damaged(caught.value.__cause__) == (place == "payload")
+    assert isinstance(caught.value.__cause__, ImageChecksumMismatch) == (place == "payload")
+    assert not slot.any()
+    await store.close()
+
+
+def test_foreign_segments_are_few_and_of_use() -> None:
+    realm = realm_of(grid(2, 1)[:1], [])
+    rank: Rank = realm.ranks[0]
+    realm.meet(["no segment", "4-8.0-8", "0-4.0-4", rank.layout.segment.name, "0-4.0-4"])
+    assert [one.layout.segment.name for one in realm.foreign] == ["0-4.0-4"]
+    realm.meet([f"0-1.{head}-{head + 1}" for head in range(100)])
+    assert len(realm.foreign) == 9
