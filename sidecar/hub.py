@@ -351,7 +351,6 @@ def _engine_limits(config: Config) -> EngineLimits:
         if store
         else BreakerRules(),
         write=WritePolicy(store.write) if store else WritePolicy.OFF,
-        # Host memory ends with the process, and what it alone holds with it.
         # What is kept needs no writing: the next start has it, and its turn comes then.
         flush_at_end=config.host.after_stop == "remove",
         store_reads=store is not None and store.read == "on",
