@@ -163,7 +163,7 @@ def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
     assert first.generation.tokens == computed.tokens
     for one, two in zip(first.generation.logprobs, computed.logprobs, strict=True):
         for token in one.keys() & two.keys():
-            assert math.isclose(one[token], two[token], abs_tol=0.05)
+            assert math.isclose(one[token], two[token], abs_tol=0.2)
     wanted = HALVES if theirs.ranks == 2 else WHOLE
     with serving(theirs, recut(bucket, folder / f"oracle{writer}", wanted)) as oracle:
         told(oracle, CHUNKS)

@@ -548,7 +548,7 @@ class EngineMachine(RuleBasedStateMachine):
         read = choose(list(self.world.reads.values()), pick)
         name = (read.realm_id, read.key)
         before = len(self.world.quarantined)
-        if outcome in (StoreOutcome.MISSING, StoreOutcome.CORRUPT):
+        if outcome in (StoreOutcome.MISSING, StoreOutcome.CORRUPT, StoreOutcome.UNREADABLE):
             time = self.times.get(name, 0)
             self.set_stored(name, self.stored.get(name, set()) - {read.rank}, time)
             self.forget(name, {read.rank}, time)
@@ -642,8 +642,11 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.start_draining()
-        while self.world.running():
-            if self.world.gathers or self.world.scatters:
+        while self.world.running() or self.world.engine.pending_work().writes_pending:
+            if not self.world.running():
+                # Writing pauses after failures.
+                self.tick(10.0)
+            elif self.world.gathers or self.world.scatters:
                 self.copy_ends(0, CopyOutcome.OK)
             elif self.world.writes:
                 self.write_ends(0, StoreOutcome.OK)
