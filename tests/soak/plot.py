@@ -34,6 +34,7 @@ PANELS: Final[tuple[tuple[str, float, tuple[tuple[str, str], ...]], ...]] = (
     ("mappings", 1, (("sidecar.mappings", "sidecar"), ("engine.mappings", "engine"))),
     ("tasks of the sidecar", 1, (("sidecar.tasks", "tasks"),)),
     ("threads", 1, (("sidecar.threads", "sidecar"), ("engine.threads", "engine"))),
+    ("objects in the store", 1, (("store.objects", "there"), ("chunks.store", "known"))),
     ("slots", 1, (("slots.used", "used"), ("slots.free", "free"))),
 )
 

@@ -56,7 +56,7 @@ class Told:
         """The plot, with the windows' throughput and the measured rounds among the samples."""
         soak = self._soak
         samples = soak.samples[:: max(1, -(-len(soak.samples) // POINTS_MAX))]
-        others = [*windows(soak.samples), *soak.rounds]
+        others = [*windows(soak.samples), *soak.rounds, *soak.stored]
         merged = sorted([*samples, *others], key=lambda one: one["time"])
         title = f"kvlake soak: {soak.seconds / 60:g} minutes, seed {soak.seed}"
         return plot.svg(merged, soak.events, title)
@@ -72,6 +72,7 @@ class Told:
             "verdicts": [vars(one) for one in self._found],
             "events": [(round(at, 1), what) for at, what in soak.events],
             "rounds": columns(soak.rounds),
+            "stored": columns(soak.stored),
             "samples": columns(soak.samples[::step]),
         }
 

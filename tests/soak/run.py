@@ -33,7 +33,7 @@ from tests.soak import probes, report, verdicts
 from tests.soak.clients import MAX_TOKENS, REQUEST_SECONDS_MAX, SLOW_SECONDS, Clients
 from tests.soak.pace import Pace
 from tests.soak.verdicts import Sample, Verdict
-from tests.soak.world import World, world
+from tests.soak.world import STORE_SIZE, World, world
 
 SAMPLE_SECONDS: Final = 2.0
 REST_SECONDS_MAX: Final = 60.0
@@ -73,6 +73,7 @@ class Soak:
         self.events: list[tuple[float, str]] = []
         self.checks: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.stored: list[Sample] = []
         self.unrest: list[str] = []
         self.broken: list[str] = []
         """What ended the run before its time."""
@@ -195,6 +196,10 @@ class Soak:
             self.checks["loaded" if answer.cached_tokens else "computed"] += 1
         except AssertionError:
             self.wrong.append(f"at {self.now:.0f} s, {answer.cached_tokens} tokens cached")
+        objects, num_bytes = self._world.stored()
+        self.stored.append(
+            {"time": round(self.now, 2), "store.objects": objects, "store.bytes": num_bytes}
+        )
         given = [answer for _, answer in self.clients.recent]
         reference = self._world.reference
         expected = [
@@ -286,6 +291,7 @@ class Soak:
             *verdicts.growth(self.samples, "sidecar", life_warm),
             *verdicts.growth(self.samples, "engine", life_warm),
             *verdicts.whole_growth(self.samples, self.warm_seconds),
+            verdicts.bounded("store.bytes", self.stored, 2 * STORE_SIZE),
             verdicts.throughput(self._ratios("start"), self._ratios("end")),
             verdicts.hits(self._phase("start"), self._phase("end")),
             verdicts.none_of("requests that failed", self.clients.failures),

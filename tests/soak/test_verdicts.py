@@ -66,14 +66,21 @@ def test_files_are_judged_over_all_lives() -> None:
             "shm.bytes": (48 + second) << 20,
             "shm.files": 2 + second // 50,
             "runtime.files": 4,
+            "chunks.store": 900 + second % 50,
         }
         for second in range(200)
     ]
-    assert [one.good for one in verdicts.whole_growth(samples, 20)] == [False, False, True]
+    assert [one.good for one in verdicts.whole_growth(samples, 20)] == [False, False, True, True]
 
 
 def test_what_was_not_seen_long_enough_is_not_good() -> None:
     assert not any(one.good for one in verdicts.growth(life(0, 10, 7, 0), "sidecar", 2))
+
+
+def test_a_store_beyond_its_limit_is_told() -> None:
+    samples: list[Sample] = [{"time": 1.0, "store.bytes": 5.0}, {"time": 2.0, "store.bytes": 9.0}]
+    assert verdicts.bounded("store.bytes", samples, 9).good
+    assert not verdicts.bounded("store.bytes", samples, 8).good
 
 
 def rounds(median: float, noise: float, seed: int, count: int = 12) -> list[float]:

@@ -41,6 +41,8 @@ WHOLE_GROWTH_MAX: Final = {
     "shm.bytes": (0.01, 1 << 20),
     "shm.files": (0.0, 1.0),
     "runtime.files": (0.0, 1.0),
+    # What the sidecar knows of a store whose size is bounded; it goes up and down with collecting.
+    "chunks.store": (0.50, 500.0),
 }
 
 
@@ -105,6 +107,12 @@ def _grown(
         return Verdict(name, False, "no life was long enough to be judged")
     said = f"grew by {worst:,.0f} in the worst of {judged} lives (at most {allowed:,.0f})"
     return Verdict(name, worst <= allowed, said)
+
+
+def bounded(name: str, samples: Sequence[Sample], limit: float) -> Verdict:
+    """Whether a quantity that is kept below a limit ever was beyond it."""
+    most = max((one[name] for one in samples if name in one), default=0.0)
+    return Verdict(name, most <= limit, f"at most {most:,.0f} (limit {limit:,.0f})")
 
 
 def throughput(start: Sequence[float], end: Sequence[float]) -> Verdict:

@@ -24,6 +24,7 @@ from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tiers.objects import UrlObjects
 
 SHM: Final = Path("/dev/shm")
 BYTES_PER_SECOND: Final = 40 << 20
@@ -32,6 +33,9 @@ ENGINE_ARGS: Final = {"max_model_len": 2048, "num_gpu_blocks_override": 256}
 """A prefix cache of its own that holds a sixth of the prompts' prefixes."""
 HOST_SIZE: Final = "256MiB"
 """Less than the prompts' prefixes take: slots are evicted, and chunks read from the store."""
+
+STORE_SIZE: Final = 1 << 30
+"""Of the bucket, which the load would fill in two or three minutes: chunks are collected."""
 
 
 class World:
@@ -54,6 +58,8 @@ class World:
                 "deadline_seconds_max": "5s",
                 # This model computes sooner than such a store is read: read it all the same.
                 "recompute": "never",
+                "size_max": STORE_SIZE,
+                "gc": {"every": "10s", "grace": "8s"},
             },
             "limits": {"drain_seconds_max": "5s"},
         }
@@ -156,6 +162,20 @@ class World:
         self._server.process.kill()
         time.sleep(seconds)
         self._server.restart()
+
+    def stored(self) -> tuple[int, int]:
+        """How many objects the store holds, and their bytes: asked of the server itself."""
+
+        async def add_up() -> tuple[int, int]:
+            tier = UrlObjects(self._server.url, self._server.access_at())
+            try:
+                found = await tier.list("")
+            finally:
+                await tier.close()
+            return len(found), sum(one.size_bytes for one in found)
+
+        objects, num_bytes = self._portal.call(add_up)
+        return int(objects), int(num_bytes)
 
     def store_fault(self, fault: Fault, times: int) -> None:
         """The next exchanges with the store fail so."""
