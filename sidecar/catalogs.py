@@ -110,6 +110,11 @@ class Catalogs:
             usage.tenant_bytes = Counter(held)
         usage.add(rows)
 
+    @property
+    def stored_bytes(self) -> int:
+        """What all tenants of the namespaces that are known here hold in the store."""
+        return sum(usage.tenant_bytes.total() for usage in self._usage.values())
+
     def tenant_bytes(self, tenant: bytes) -> int:
         """What a tenant is known to hold in the store."""
         return sum(usage.tenant_bytes[tenant or NO_TENANT] for usage in self._usage.values())

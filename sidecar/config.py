@@ -17,7 +17,7 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import yaml
 from pydantic import (
@@ -53,11 +53,14 @@ from sidecar.storeaccess import Access
 from sidecar.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.units import format_duration
 from tiers.access import AccessError, check, chosen_backend
+from tiers.billing import Operation, PriceTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
+
+Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """What `struct sockaddr_un` holds on Linux, less the closing zero."""
@@ -235,6 +238,40 @@ class Collection(Section):
     """From withdrawing a chunk to deleting it; longer than a refresh and a read together take."""
 
 
+class Prices(Section):
+    """What the store charges, for an estimate of the monthly bill. Requests are per 1000."""
+
+    currency: str = Field(default="USD", min_length=1, max_length=8)
+    """What the prices are in; only shown."""
+    list: Price = 0.0
+    """1000 requests that list."""
+    get: Price = 0.0
+    """1000 requests that read."""
+    put: Price = 0.0
+    """1000 requests that write or copy."""
+    delete: Price = 0.0
+    """1000 requests that delete."""
+    head: Price = 0.0
+    """1000 requests that look at an object without reading it; the sidecar sends none."""
+    gb_month: Price = 0.0
+    """One GB (10^9 bytes) kept for a month."""
+    gb_read: Price = 0.0
+    """One GB read, where the store is elsewhere."""
+    gb_written: Price = 0.0
+    """One GB written."""
+
+    def table(self) -> PriceTable:
+        """The prices as the estimate takes them."""
+        per_1000: dict[Operation, float] = {
+            "list": self.list,
+            "get": self.get,
+            "put": self.put,
+            "delete": self.delete,
+            "head": self.head,
+        }
+        return PriceTable(per_1000, self.gb_month, self.gb_read, self.gb_written)
+
+
 class Store(Access):
     """The object store tier, shared by every sidecar that names the same place."""
 
@@ -262,6 +299,7 @@ class Store(Access):
     objects_max: Count | None = Field(default=None, ge=1)
     """Objects that a namespace may hold; beyond it, the oldest chunks are deleted."""
     gc: Collection = Field(default_factory=Collection)
+    prices: Prices | None = None
     writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
     """Objects written at the same time."""
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)

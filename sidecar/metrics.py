@@ -26,6 +26,7 @@ from sidecar.breaker import BreakerState
 from sidecar.protocol import PROTOCOL_VERSION
 from sidecar.tenants import TenantCounters
 from sidecar.watchdog import PROBLEMS
+from tiers.billing import OPERATIONS, monthly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -146,6 +147,12 @@ class HubCollector(Collector):
         yield _counter("store_listings", "Refreshes of the catalog", {(): watch.listings})
         yield _counter("store_listings_failed", "Failed refreshes", {(): watch.listings_failed})
         yield from self._catalog()
+        if store.billed is not None:
+            sent = {(name,): store.billed.requests[name] for name in OPERATIONS}
+            told = "Requests to the store, retries included"
+            yield _counter("store_requests", told, sent, ["operation"])
+            moved = {(name,): store.billed.num_bytes[name] for name in ("get", "put")}
+            yield _counter("store_request_bytes", "Bytes of requests", moved, ["operation"])
         verbs = store.snapshot()
         labels = ["verb"]
         calls = {(verb,): counts.calls for verb, counts in verbs.items()}
@@ -354,6 +361,9 @@ class Reporter:
             "listings": watch.listings,
             "catalog": self._catalog_status(),
             "collection": self._collection_status(),
+            "requests": {} if store.billed is None else dict(store.billed.requests),
+            "request_bytes": {} if store.billed is None else dict(store.billed.num_bytes),
+            "monthly_bill": self._bill(),
             "retries": store.retried(),
             "verbs": {
                 verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
@@ -373,6 +383,22 @@ class Reporter:
             "found": watch.reconciler.found,
             "compacts": watch.health.creates,
         }
+
+    def _bill(self) -> dict[str, object] | None:
+        """An estimate; None where no prices are given."""
+        store, catalogs, settings = self._hub.store, self._hub.catalogs, self._hub.config.store
+        if store is None or store.billed is None or catalogs is None or settings is None:
+            return None
+        if settings.prices is None:
+            return None
+        seconds = time.monotonic() - self._started
+        items = monthly(
+            settings.prices.table(),
+            store.billed,
+            stored_bytes=catalogs.stored_bytes,
+            seconds=seconds,
+        )
+        return {"currency": settings.prices.currency, **items}
 
     def _collection_status(self) -> dict[str, object]:
         collector = self._hub.collector

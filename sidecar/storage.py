@@ -2,9 +2,10 @@
 
 Owns the order of the wrappers. Does not own what any of them does (`tiers/wrap.py`).
 
-Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(tier)))))`. The deadline
-holds for a request with its retries and with its wait for a turn, as `store.deadline_seconds_max`
-says; every attempt counts for the rate; and the counters see what the callers see.
+Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(Billed(tier))))))`. The
+deadline holds for a request with its retries and with its wait for a turn, as
+`store.deadline_seconds_max` says; every attempt counts for the rate and the bill; and the counters
+see what the callers see.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sidecar.attach import StartError
+from tiers.billing import Billed
 from tiers.errors import TierError
 from tiers.objects import ObjectTier, UrlObjects
 from tiers.wrap import Deadline, Limited, Metered, Paced, Retrying
@@ -41,6 +43,7 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
         raise StartError(f"store: {error}") from error
     if wrap_store is not None:
         tier = wrap_store(tier)
+    tier = billed = Billed(tier)
     if settings.requests_per_second_max is not None:
         tier = Paced(tier, requests_per_second_max=settings.requests_per_second_max)
     tier = Limited(
@@ -50,4 +53,4 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
     )
     retrying = Retrying(tier, attempts_max=settings.retries_max + 1)
     deadline = Deadline(retrying, seconds_max=settings.deadline_seconds_max)
-    return Metered(deadline, retrying=retrying)
+    return Metered(deadline, retrying=retrying, billed=billed)

@@ -29,6 +29,7 @@ from tiers.errors import ChunkMissing, TierError, TierExpired, TierUnavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from tiers.billing import Billed
     from tiers.filesystems import Bytes, Listing
     from tiers.objects import Abilities, ObjectTier
 
@@ -274,9 +275,12 @@ class Metered(Wrapper):
         inner: ObjectTier,
         *,
         retrying: Retrying | None = None,
+        billed: Billed | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
+        self.billed = billed
+        """What the store charges for, where that is counted."""
         self._retrying = retrying
         self._clock = clock
         self._tallies: dict[Verb, _Tally] = {verb: _Tally() for verb in VERBS}

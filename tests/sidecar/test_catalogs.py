@@ -233,3 +233,18 @@ def test_a_sidecar_that_may_only_read_offers_and_writes_nothing(short_directory:
         there.wait_until(holds(1))
         assert catalog(there.status())["rows_waiting"] == 0
     assert not list((short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"))
+
+
+def test_requests_and_a_bill_are_told(short_directory: Path) -> None:
+    prices = {"put": 1000.0, "gb_month": 5.0, "currency": "EUR"}
+    store = {"url": f"file://{short_directory}/bucket", **QUICK, "prices": prices}
+    with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
+        with Worker(sidecar.path) as worker:
+            assert worker.store(1, key_of("billed"), [0]) is Outcome.OK
+            sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
+        told = sidecar.status()["tiers"]["store"]
+        assert told["requests"]["put"] > 1
+        assert told["request_bytes"]["put"] > 4096
+        assert told["monthly_bill"]["currency"] == "EUR"
+        assert told["monthly_bill"]["total"] > 0
+        assert b'kvlake_store_requests_total{operation="put"}' in sidecar.get("/metrics")

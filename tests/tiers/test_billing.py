@@ -1,0 +1,63 @@
+"""Requests and bytes by operation, and what they come to."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from tests.tiers.tier_suite import TierSuite, image_of, slot
+from tiers.billing import GIGABYTE, MONTH_SECONDS, Billed, Operation, PriceTable, monthly
+from tiers.errors import TierUnavailable
+from tiers.objects import ObjectTier, UrlObjects
+from tiers.wrap import FaultRates, Faulty, Retrying
+
+
+def memory() -> Billed:
+    return Billed(UrlObjects(f"memory://{secrets.token_hex(6)}"))
+
+
+class TestBilledTier(TierSuite):
+    @pytest.fixture
+    def tier(self) -> ObjectTier:
+        return memory()
+
+
+async def test_requests_are_counted_as_a_store_does() -> None:
+    tier = memory()
+    names = [f"v1/{number:04d}" for number in range(1001)]
+    for name in names:
+        await tier.write(name, image_of(10))
+    assert await tier.read(names[0], slot()) == 10
+    assert len(await tier.list("v1")) == 1001
+    await tier.list("nowhere")
+    await tier.quarantine(names[0])
+    await tier.delete(names)
+    await tier.delete([])
+    assert dict(tier.requests) == {"put": 1002, "get": 1, "list": 3, "delete": 3}
+    assert dict(tier.num_bytes) == {"put": 10_010, "get": 10}
+
+
+async def test_every_attempt_counts() -> None:
+    billed = Billed(Faulty(memory(), seed=1, rates=FaultRates(unavailable=1.0)))
+    with pytest.raises(TierUnavailable):
+        await Retrying(billed, attempts_max=3, pause_seconds=0.0).write("v1/a", image_of(5))
+    assert billed.requests["put"] == 3
+
+
+def test_a_month_is_what_was_so_far_made_longer() -> None:
+    tier = memory()
+    tier.requests.update({"put": 1000, "get": 5000})
+    tier.num_bytes.update({"get": GIGABYTE})
+    per_1000: dict[Operation, float] = {
+        "list": 1.0,
+        "get": 0.5,
+        "put": 2.0,
+        "delete": 0.0,
+        "head": 0.0,
+    }
+    prices = PriceTable(per_1000, per_gb_month=0.1, per_gb_read=3.0, per_gb_written=0.0)
+    items = monthly(prices, tier, stored_bytes=20 * GIGABYTE, seconds=MONTH_SECONDS / 2)
+    assert (items["put_requests"], items["get_requests"]) == (4.0, 5.0)
+    assert (items["read"], items["stored"], items["total"]) == (6.0, 2.0, 17.0)
+    assert monthly(prices, memory(), stored_bytes=0, seconds=0.0)["total"] == 0.0
