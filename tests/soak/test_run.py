@@ -9,7 +9,7 @@ from typing import cast
 from sidecar.demo.engine import Engine, EngineFailed
 from sidecar.demo.sidecars import SidecarProcess
 from tests.soak.report import Told
-from tests.soak.run import Soak
+from tests.soak.run import Soak, unexpected
 from tests.soak.world import World
 
 
@@ -49,3 +49,13 @@ def test_a_run_that_breaks_is_reported(tmp_path: Path) -> None:
     document, picture = told.write(tmp_path, docs=False)
     assert json.loads(document.read_text())["totals"]["requests"] == 0
     assert picture.read_text().startswith("<svg")
+
+
+def test_slots_in_use_at_the_end_are_an_error_after_a_whole_drain_only() -> None:
+    slots = "2026-01-01T00:00:00Z ERROR kvlake.server: slots were still in use at the end slots=2"
+    whole = "2026-01-01T00:00:00Z INFO kvlake.server: drained"
+    part = "2026-01-01T00:00:00Z WARNING kvlake.server: drained in part: time is over"
+    unwell = "2026-01-01T00:00:00Z ERROR kvlake.store: the store is unwell; reason"
+    assert unexpected([whole, slots]) == [slots]
+    assert unexpected([part, slots, unwell]) == []
+    assert unexpected([part, slots, whole, slots]) == [slots]
