@@ -181,7 +181,7 @@ def holds(report: dict[str, Any]) -> dict[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--megabytes", type=int, default=512, help="moved in each round")
+    parser.add_argument("--megabytes", type=int, default=256, help="moved in each round")
     options = parser.parse_args()
     report: dict[str, Any] = {}
     with (
