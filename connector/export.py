@@ -5,7 +5,9 @@ a memfd, so the cache is born shared and nothing is ever copied. Where the alloc
 seen (a vLLM that allocates differently), the storage is moved to shared memory once, before any
 KV is in it.
 
-GPU memory is not exported yet; a worker on a GPU is refused with that reason.
+CUDA: the allocation that the cache lies in is exported whole, by a legacy IPC handle or, where its
+memory is of the virtual memory API, as a descriptor (`tiers/cuda/sharing.py`). Nothing is moved.
+What cannot be shared (MIG, several allocations) is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sidecar.protocol import KIND_CUDA_IPC, KIND_CUDA_VMM, KIND_MEMFD, Memory
+from tiers.cuda.errors import CudaFailed
+from tiers.cuda.fencing import StreamFence
+from tiers.cuda.sharing import SharedAllocation, ShareRefused, share
+from tiers.fence import WorkerFence
 from tiers.layout import KVLayout, Segment
 from tiers.memfd import sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-KIND_MEMFD: Final = "memfd"
 _MAP_FIXED: Final = 0x10
 
 
@@ -81,12 +87,22 @@ class MemfdAllocation(TorchFunctionMode):
 
 
 class ExportedMemory:
-    """KV memory with a descriptor, its layout, and the address that offsets count from."""
+    """KV memory with its layout, its description for the wire, and a descriptor if it has one."""
 
     def __init__(self, fd: int, size_bytes: int, layout: KVLayout) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self.layout = layout
+        self.shared = Memory(KIND_MEMFD, size_bytes)
+
+    @property
+    def fds(self) -> list[int]:
+        """What travels beside the description, before the fence page."""
+        return [self.fd] if self.fd >= 0 else []
+
+    def new_fence(self) -> WorkerFence:
+        """A fence page for one attempt to attach."""
+        return WorkerFence()
 
     def close(self) -> None:
         """Close the descriptor; the engine's own mapping stays."""
@@ -95,11 +111,34 @@ class ExportedMemory:
             self.fd = -1
 
 
+class ExportedGpuMemory(ExportedMemory):
+    """KV memory on a GPU; `stream` is the handle of the stream that is current at a step."""
+
+    def __init__(
+        self, found: SharedAllocation, layout: KVLayout, stream: Callable[[], int]
+    ) -> None:
+        kind = KIND_CUDA_IPC if found.handle else KIND_CUDA_VMM
+        super().__init__(found.fd, found.size_bytes, layout)
+        self.shared = Memory(kind, found.size_bytes, found.device_uuid, found.handle)
+        self._context = found.context
+        self._stream = stream
+
+    def new_fence(self) -> WorkerFence:
+        """A fence page that the stream writes."""
+        return StreamFence(self._context, self._stream)
+
+
+def _current_stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
 def export(
     kv_caches: dict[str, torch.Tensor],
     allocation: MemfdAllocation | None,
     segment: Segment,
     encoding: str,
+    *,
+    stream: Callable[[], int] = _current_stream,
 ) -> ExportedMemory:
     """Describe and share the KV cache that vLLM registered.
 
@@ -108,31 +147,59 @@ def export(
         allocation: the context in which they were allocated, if there was one.
         segment: this rank's layers and heads.
         encoding: from `namespace.encoding_of`.
+        stream: handle of the CUDA stream that the engine's work is queued on, asked at each step.
 
     Raises:
-        ExportRefused: the memory is on a device, or is not one allocation.
+        ExportRefused: the memory is not one allocation, or cannot be shared where it is.
         LayoutError: the tensors do not form a layout.
     """
     tensors = list(kv_caches.values())
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds not in ({"cpu"}, {"cuda"}):
         raise ExportRefused(
-            f"KV cache on device {tensors[0].device}: only the CPU backend is supported by this "
-            "release; remove the kv connector from this engine"
+            f"KV cache on {', '.join(sorted(kinds))}: only memory of the CPU or of one CUDA device "
+            "can be shared; remove the kv connector from this engine"
         )
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if len(storages) != 1:
         raise ExportRefused(
             f"KV cache in {len(storages)} allocations: kvlake shares one allocation per worker"
         )
+    if kinds == {"cuda"}:
+        return _export_gpu(tensors, segment, encoding, stream)
     if allocation is not None and allocation.fd >= 0 and storages == {allocation.address}:
         fd, size_bytes, base = allocation.fd, allocation.size_bytes, allocation.address
     else:
         fd, size_bytes, base = _move_to_shared(tensors[0])
+    layout = _layout(tensors, segment, encoding, base, size_bytes)
+    return ExportedMemory(fd, size_bytes, layout)
+
+
+def _export_gpu(
+    tensors: list[torch.Tensor], segment: Segment, encoding: str, stream: Callable[[], int]
+) -> ExportedMemory:
+    storage = tensors[0].untyped_storage()
+    try:
+        found = share(storage.data_ptr(), storage.nbytes())
+    except (ShareRefused, CudaFailed) as error:
+        raise ExportRefused(f"KV cache on {tensors[0].device}: {error}") from error
+    try:
+        layout = _layout(tensors, segment, encoding, found.base, found.size_bytes)
+    except BaseException:
+        if found.fd >= 0:
+            os.close(found.fd)
+        raise
+    return ExportedGpuMemory(found, layout, stream)
+
+
+def _layout(
+    tensors: list[torch.Tensor], segment: Segment, encoding: str, base: int, size_bytes: int
+) -> KVLayout:
     views = [
         (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor))
         for tensor in tensors
     ]
-    layout = KVLayout.from_views(
+    return KVLayout.from_views(
         segment,
         views,
         itemsize=tensors[0].element_size(),
@@ -140,7 +207,6 @@ def export(
         encoding=encoding,
         size_bytes=size_bytes,
     )
-    return ExportedMemory(fd, size_bytes, layout)
 
 
 def _strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -59,11 +59,15 @@ def digest_of(namespace: bytes) -> bytes:
 
 
 def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
-    """How values lie inside a (block, head): CPU kernels pack them for the instruction set."""
+    """How values lie inside a (block, head): attention kernels pack them in their own ways."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return str(current_platform.device_type)
+    if current_platform.is_cuda():
+        # Attention backends pack K and V each in their own way, and which one serves is decided by
+        # these two.
+        capability: Any = current_platform.get_device_capability()
+        backend = getattr(vllm_config.attention_config.backend, "name", "auto")
+        return f"cuda-{capability.major}.{capability.minor}-{backend}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 
     isa = _get_attn_isa(

@@ -160,8 +160,11 @@ class _Engine:
         # Not at import: vLLM imports this module in its front end, which must not pick a platform.
         from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu():
+        if not (current_platform.is_cpu() or current_platform.is_cuda()):
             return f"platform {current_platform.device_type!r} is not supported by this release"
+        if vllm_config.model_config.enable_sleep_mode:
+            # Asleep, its memory goes, and what the sidecar mapped would no longer be the cache.
+            return "enable_sleep_mode is not supported by this release"
         parallel = vllm_config.parallel_config
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
@@ -258,6 +261,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache: a dropped store is a later miss, nothing is handed over."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:  # noqa: ARG003
+        """All of a block in one run, where a GPU's attention backend can; vLLM falls back."""
+        from vllm.platforms import current_platform
+
+        return "BLHNC" if current_platform.is_cuda() else None
 
     # --- worker --------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, Session
-from connector.export import KIND_MEMFD, ExportedMemory
 from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
     Attach,
@@ -29,10 +28,13 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from tiers.errors import TierError
 from tiers.fence import WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from connector.export import ExportedMemory
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -81,6 +83,7 @@ class WorkerRole:
         self._step = 0
         self._idle = False
         self._waiting = False
+        self._fence_failed = False
         self._fence: WorkerFence | None = None
         self._session: Session | None = None
         self._retired: list[WorkerFence] = []
@@ -91,10 +94,9 @@ class WorkerRole:
     def _make_attempt(self) -> Attempt:
         # Runs on the client's thread. A new fence page per attempt: a sidecar of an earlier life
         # that still runs must not read what is meant for its successor.
-        fence = WorkerFence()
-        memory = Memory(kind=KIND_MEMFD, size_bytes=self._memory.size_bytes)
-        message = self._describe(self._memory, memory)
-        return Attempt(message, [self._memory.fd, fence.fd], fence)
+        fence = self._memory.new_fence()
+        message = self._describe(self._memory, self._memory.shared)
+        return Attempt(message, [*self._memory.fds, fence.fd], fence)
 
     def _refresh_session(self) -> Session | None:
         session = self._client.session
@@ -120,15 +122,15 @@ class WorkerRole:
         self._step += 1
         sent = False
         if session is not None and fence is not None:
-            # CPU: the forward pass is over when we get here, so the step is done.
-            fence.signal(self._step)
-            message = Submit(
-                epoch=session.epoch,
-                fence=self._step,
-                loads=[_load_job(load) for load in plan.loads],
-                stores=[_store_job(store) for store in plan.stores],
+            sent = self._signal(fence) and self._client.send(
+                session,
+                Submit(
+                    epoch=session.epoch,
+                    fence=self._step,
+                    loads=[_load_job(load) for load in plan.loads],
+                    stores=[_store_job(store) for store in plan.stores],
+                ),
             )
-            sent = self._client.send(session, message)
         if not sent or session is None or fence is None:
             for load in plan.loads:
                 self._end(load.job_id, load.request_id, Outcome.FAILED)
@@ -146,6 +148,21 @@ class WorkerRole:
             self._outstanding[store.job_id] = _Outstanding(
                 store.job_id, None, store_deadline, fence
             )
+
+    def _signal(self, fence: WorkerFence) -> bool:
+        """Let the page say when this step's work is done; False where it never will.
+
+        On a CPU the forward pass is over when we get here; on a GPU the stream writes the word
+        after it. Loads too wait for that: what it still reads may be where they go.
+        """
+        try:
+            fence.signal(self._step)
+        except TierError as error:
+            if not self._fence_failed:
+                self._fence_failed = True
+                logger.warning("kvlake: this worker is served without the cache, because %s", error)
+            return False
+        return True
 
     def collect(self) -> TransferResults:
         """Everything that ended since the last call. Called once per step.
@@ -204,7 +221,8 @@ class WorkerRole:
                 # What was to be revoked was answered in time.
                 page.give_up_revoking()
         busy = {id(job.fence) for job in self._outstanding.values()}
-        for fence in [fence for fence in self._retired if id(fence) not in busy]:
+        idle = [page for page in self._retired if page.quiet and id(page) not in busy]
+        for fence in idle:
             self._retired.remove(fence)
             fence.close()
 

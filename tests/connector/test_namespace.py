@@ -187,3 +187,19 @@ class TestNamespace:
     def test_cpu_bytes_are_named_by_how_the_kernels_pack_them(self, tmp_path: Path) -> None:
         spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
         assert encoding_of(config_of(tmp_path), 32, spec).startswith("cpu-")
+
+
+def test_on_a_gpu_the_encoding_names_what_picks_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capability = SimpleNamespace(major=9, minor=0)
+    platform = SimpleNamespace(
+        is_cpu=lambda: False, is_cuda=lambda: True, get_device_capability=lambda: capability
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+    auto = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
+    flash = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))
+    )
+    assert encoding_of(auto, 16, None) == "cuda-9.0-auto"
+    assert encoding_of(flash, 16, None) == "cuda-9.0-FLASH_ATTN"

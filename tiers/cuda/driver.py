@@ -93,9 +93,12 @@ class Driver:
 
     def uuid(self, ordinal: int) -> bytes:
         """Identity of a device, the same in every process."""
-        # By its address: cuda-python's attribute for the bytes is not the same in all releases.
-        found = self.call("cuDeviceGetUuid", ordinal)
-        return ctypes.string_at(found.getPtr(), UUID_BYTES)
+        return self.bytes_of(self.call("cuDeviceGetUuid", ordinal), UUID_BYTES)
+
+    def bytes_of(self, structure: Any, size_bytes: int) -> bytes:
+        """The bytes of a structure of the API."""
+        # By its address: what cuda-python calls its fields is not the same in all releases.
+        return ctypes.string_at(structure.getPtr(), size_bytes)
 
     def name(self, ordinal: int) -> str:
         """What a device is called."""

@@ -1,0 +1,59 @@
+"""A real sidecar process with the double as its libcuda."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+from tests.gpu.double.control import Double, wait_until
+
+
+class SidecarProcess:
+    """`kvlake serve`; `with` stops it and checks that it ended well, unless it was killed."""
+
+    def __init__(self, double: Double, directory: Path, **sections: dict[str, Any]) -> None:
+        config = {
+            "runtime": {"directory": str(directory)},
+            "host": {"size": "16MiB", "directory": str(directory), "prefault": False},
+            "http": {"port": 0},
+            "copy": {"threads": 2},
+            "limits": {"load_deadline": "20s", "store_deadline": "20s", "lease_ttl": "60s"},
+            **sections,
+        }
+        path = directory / "kvlake.yaml"
+        path.write_text(json.dumps(config))  # JSON is YAML
+        self._double = double
+        self.socket = directory / "default" / "attach.sock"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(path)],
+            env=double.env(),
+        )
+        self.pid = self.process.pid
+        wait_until(lambda: self.socket.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None
+
+    @property
+    def left(self) -> dict[str, int]:
+        """What it holds of the driver's things."""
+        return self._double.process(self.pid).left
+
+    def kill(self) -> None:
+        """End it as the kernel would."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Let it drain."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(30) in (0, -signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,75 @@
+"""`kvlake doctor` on the double and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.double.control import Double
+
+pytest.importorskip("cuda.bindings.driver")
+
+
+def doctor(
+    directory: Path, env: dict[str, str], **sections: dict[str, Any]
+) -> tuple[int, list[str]]:
+    path = directory / "kvlake.yaml"
+    host = {"size": "1MiB", "directory": str(directory)}
+    path.write_text(json.dumps({"host": host, **sections}))
+    done = subprocess.run(
+        [sys.executable, "-m", "sidecar.cli", "doctor", "--config", str(path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_a_gpu_that_can_everything_passes_and_nothing_is_left(
+    double: Double, tmp_path: Path
+) -> None:
+    double.page.num_devices = 2
+    store = tmp_path / "store"
+    store.mkdir()
+    code, lines = doctor(tmp_path, double.env(), store={"url": f"file://{store}"})
+    assert code == 0
+    for said in ("batch copies: yes", "IPC handles: yes", "(VMM): yes", "streams: yes"):
+        assert sum(said in line and line.startswith("pass") for line in lines) == 2, lines
+    assert any("peer access" in line for line in lines)
+    assert any(line.startswith("pass  store file://") for line in lines)
+    assert [process.left for process in double.processes()] == [{}]
+
+
+def test_what_is_missing_is_told_with_the_remedy(double: Double, tmp_path: Path) -> None:
+    double.page.num_devices = 2
+    double.page.driver_version = 12040
+    double.page.no_stream_writes = 1
+    double.page.device_names[1].value = b"NVIDIA A100 MIG 1g.5gb"
+    code, lines = doctor(tmp_path, double.env(), store={"url": "file:///proc/nowhere"})
+    told = "\n".join(lines)
+    assert code == 1
+    assert "batch copies: no; use a driver of CUDA 12.8" in told
+    assert "fences written by streams: no" in told
+    assert "a slice (MIG) cannot be shared; use a whole GPU" in told
+    assert "fail  store file:///proc/nowhere" in told
+
+
+def test_a_pool_that_finds_no_room_fails(double: Double, tmp_path: Path) -> None:
+    host = {"size": "900TiB", "directory": str(tmp_path)}
+    code, lines = doctor(tmp_path, double.env(), host=host)
+    assert code == 1
+    assert "lower host.size" in next(line for line in lines if line.startswith("fail"))
+
+
+def test_without_a_gpu_it_says_so_and_passes(double: Double, tmp_path: Path) -> None:
+    double.page.num_devices = 0
+    code, lines = doctor(tmp_path, double.env())
+    assert code == 0
+    assert any(line.startswith("warn  GPUs: CUDA cannot be used here") for line in lines)

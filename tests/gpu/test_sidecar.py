@@ -1,0 +1,377 @@
+"""Engines on a GPU and the sidecar, in processes of their own, on the double.
+
+What is real: the connector's export, worker role and fence, the sidecar, `tiers/cuda`, cuda-python,
+the processes and their deaths. What is not: the device.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.child import Child, ChildError
+from tests.gpu.double.control import Double, wait_until
+from tests.gpu.layouts import ORDERS, layout_in
+from tests.gpu.sidecars import SidecarProcess
+from tests.sidecar.client import Worker, key_of
+
+pytest.importorskip("cuda.bindings.driver")
+
+SETUP = """
+from tests.gpu.worker import Rank, share, Device
+"""
+TORN_ROUNDS = 1500
+
+
+@pytest.fixture
+def sidecar(double: Double, short_directory: Path) -> Iterator[SidecarProcess]:
+    with SidecarProcess(double, short_directory) as running:
+        yield running
+
+
+def rank_of(double: Double, sidecar: SidecarProcess, order: str = "BLHNC", **options: Any) -> Child:
+    """A rank in a process of its own, attached."""
+    changes = options.pop("layout", {})
+    child = Child(double, setup=SETUP, first_device=options.pop("first_device", 0))
+    try:
+        child.run(
+            "rank = Rank(socket, layout, **options); rank.attached()",
+            socket=str(sidecar.socket),
+            layout=layout_in(order, **changes),
+            options=options,
+        )
+    except BaseException:
+        child.close()
+        raise
+    return child
+
+
+def test_what_was_stored_is_loaded_bit_for_bit_in_every_layout(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.delay_us_max, double.page.piece_bytes = 200, 1024
+    cases = [*((order, False) for order in ORDERS), ("BLHNC", True), ("LBHNC", True)]
+    with Child(double, setup=SETUP) as child:
+        for number, (order, vmm) in enumerate(cases):
+            stored, loaded = child.run(
+                "rank = Rank(socket, layout, vmm=vmm, engine_id=f'engine-{number}')\n"
+                "rank.attached(); rank.randomize(number)\n"
+                "assert rank.kind == ('cuda_vmm' if vmm else 'cuda_ipc')\n"
+                "assert rank.store(1, keys[0], [3, 4, 5, 9]) and rank.store(2, keys[1], [20, 1])\n"
+                "before = rank.image(); rank.randomize(100)\n"
+                "assert rank.load(3, keys[0], [12, 0, 13, 14])\n"
+                "assert rank.load(4, keys[0], [7], 2) and rank.load(5, keys[1], [22, 21])\n"
+                "assert not rank.load(6, b'never stored'.ljust(32), [2])\n"
+                "after = rank.image()\n"
+                "pairs = [(3, 12), (4, 0), (5, 13), (9, 14), (5, 7), (20, 22), (1, 21)]\n"
+                "result = ([rank.block(a, before) for a, _ in pairs],"
+                " [rank.block(b, after) for _, b in pairs])\n"
+                "rank.close()",
+                socket=str(sidecar.socket),
+                layout=layout_in(order),
+                vmm=vmm,
+                number=number,
+                keys=[key_of(order, vmm, 1), key_of(order, vmm, 2)],
+            )
+            assert stored == loaded, (order, vmm)
+        assert "registration" not in double.process(child.pid).left
+        wait_until(lambda: "import" not in sidecar.left and "mapping" not in sidecar.left)
+    sidecar.stop()
+    assert sidecar.left == {}
+    process = double.process(sidecar.pid)
+    assert (process.waits, process.pageable_copies) == (0, 0)
+
+
+@pytest.mark.slow
+def test_four_ranks_on_four_devices_store_and_load_their_heads(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.num_devices = 4
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                rank_of(
+                    double,
+                    sidecar,
+                    "LBHNC",
+                    rank=number,
+                    world_size=4,
+                    first_device=number,
+                    layout={"heads": 1, "first_head": number},
+                )
+            )
+            for number in range(4)
+        ]
+        for number, rank in enumerate(ranks):
+            rank.run(
+                "rank.randomize(seed); rank.begin_store(1, key, [3, 4, 5, 9])",
+                seed=number,
+                key=key_of(1),
+            )
+        for rank in ranks:
+            assert rank.run("result = rank.outcome(1)")
+        for rank in ranks:
+            rank.run(
+                "wanted = [rank.block(b) for b in (3, 4, 5, 9)]; rank.randomize(99)\n"
+                "assert rank.load(2, key, [10, 11, 12, 13])\n"
+                "assert wanted == [rank.block(b) for b in (10, 11, 12, 13)]",
+                key=key_of(1),
+            )
+        assert sidecar.left["context"] == 4
+    sidecar.stop()
+    assert sidecar.left == {}
+
+
+def _stored_while_it_was_written(rank: Child, rounds: int, *, gated: bool) -> int:
+    """Rounds in which what was stored is not what the stream had been told to write before."""
+    return int(
+        rank.run(
+            "if not gated: rank.no_fence()\n"
+            "torn = 0\n"
+            "for round in range(1, rounds):\n"
+            "    value = round % 250 + 1\n"
+            "    key = round.to_bytes(32, 'big')\n"
+            "    rank.paint(1, value)\n"
+            "    stored = rank.store(2 * round, key, [1])\n"
+            "    rank.gpu.read(rank.base, 1)\n"
+            "    assert stored and rank.load(2 * round + 1, key, [2])\n"
+            "    torn += set(rank.block(2)) != {value}\n"
+            "    if torn and not gated: break\n"
+            "result = torn",
+            rounds=rounds,
+            gated=gated,
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_store_never_sees_half_of_a_step_and_without_the_fence_it_does(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.delay_us_max = 200
+    layout = {"blocks": 4, "layers": 4}
+    with rank_of(double, sidecar, layout=layout) as rank:
+        assert _stored_while_it_was_written(rank, TORN_ROUNDS, gated=True) == 0
+    with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
+        assert _stored_while_it_was_written(control, TORN_ROUNDS, gated=False) > 0
+
+
+def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
+    """Rounds in which a kernel that reads a block saw what was loaded into it afterwards."""
+    return int(
+        rank.run(
+            "import mmap, numpy as np\n"
+            "from tests.gpu.device import call\n"
+            "if not gated: rank.no_fence()\n"
+            "seen = np.frombuffer(mmap.mmap(-1, 1 << 16), dtype=np.uint8)\n"
+            "call('cuMemHostRegister', seen.ctypes.data, seen.size, 1)\n"
+            "lay = rank.layout\n"
+            "size = lay.segment.num_heads * lay.block_tokens * lay.content_bytes\n"
+            "rank.paint(1, 255); assert rank.store(1, b'k' * 32, [1])\n"
+            "torn = 0\n"
+            "for round in range(1, rounds):\n"
+            "    value = round % 250 + 1\n"
+            "    rank.paint(2, value)\n"
+            "    for layer in range(lay.segment.num_layers):\n"
+            "        call('cuMemcpyDtoHAsync', seen.ctypes.data + layer * size,\n"
+            "             rank.base + lay.offset(layer, 2, 0, 0), size, rank.gpu.stream)\n"
+            "    assert rank.load(round + 1, b'k' * 32, [2])\n"
+            "    rank.gpu.read(rank.base, 1)\n"
+            "    torn += set(seen[: size * lay.segment.num_layers].tolist()) != {value}\n"
+            "    if torn and not gated: break\n"
+            "call('cuMemHostUnregister', seen.ctypes.data)\n"
+            "result = torn",
+            rounds=rounds,
+            gated=gated,
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_load_never_overtakes_queued_work_and_without_the_fence_it_does(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.delay_us_max = 200
+    layout = {"blocks": 4, "layers": 4}
+    with rank_of(double, sidecar, layout=layout) as rank:
+        assert _loaded_while_it_was_read(rank, TORN_ROUNDS, gated=True) == 0
+    with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
+        assert _loaded_while_it_was_read(control, TORN_ROUNDS, gated=False) > 0
+
+
+STAGES = {
+    "before the fence": ("rank.begin_store(50, key, [1, 2])", 2),
+    "in the middle of a store": ("rank.begin_store(50, key, [1, 2])", 1),
+    "in the middle of a load": ("rank.begin_load(50, b'k' * 32, [5])", 1),
+}
+
+
+def _arrive(double: Double, sidecar: SidecarProcess, rank: Child, stage: str) -> None:
+    """Bring a job to a stage, and hold it there."""
+    what, hold = STAGES[stage]
+    rank.run("rank.randomize(1); assert rank.store(1, b'k' * 32, [1]); rank.gpu.read(rank.base, 1)")
+    double.page.hold = hold
+    rank.run(what, key=key_of(stage))
+    if hold == 1:
+        direction = 0 if "load" in stage else 1
+        wait_until(lambda: double.process(sidecar.pid).inflight_bytes[direction] > 0)
+
+
+@pytest.mark.parametrize("vmm", [False, True], ids=["ipc", "vmm"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_worker_gives_its_device_memory_back(
+    double: Double, sidecar: SidecarProcess, stage: str, vmm: bool
+) -> None:
+    with rank_of(double, sidecar, vmm=vmm) as rank:
+        _arrive(double, sidecar, rank, stage)
+        rank.kill()
+        double.page.hold = 0
+        wait_until(lambda: not {"import", "mapping", "reservation", "handle"} & set(sidecar.left))
+    with rank_of(double, sidecar) as rank:
+        assert rank.run("rank.randomize(1); result = rank.store(1, b'z' * 32, [1])")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_sidecar_harms_no_worker_which_attaches_to_the_next(
+    double: Double, short_directory: Path, stage: str
+) -> None:
+    with SidecarProcess(double, short_directory) as first:
+        rank = rank_of(double, first)
+        with rank:
+            _arrive(double, first, rank, stage)
+            epoch = rank.run("result = rank.attached()")
+            first.kill()
+            double.page.hold = 0
+            assert rank.run("result = rank.outcome(50)") is False
+            with SidecarProcess(double, short_directory):
+                stored, loaded = rank.run(
+                    "rank.attached(other_than=epoch); rank.randomize(3)\n"
+                    "assert rank.store(60, key, [1, 2]) and rank.load(61, key, [8, 9])\n"
+                    "image = rank.image()\n"
+                    "result = ([rank.block(b, image) for b in (1, 2)],"
+                    " [rank.block(b, image) for b in (8, 9)])",
+                    epoch=epoch,
+                    key=key_of(60),
+                )
+                assert stored == loaded
+                rank.run("rank.close()")
+                # The pages of both attachments were given back.
+                assert "registration" not in double.process(rank.pid).left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_under_random_kills_and_delays_no_byte_is_wrong(
+    double: Double, short_directory: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    double.page.delay_us_max, double.page.piece_bytes = 400, 512
+    with ExitStack() as stack:
+        running = SidecarProcess(double, short_directory)
+        stack.callback(lambda: running.stop())
+        rank = rank_of(double, running, chance.choice(ORDERS), vmm=bool(seed % 2))
+        for life in range(5):
+            double.page.seed = chance.getrandbits(31)
+            rank.start(
+                "import numpy as np\n"
+                "chance = np.random.default_rng(seed); good = 0\n"
+                "for job in range(first, first + 400, 2):\n"
+                "    source, target = chance.choice(24, 2, replace=False).tolist()\n"
+                "    rank.randomize(job); key = chance.bytes(32)\n"
+                "    stored = rank.store(job, key, [source])\n"
+                "    wanted = rank.block(source)\n"
+                "    if stored and rank.load(job + 1, key, [target]):\n"
+                "        assert rank.block(target) == wanted; good += 1\n"
+                "    if good == 12 or (job > first + 60 and rank._client.session is None): break\n"
+                "result = good",
+                seed=seed * 100 + life,
+                first=1000 * life + 1,
+            )
+            time.sleep(chance.random() / 2)
+            victim = chance.choice(("sidecar", "worker", "nobody"))
+            if victim == "worker":
+                rank.kill()
+                rank.close()
+                rank = rank_of(double, running, chance.choice(ORDERS), engine_id=f"life-{life}")
+                continue
+            if victim == "sidecar":
+                running.kill()
+                running = SidecarProcess(double, short_directory)
+            rank.finish()
+            rank.run("rank.attached()")
+        rank.close()
+        wait_until(lambda: not {"import", "mapping"} & set(running.left))
+
+
+def test_a_cpu_worker_and_a_gpu_worker_share_a_sidecar(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    with Worker(sidecar.socket, engine_id="cpu") as cpu, rank_of(double, sidecar) as rank:
+        content = cpu.fill([0, 1], seed=1)
+        rank.run("rank.randomize(1); rank.begin_store(1, key, [1, 2])", key=key_of("gpu"))
+        cpu.store(1, key_of("cpu"), [0, 1])
+        assert rank.run("result = rank.outcome(1)")
+        cpu.load(2, key_of("cpu"), [5, 6])
+        assert [cpu.read(5), cpu.read(6)] == content
+        assert rank.run(
+            "assert rank.load(2, key, [8, 9]); result = rank.block(1) == rank.block(8)",
+            key=key_of("gpu"),
+        )
+
+
+def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    with rank_of(double, sidecar) as rank:
+        double.fail("cuEventQuery", 700)
+        assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
+        assert not rank.run("result = rank.store(2, b'l' * 32, [1])")
+
+
+def test_a_stream_that_cannot_write_words_serves_without_the_cache(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.no_stream_writes = 1
+    with rank_of(double, sidecar) as rank:
+        assert not rank.run("rank.randomize(1); result = rank.store(1, b'k' * 32, [1])")
+
+
+EXPORTING = """
+gpu = Device()
+def try_to_share(layout, **options):
+    share(gpu, gpu.allocate_vmm(layout.size_bytes, **options), layout)
+"""
+
+
+def test_what_cannot_be_shared_is_refused_with_the_remedy(double: Double) -> None:
+    layout = layout_in("BLHNC", blocks=64)
+    with Child(double, setup=SETUP + EXPORTING) as child:
+        child.run("try_to_share(layout)", layout=layout)
+        with pytest.raises(ChildError, match=r"ExportRefused: .*take expandable_segments out"):
+            child.run("try_to_share(layout, pieces=layout.size_bytes >> 16)", layout=layout)
+        with pytest.raises(ChildError, match=r"ExportRefused: .*cudaMallocAsync"):
+            child.run("try_to_share(layout, exportable=False)", layout=layout)
+        assert "import" not in double.process(child.pid).left
+        double.page.device_names[0].value = b"NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+        with pytest.raises(ChildError, match=r"ExportRefused: .*MIG.*a whole GPU"):
+            child.run("try_to_share(layout)", layout=layout)
+
+
+def test_a_page_that_a_stream_may_still_write_is_not_taken_from_under_it(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    with rank_of(double, sidecar) as rank:
+        double.page.hold = 2
+        rank.run(
+            "fill = rank.gpu.write(rank.base, bytes(1 << 16))\n"
+            "rank.begin_store(1, b'k' * 32, [1]); rank.close_now = rank.role._fence.close()"
+        )
+        assert double.process(rank.pid).left["registration"] == 1
+        double.page.hold = 0
+        rank.run("rank.gpu.read(rank.base, 1)")

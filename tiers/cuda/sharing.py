@@ -1,0 +1,92 @@
+"""An engine's GPU memory, made mappable by another process.
+
+Owns the choice between the two ways there are: a legacy IPC handle, which is bytes, for memory of
+`cudaMalloc`; a POSIX descriptor for memory of the virtual memory API (vLLM's cumem allocator, an
+expandable segment). Does not own the memory, nor what travels (`connector/export.py`).
+
+Runs inside the engine, in the thread whose context the memory belongs to. It allocates no device
+memory, starts no work and waits for none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiers.cuda.driver import driver
+from tiers.cuda.errors import CudaFailed
+from tiers.errors import TierError
+
+if TYPE_CHECKING:
+    from tiers.cuda.driver import Driver
+
+
+class ShareRefused(TierError):
+    """This memory cannot be shared; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAllocation:
+    """A whole allocation, as another process can map it: by `handle`, or else by `fd`."""
+
+    device_uuid: bytes
+    base: int
+    size_bytes: int
+    context: Any
+    """The context that it belongs to."""
+    handle: bytes = b""
+    fd: int = -1
+    """A descriptor that the caller owns; -1 where `handle` is given."""
+
+
+def share(address: int, num_bytes: int) -> SharedAllocation:
+    """Share the allocation that `num_bytes` at `address` lie in.
+
+    Raises `ShareRefused`, or `CudaFailed` where the driver itself fails.
+    """
+    cuda = driver()
+    context = cuda.call("cuCtxGetCurrent")
+    if not int(context):
+        raise ShareRefused("no CUDA context in this thread; share memory from the one that made it")
+    ordinal = int(cuda.call("cuCtxGetDevice"))
+    name = cuda.name(ordinal)
+    if " MIG " in f" {name} ":
+        raise ShareRefused(
+            f"device {name!r} is a slice of a GPU (MIG), whose memory no other process can map; "
+            "give the engine a whole GPU"
+        )
+    base, size_bytes = (int(value) for value in cuda.call("cuMemGetAddressRange", address))
+    if address + num_bytes > base + size_bytes:
+        raise ShareRefused(
+            f"the KV cache of {num_bytes} bytes lies in several allocations of which the first has "
+            f"{size_bytes} bytes, as expandable segments make them: take expandable_segments out "
+            "of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF of the engine"
+        )
+    uuid = cuda.uuid(ordinal)
+    try:
+        handle = _ipc_handle(cuda, base)
+    except CudaFailed as error:
+        fd = _descriptor(cuda, base, error)
+        return SharedAllocation(uuid, base, size_bytes, context, fd=fd)
+    return SharedAllocation(uuid, base, size_bytes, context, handle=handle)
+
+
+def _ipc_handle(cuda: Driver, base: int) -> bytes:
+    return cuda.bytes_of(cuda.call("cuIpcGetMemHandle", base), 64)
+
+
+def _descriptor(cuda: Driver, base: int, ipc_error: CudaFailed) -> int:
+    posix = cuda.enum("CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
+    try:
+        handle = cuda.call("cuMemRetainAllocationHandle", base)
+        try:
+            return int(cuda.call("cuMemExportToShareableHandle", handle, posix, 0))
+        finally:
+            cuda.call("cuMemRelease", handle)
+    except CudaFailed as error:
+        raise ShareRefused(
+            f"the allocator made memory that can be shared neither by an IPC handle ({ipc_error}) "
+            f"nor as a descriptor ({error}); use PyTorch's native allocator without expandable "
+            "segments (backend:cudaMallocAsync and expandable_segments out of "
+            "PYTORCH_CUDA_ALLOC_CONF)"
+        ) from error
