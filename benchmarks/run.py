@@ -29,6 +29,7 @@ BENCHMARKS = {
     "copy": "benchmarks.micro.copy_bench",
     "restart": "benchmarks.micro.restart",
     "objects": "benchmarks.micro.objects_bench",
+    "catalog": "benchmarks.micro.catalog_bench",
     "engine": "benchmarks.compare.engine_bench",
 }
 
