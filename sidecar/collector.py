@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-import random
+import secrets
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -173,7 +173,7 @@ class Collector:
         """Look now and then, for ever."""
         every = self._settings.gc.every
         # Spread, so that sidecars that were started together do not come together.
-        due_in = every * random.random()  # noqa: S311 (spreads looks, guards nothing)
+        due_in = every * secrets.randbelow(1000) / 1000
         while True:
             waited = 0.0
             while waited < due_in:
