@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from sidecar.demo.model import write_model
 from sidecar.demo.servers import free_ports, s3_server
 
 if TYPE_CHECKING:
@@ -131,6 +132,13 @@ class Machine:
         assert self._process.wait(STOP_SECONDS_MAX) == 0, self.log()
 
 
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One that takes seconds to compute the prompt, so that reading it is sooner, as with yours."""
+    folder = tmp_path_factory.mktemp("slow-model")
+    return str(write_model(folder, layers=8, hidden=768, heads=12, kv_heads=4))
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """What the reader has: a bucket at some endpoint, credentials, and less memory than most."""
@@ -147,9 +155,9 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_the_second_cluster_reads_what_the_first_computed(
-    folder: Path, environment: dict[str, str], model: str
+    folder: Path, environment: dict[str, str], slow_model: str
 ) -> None:
-    first = Machine(folder / "first", environment, model)
+    first = Machine(folder / "first", environment, slow_model)
     try:
         first.wait_ready()
         computed = first.generate()
@@ -157,7 +165,7 @@ def test_the_second_cluster_reads_what_the_first_computed(
         assert first.count("chunks_read") == 0
     finally:
         first.stop()
-    second = Machine(folder / "second", environment, model)
+    second = Machine(folder / "second", environment, slow_model)
     try:
         second.wait_ready()
         # It has read the catalog when it says how many chunks there are.
