@@ -83,7 +83,17 @@ def cluster(
 
 
 def listed(sidecar: SidecarProcess, chunks: int) -> None:
-    sidecar.wait("the store is listed", lambda status: _store(status)["chunks"] >= chunks)
+    """Wait until the catalog was read whole, and has so many chunks.
+
+    The number alone would not do: the chunks of one of its files, or those that attaching left, may
+    be as many, before the file with the chunks that are meant is read.
+    """
+
+    def whole(status: dict[str, Any]) -> bool:
+        store = _store(status)
+        return bool(store["listings"] and store["chunks"] >= chunks)
+
+    sidecar.wait("the store is listed", whole)
 
 
 def _store(status: dict[str, Any]) -> dict[str, Any]:
@@ -358,16 +368,16 @@ def test_two_sidecars_on_one_bucket(
         "limits": PATIENT,
     }
     with (
-        cluster(folder, engine, _bucket(server)),
+        cluster(folder, engine, _bucket(server)) as here,
         SidecarProcess(folder / "t", config) as other,
     ):
         spec = EngineSpec(model, other.socket, ENGINE_ARGS)
         with Engine(spec, folder / "other-engine.log") as other_engine:
             other_engine.wait_ready()
             attach(other_engine, other)
-            known = _store(other.status())["chunks"]
             expected = own_hit(engine, call, before=[call])
-            listed(other, known + chunks_of(1000))
+            here.wait("everything ended", idle)
+            listed(other, _store(here.status())["chunks"])
             check_equal(again(other_engine, call, expected.salt), expected)
             assert counters(other)["chunks_read"] == chunks_of(1000)
 

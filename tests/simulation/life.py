@@ -336,6 +336,8 @@ def simulate(
         except Exception as error:
             violation = Violation("nothing raises", f"{type(error).__name__}: {error}")
             violation.__cause__ = error
+        # Giving back is no part of the life: one that was cut short is a part of the whole.
+        lines = list(world.lines)
         with contextlib.suppress(Violation):
             life.close()
-    return Result(seed, world.steps, world.trace_hash, world.seen, violation, world.lines)
+    return Result(seed, world.steps, world.trace_hash, world.seen, violation, lines)
