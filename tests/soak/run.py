@@ -117,6 +117,8 @@ class Soak:
         self._events((1 - PACE_SHARE) * self.seconds, chaos=chaos)
         self._check()
         self._measure("end")
+        self._rest()
+        self._ask_store()
 
     def _wait_until(self, moment: float) -> None:
         self.clients.release()
@@ -199,10 +201,7 @@ class Soak:
             self.checks["loaded" if answer.cached_tokens else "computed"] += 1
         except AssertionError:
             self.wrong.append(f"at {self.now:.0f} s, {answer.cached_tokens} tokens cached")
-        objects, num_bytes = self._world.stored()
-        self.stored.append(
-            {"time": round(self.now, 2), "store.objects": objects, "store.bytes": num_bytes}
-        )
+        self._ask_store()
         given = [answer for _, answer in self.clients.recent]
         reference = self._world.reference
         expected = [
@@ -213,6 +212,12 @@ class Soak:
         ]
         self.clients.recent.clear()
         self.pace.compare(f"at {self.now:.0f} s", given, expected)
+
+    def _ask_store(self) -> None:
+        objects, num_bytes = self._world.stored()
+        self.stored.append(
+            {"time": round(self.now, 2), "store.objects": objects, "store.bytes": num_bytes}
+        )
 
     def _measure(self, phase: str) -> None:
         """Rounds until their ratio is known well enough, or their time is over."""
