@@ -86,7 +86,8 @@ class Told:
         picture.write_text(self.picture())
         if not docs:
             return [document, picture]
-        PAGE.write_text(inserted(PAGE.read_text(), self.summary()))
+        shown = f"{self.summary()}\n![the plot of the run]({PICTURE.name})\n"
+        PAGE.write_text(inserted(PAGE.read_text(), shown))
         return [document, picture, PAGE]
 
 

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from sidecar.demo.engine import Engine, EngineFailed
 from sidecar.demo.sidecars import SidecarProcess
+from tests.soak import report
 from tests.soak.report import Told
 from tests.soak.run import Soak, unexpected
 from tests.soak.world import World
@@ -49,6 +52,21 @@ def test_a_run_that_breaks_is_reported(tmp_path: Path) -> None:
     document, picture = told.write(tmp_path, docs=False)
     assert json.loads(document.read_text())["totals"]["requests"] == 0
     assert picture.read_text().startswith("<svg")
+
+
+def test_the_documentation_shows_the_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "soak.md"
+    page.write_text(report.PAGE.read_text())
+    for name, file in {"PAGE": "soak.md", "PICTURE": "soak.svg", "DOCUMENT": "soak.json"}.items():
+        monkeypatch.setattr(report, name, tmp_path / file)
+    one = Soak(cast("World", DeadWorld(tmp_path)), seconds=600, seed=1)
+    one.run(chaos=True)
+    written = Told(one, one.judge()).write(tmp_path, docs=True)
+    assert [path.name for path in written] == ["soak.json", "soak.svg", "soak.md"]
+    assert "| **BAD** | sidecar.descriptors" in page.read_text()
+    assert "![the plot of the run](soak.svg)" in page.read_text()
 
 
 def test_slots_in_use_at_the_end_are_an_error_after_a_whole_drain_only() -> None:
