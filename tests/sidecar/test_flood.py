@@ -40,7 +40,7 @@ config = config_in(
     directory,
     host={"size": 256 << 20},
     store={"url": f"file://{directory}/bucket", "refresh_seconds": 3600.0, "write": "off",
-           "deadline_seconds_max": 3600.0, "recompute": "never"},
+           "deadline_seconds_max": 3600.0, "recompute": "never", "gc": {"grace": "3h"}},
     limits={"jobs_inflight_max": 4096, "lookups_max": 65536, "lookup_wait": 60.0,
             "load_deadline": 600.0, "store_deadline": 600.0, "lease_ttl": 600.0, **limits},
 )
