@@ -59,7 +59,7 @@ def lookup(world: World, cell: Cell) -> Staged:
     world.renew_sidecar()
     empty(world.victim.engine)
     salt = world.store_salts.pop()
-    world.wait("the bucket is listed", lambda status: _stored(status) >= CHUNKS)
+    world.wait("the bucket is listed", _listed)
     world.become(Fault.HOLD, READS)
     handle = world.begin(world.victim, salt)
 
@@ -128,8 +128,10 @@ def drain(world: World, cell: Cell) -> Staged:
     return Staged([handle], f"draining, {len(world.proxy.holding)} PUT half-way", draining)
 
 
-def _stored(status: dict[str, Any]) -> int:
-    return int(status["tiers"]["store"]["chunks"])
+def _listed(status: dict[str, Any]) -> bool:
+    """The catalog was read whole: the number of chunks alone may be that of one of its files."""
+    store = status["tiers"]["store"]
+    return bool(store["listings"] and store["chunks"] >= CHUNKS)
 
 
 STAGES: Final[dict[Stage, Callable[[World, Cell], Staged]]] = {

@@ -178,7 +178,7 @@ def test_the_second_cluster_reads_what_the_first_computed(
         second.wait_ready()
         # It has read the catalog when it says how many chunks there are.
         deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while second.status()["tiers"]["store"]["chunks"] < 5:
+        while not (store := second.status()["tiers"]["store"])["listings"] or store["chunks"] < 5:
             assert time.monotonic() < deadline, second.log()
             time.sleep(0.2)
         read = second.generate()
