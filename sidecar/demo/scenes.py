@@ -259,7 +259,7 @@ class Demo:
             yield engine
 
     def _listed(self, sidecar: SidecarProcess) -> None:
-        sidecar.wait("the store is listed", lambda status: _store_chunks(status) > 0)
+        sidecar.wait("the store is listed", _whole)
 
 
 def _host_chunks(status: dict[str, Any]) -> int:
@@ -268,6 +268,11 @@ def _host_chunks(status: dict[str, Any]) -> int:
 
 def _store_chunks(status: dict[str, Any]) -> int:
     return int(status["tiers"]["store"]["chunks"])
+
+
+def _whole(status: dict[str, Any]) -> bool:
+    """The catalog was read to its end, and something is in it."""
+    return bool(status["tiers"]["store"]["listings"] and _store_chunks(status))
 
 
 def run(*, json: bool) -> int:
