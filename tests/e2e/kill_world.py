@@ -168,7 +168,8 @@ class World:
             },
             "limits": limits,
             # One may be held in the middle of a copy while the other serves the witness.
-            "copy": {"threads": 2},
+            # A stage holds every copy of one engine, one thread for each of its jobs.
+            "copy": {"threads": 4},
         }
         program = (str(Path(held_sidecar.__file__)), str(self.folder / "holds"))
         return SidecarProcess(self.folder / "s", config, program=program)
