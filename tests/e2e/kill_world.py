@@ -167,8 +167,8 @@ class World:
                 "recompute": "never",
             },
             "limits": limits,
-            # One may be held in the middle of a copy while the other serves the witness.
-            # A stage holds every copy of one engine, one thread for each of its jobs.
+            # Some are held in the middle of the victim's copies, one each, while others serve the
+            # witness.
             "copy": {"threads": 4},
         }
         program = (str(Path(held_sidecar.__file__)), str(self.folder / "holds"))
