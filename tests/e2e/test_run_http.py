@@ -89,7 +89,7 @@ def service(folder: Path, model: str) -> Iterator[Service]:
     config = folder / "run.yaml"
     settings = {
         "runtime": {"directory": str(folder / "run"), "name": f"demo-{os.getpid()}-run"},
-        "host": {"size": "256MiB"},
+        "host": {"size": "256MiB", "after_stop": "remove"},
         "http": {"port": ports[1]},
         "limits": {"load_deadline": "60s", "lease_ttl": "60s"},
     }
