@@ -313,13 +313,15 @@ def _check_full(
     make_room: Callable[[SidecarProcess], None],
 ) -> None:
     call, later = Call(words(3000, 4)), Call(words(1000, 5))
-    with cluster(folder, engine, {"url": f"file://{place}"}) as sidecar:
+    store = {"url": f"file://{place}", "breaker": {"pause_max": "1s"}}
+    with cluster(folder, engine, store) as sidecar:
         fill(sidecar)
         # Neither the requests nor the host tier feel it.
         expected = own_hit(engine, call, before=[call])
         sidecar.wait("writes fail", lambda status: status["counters"]["writes_failed"] > 0)
         check_equal(again(engine, call, expected.salt), expected)
-        sidecar.wait("everything ended", idle)
+        sidecar.wait("writing pauses", lambda status: _store(status)["writes"] != "closed")
+        assert _store(sidecar.status())["reads"] == "closed", "what is there can be read"
         # The state is that of the last probe, whose few bytes may still fit.
         assert _store(sidecar.status())["verbs"]["write"]["failures"]
         assert "the store is unwell" in sidecar.log_path.read_text()
