@@ -114,10 +114,13 @@ class Admission:
             if session is not None:
                 reason = await self._stay(session, connection)
         finally:
-            if session is not None:
-                self._hub.end_session(session, reason)
-            connection.close()
-            self._connections -= 1
+            try:
+                if session is not None:
+                    self._hub.end_session(session, reason)
+            finally:
+                # Also after a bug in the engine, which ends the sidecar.
+                connection.close()
+                self._connections -= 1
 
     async def _stay(self, session: Session, connection: Connection) -> str:
         """Wait for the session's end, and say why it ended."""
