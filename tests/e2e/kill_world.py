@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from sidecar.exits import Exit
 from tests.e2e import held_sidecar
 from tests.e2e.arms import CHUNK_TOKENS, Call, Oracle, empty, fresh_salt, idle, words
 from tests.e2e.kill_table import Signal, Victim
@@ -273,10 +274,10 @@ class World:
         self.holds.let_go()
         self.become(Fault.PASS)
 
-    def drained(self) -> None:
-        """The sidecar was told to stop: it ends, and ends well."""
+    def drained(self, code: Exit = Exit.OK) -> None:
+        """The sidecar was told to stop: it ends, and says how."""
         assert self.sidecar.process is not None
-        assert self.sidecar.process.wait(WAIT_SECONDS_MAX) == 0
+        assert self.sidecar.process.wait(WAIT_SECONDS_MAX) == code
 
     def restart_sidecar(self) -> None:
         """Start the next sidecar on the same sockets."""

@@ -17,6 +17,7 @@ from anyio.from_thread import start_blocking_portal
 
 from sidecar.demo.engine import EngineFailed
 from sidecar.demo.servers import s3_server
+from sidecar.exits import Exit
 from tests.e2e.arms import empty, fresh_salt, idle
 from tests.e2e.kill_stages import STAGES, Staged
 from tests.e2e.kill_table import ROWS, Cell, Row, Signal, Stage, Victim, in_order_of_running
@@ -173,7 +174,8 @@ def strike_server(world: World, cell: Cell, staged: Staged, row: Row) -> None:
     row.requests = finished(world, staged)
     if cell.stage is Stage.DRAIN:
         row.others = told(world.generate(world.witness, fresh_salt()))
-        world.drained()
+        # What waits to be written waits until the time is over, and that is told.
+        world.drained(Exit.LOSS)
     else:
         row.others = f"{world.served(world.witness)} tokens loaded"
     if cell.signal is Signal.STOP:
