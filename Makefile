@@ -105,9 +105,11 @@ $(STAMP): pyproject.toml tests/azurite/package-lock.json
 demo: setup
 	@$(BIN)/kvlake demo
 
-# PYTEST_ARGS goes to pytest, e.g. make test PYTEST_ARGS='-m "not engine" -x'
+# PYTEST_ARGS goes to pytest, e.g. make test PYTEST_ARGS='-m "not engine" -x'. Two processes, one of
+# them for all tests that start an engine (tests/conftest.py); PARALLEL= runs them one by one.
+PARALLEL = --numprocesses=2 --dist=loadgroup
 test: setup
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .
@@ -115,7 +117,7 @@ check: setup
 	$(BIN)/mypy
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow and not engine" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not engine" $(PYTEST_ARGS)
 
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -2,18 +2,24 @@
 
 The servers run for the whole session; a test takes a prefix of its own. Imports stand in the
 fixtures: most tests need none of it.
+
+Two processes run the tests (`make test`), one of them all that start an engine: these share models
+and engines, and two engines at a time would wait for each other's cores.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.e2e import kill_table
 
 if TYPE_CHECKING:
     from sidecar.demo.servers import S3Server
@@ -26,6 +32,49 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvlake")
+
+KILL_MATRIX: Final = "KVLAKE_KILL_MATRIX"
+"""An environment variable: the folder that the kill matrix is written to, with what is there."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[kill_table.ROWS] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before the hook of the same name that hands the groups out."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process that only runs tests: give its rows to the one that prints."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["kill_rows"] = kill_table.plain(session.config.stash[kill_table.ROWS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take them. A process that died has none."""
+    rows = getattr(node, "workeroutput", {}).get("kill_rows", [])
+    node.config.stash[kill_table.ROWS] |= kill_table.from_plain(rows)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    rows = config.stash[kill_table.ROWS]
+    if not rows:
+        return
+    if KILL_MATRIX in os.environ:
+        folder = Path(os.environ[KILL_MATRIX])
+        rows = kill_table.read(folder) | rows
+        kill_table.write(rows, folder)
+    terminalreporter.section("kill matrix")
+    terminalreporter.write(kill_table.markdown(rows))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from sidecar.demo.model import write_model
-from tests.e2e import kill_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,28 +23,6 @@ MARK: Final = "KVLAKE_E2E"
 POOLS: Final = Path("/dev/shm")
 SOCKETS: Final = ("attach.sock", "jobs.sock")
 LEFTOVER_SECONDS_MAX: Final = 20.0
-
-
-KILL_MATRIX: Final = "KVLAKE_KILL_MATRIX"
-"""An environment variable: the folder that the kill matrix is written to, with what is there."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[kill_table.ROWS] = {}
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    rows = config.stash[kill_table.ROWS]
-    if not rows:
-        return
-    if KILL_MATRIX in os.environ:
-        folder = Path(os.environ[KILL_MATRIX])
-        rows = kill_table.read(folder) | rows
-        kill_table.write(rows, folder)
-    terminalreporter.section("kill matrix")
-    terminalreporter.write(kill_table.markdown(rows))
 
 
 @pytest.fixture(scope="session")

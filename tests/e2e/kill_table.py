@@ -136,18 +136,25 @@ def markdown(rows: dict[Cell, Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plain(rows: dict[Cell, Row]) -> list[dict[str, str]]:
+    """Rows as JSON has them, in the order of the table."""
+    return [asdict(rows[cell]) for cell in CELLS if cell in rows]
+
+
+def from_plain(found: list[dict[str, str]]) -> dict[Cell, Row]:
+    """What `plain` made."""
+    rows = [Row(**fields) for fields in found]
+    return {Cell(Victim(row.victim), Signal(row.signal), Stage(row.stage)): row for row in rows}
+
+
 def write(rows: dict[Cell, Row], folder: Path) -> None:
     """Leave the table in `folder`, as JSON and as markdown."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = [asdict(rows[cell]) for cell in CELLS if cell in rows]
-    (folder / "kill-matrix.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder / "kill-matrix.json").write_text(json.dumps(plain(rows), indent=2) + "\n")
     (folder / "kill-matrix.md").write_text(markdown(rows))
 
 
 def read(folder: Path) -> dict[Cell, Row]:
     """What `write` left, so that a matrix can be run in parts."""
     path = folder / "kill-matrix.json"
-    if not path.exists():
-        return {}
-    rows = [Row(**row) for row in json.loads(path.read_text())]
-    return {Cell(Victim(row.victim), Signal(row.signal), Stage(row.stage)): row for row in rows}
+    return from_plain(json.loads(path.read_text())) if path.exists() else {}

@@ -57,8 +57,9 @@ class Machine:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         serve, status = commands()
-        # The model, and what this backend and these ports need besides.
-        options = f"--served-model-name tiny --dtype bfloat16 --max-model-len 4096 --port {port}"
+        # The model, and what this backend and these ports need besides. In bfloat16 the log
+        # probabilities of a hit and of a computation differ by as much as the machine rounds.
+        options = f"--served-model-name tiny --dtype float32 --max-model-len 4096 --port {port}"
         script = "\n".join(serve).replace("MODEL", f"{model} --enforce-eager {options}")
         assert script.splitlines()[0] == "export KVLAKE_BUCKET=my-bucket"
         self._status = status
@@ -186,7 +187,7 @@ def test_the_second_cluster_reads_what_the_first_computed(
         assert counters["chunks_read"] >= 5, f"{counters}\n{second.log()}"
         assert read["text"] == computed["text"]
         assert read["logprobs"]["token_logprobs"] == pytest.approx(
-            computed["logprobs"]["token_logprobs"], abs=1e-2
+            computed["logprobs"]["token_logprobs"], abs=1e-3
         )
     finally:
         second.stop()

@@ -11,6 +11,13 @@ from tests.soak.report import Told
 from tests.soak.run import soak
 
 SECONDS = 45.0
+TOO_SHORT_FOR = {
+    # How fast a shared machine is within a minute says nothing.
+    "throughput",
+    # Memory grows until caches are full and allocators settle: judged after a minute of a life.
+    "sidecar.anonymous_bytes",
+    "engine.anonymous_bytes",
+}
 
 
 @pytest.mark.engine
@@ -18,8 +25,7 @@ SECONDS = 45.0
 def test_a_planted_leak_is_seen_and_nothing_else(short_directory: Path) -> None:
     one, found = soak(short_directory, SECONDS, seed=3, module="tests.soak.leaky", chaos=False)
     bad = {verdict.name for verdict in found if not verdict.good}
-    # How fast a shared machine is within a minute says nothing.
-    assert bad - {"throughput"} == {"sidecar.descriptors"}, found
+    assert bad - TOO_SHORT_FOR == {"sidecar.descriptors"}, found
     assert one.samples
     assert one.checks["loaded"] >= 1
     assert one.pace.compared > 0
