@@ -107,7 +107,7 @@ demo: setup
 
 # PYTEST_ARGS goes to pytest, e.g. make test PYTEST_ARGS='-m "not engine" -x'. Two processes, one of
 # them for all tests that start an engine (tests/conftest.py); PARALLEL= runs them one by one.
-PARALLEL = --numprocesses=2 --dist=loadgroup
+PARALLEL = --numprocesses=2 --no-loadscope-reorder
 test: setup
 	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 

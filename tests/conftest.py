@@ -22,6 +22,9 @@ from hypothesis import HealthCheck, settings
 from tests.e2e import kill_table
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
     from sidecar.demo.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
 
@@ -35,18 +38,24 @@ settings.load_profile("kvlake")
 
 KILL_MATRIX: Final = "KVLAKE_KILL_MATRIX"
 """An environment variable: the folder that the kill matrix is written to, with what is there."""
+ENGINES: Final = ("tests/e2e/", "tests/soak/")
+"""Where tests are that start engines."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[kill_table.ROWS] = {}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before the hook of the same name that hands the groups out."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group("engine"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Each file of tests goes to one process, and those that start engines all to the same."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
