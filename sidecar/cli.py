@@ -147,6 +147,12 @@ def _demo(options: argparse.Namespace) -> int:
         path = demo.write_model(options.model_only)
         say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
         return Exit.OK
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # As Ctrl-C does: its engines, servers and folder go before it does.
+    signal.signal(signal.SIGTERM, end)
     return int(demo.main(json=options.json) or Exit.OK)
 
 

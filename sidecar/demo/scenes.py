@@ -287,6 +287,10 @@ def run(*, json: bool) -> int:
         if json:
             sys.stdout.write(demo.results.as_json() + "\n")
         return 1
+    except (KeyboardInterrupt, SystemExit):
+        # Whoever ended it will not look for logs.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     if json:
         sys.stdout.write(results.as_json() + "\n")
     if not results.good:

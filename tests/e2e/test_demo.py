@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.engine
+
+START_SECONDS_MAX = 120.0
 
 SCENES = [
     "cold",
@@ -41,6 +45,29 @@ def test_json_is_the_only_output_and_every_scene_is_right(folder: Path) -> None:
     check(json.loads(lines[0]))
     assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"
     assert not list(Path("/dev/shm").glob(f"kvlake-*-demo-{process.pid}-*"))
+
+
+def test_told_to_end_it_takes_all_with_it(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    ) as process:
+        # A server, a sidecar and an engine run by then.
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while not list(folder.glob("kvlake-demo-*/engine-1.log")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        output, errors = process.communicate(timeout=START_SECONDS_MAX)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert not output
+    # Processes and pools that are left over fail the module's fixture.
+    assert not list(folder.glob("kvlake-demo-*"))
 
 
 def check(result: dict[str, Any]) -> None:
