@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -432,6 +432,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Host memory, or the object store (vLLM's name for tiers below host memory: disk)."""
         if self._scheduler is None or not num_external_tokens:
             return {}
+        # Not at import: vLLM 0.31 has no such module, and does not ask.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         host, store = self._scheduler.hit_sources(request)
         sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: store}
         return {source: count for source, count in sources.items() if count}

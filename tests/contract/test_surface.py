@@ -1,0 +1,189 @@
+"""vLLM's interfaces, as each supported release has them, against what kvlake expects of them.
+
+The installed release is read from its source anew; the others by what was recorded of theirs. A
+failure names what moved. How to take a new release in: `docs/support.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.installed import installed
+from tests.contract.reading import Sources
+from tests.contract.surface import (
+    BASE_CLASS,
+    LEFT_ALONE,
+    MANIFESTS,
+    OVERRIDDEN,
+    USED,
+    dump,
+    moved,
+    record,
+    recorded,
+)
+
+ROOT = Path(__file__).parents[2]
+SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, Any]:
+    return record(Sources(installed()))
+
+
+def test_the_installed_release(here: dict[str, Any]) -> None:
+    lines = moved(here)
+    assert not lines, f"vLLM {here['version']} moved:\n" + "\n".join(lines)
+
+
+def test_what_was_recorded_of_the_installed_release_is_true(here: dict[str, Any]) -> None:
+    known = recorded(here["version"])
+    assert known is not None, "run: python -m tests.contract"
+    assert dump(here) == dump(known), "the records are of another surface; see docs/support.md"
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_recorded_release(version: str) -> None:
+    manifest = recorded(version)
+    assert manifest is not None, f"{version} was never recorded; see docs/support.md"
+    assert manifest["version"] == version
+    # Recorded with this surface, not with an older one that asked for less.
+    assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, "record it anew; see docs/support.md"
+    lines = moved(manifest)
+    assert not lines, f"vLLM {version} moved:\n" + "\n".join(lines)
+
+
+def test_no_other_release_is_recorded() -> None:
+    assert {path.stem for path in MANIFESTS.glob("*.json")} == set(SUPPORTED)
+
+
+def test_every_override_is_in_the_surface() -> None:
+    members = Sources(ROOT).members("connector.vllm:KVLakeConnector")
+    assert members is not None
+    ours = {name for name in members if not name.startswith("_")}
+    assert ours <= {*OVERRIDDEN, "request_finished_all_groups"}
+    assert not {*OVERRIDDEN} & {*LEFT_ALONE}
+    assert not ours & {*LEFT_ALONE}
+
+
+def test_every_import_is_in_the_surface() -> None:
+    """What the connector takes from vLLM's modules is looked after."""
+    known = {symbol.partition(":")[2] for symbol in USED}
+    # Re-exported there: `vllm.platforms` makes the platform when it is asked for.
+    known |= {BASE_CLASS.partition(":")[2], "current_platform", "VllmConfig", "KVCacheEvent"}
+    for path in (ROOT / "connector").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                names = {alias.name for alias in node.names}
+                assert names <= known, f"{path.name} imports {names - known} of {node.module}"
+
+
+class TestWhatMoves:
+    """A release that moves something is told, by name."""
+
+    @pytest.fixture
+    def manifest(self) -> dict[str, Any]:
+        known = recorded("0.32.0")
+        assert known is not None
+        return copy.deepcopy(known)
+
+    def test_a_method_that_is_gone(self, manifest: dict[str, Any]) -> None:
+        del manifest["symbols"][BASE_CLASS]["take_events"]
+        assert moved(manifest) == [f"{BASE_CLASS}.take_events is gone, expected: ()"]
+
+    def test_a_parameter_more_of_what_is_overridden(self, manifest: dict[str, Any]) -> None:
+        manifest["symbols"][BASE_CLASS]["take_events"] = "(limit=)"
+        assert moved(manifest) == [f"{BASE_CLASS}.take_events is (limit=), expected: ()"]
+
+    def test_a_parameter_more_of_what_is_called(self, manifest: dict[str, Any]) -> None:
+        pool = "vllm.v1.core.block_pool:BlockPool"
+        manifest["symbols"][pool]["touch"] = "(blocks, times=)"
+        assert moved(manifest) == []
+        manifest["symbols"][pool]["touch"] = "(blocks, times)"
+        assert moved(manifest) == [f"{pool}.touch is (blocks, times), expected: (blocks)"]
+
+    def test_a_new_method(self, manifest: dict[str, Any]) -> None:
+        manifest["symbols"][BASE_CLASS]["before_sleep"] = "(level)"
+        (line,) = moved(manifest)
+        assert line.startswith(f"{BASE_CLASS}.before_sleep is new: (level)")
+
+    def test_a_field_a_class_a_module(self, manifest: dict[str, Any]) -> None:
+        request = "vllm.v1.request:Request"
+        del manifest["symbols"][request]["resumable"]
+        manifest["symbols"]["vllm.plugins:DEFAULT_PLUGINS_GROUP"] = None
+        assert moved(manifest) == [
+            f"{request}.resumable is gone, expected: attribute",
+            "vllm.plugins:DEFAULT_PLUGINS_GROUP is gone",
+        ]
+
+    def test_another_order(self, manifest: dict[str, Any]) -> None:
+        free = "vllm.v1.core.sched.scheduler:Scheduler._free_request"
+        manifest["calls"][free] = "calls _free_blocks, _connector_finished"
+        (line,) = moved(manifest)
+        assert line.startswith(f"{free} does not call _free_blocks")
+
+    def test_what_only_later_releases_have(self, manifest: dict[str, Any]) -> None:
+        manifest["version"] = "0.33.0"
+        lines = moved(manifest)
+        assert len(lines) == 3
+        assert all("sleep" in line or "_kv_caches" in line for line in lines)
+
+
+def test_source_is_read_without_importing(tmp_path: Path) -> None:
+    """A release that cannot be imported here, and all that a class can hold."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "_version.py").write_text("__version__ = version = '9.1.0+cuda'\n")
+    (package / "__init__.py").write_text("raise RuntimeError('no driver')\n")
+    (package / "part.py").write_text(
+        "import torch_that_is_not_there\n"
+        "LIMIT: int = 3\n"
+        "class Base:\n"
+        "    field: int\n"
+        "    def __init__(self, a, *rest, b=1, **more):\n"
+        "        self.kept: int = a\n"
+        "class Sub(Base):\n"
+        "    @property\n"
+        "    def size(self): return self.one() or [self.two(), 1]\n"
+        "    @classmethod\n"
+        "    @abstractmethod\n"
+        "    async def make(cls, x, /, y=2): ...\n"
+    )
+    sources = Sources(tmp_path)
+    assert sources.version == "9.1.0"
+    assert sources.members("vllm.part:LIMIT") == {"": "attribute"}
+    assert sources.members("vllm.part:Sub") == {
+        "field": "attribute",
+        "__init__": "(a, *rest, b=, **more)",
+        "kept": "attribute",
+        "size": "property",
+        "make": "abstract class (x, y=)",
+    }
+    assert sources.calls("vllm.part:Sub.size", ("two", "one")) == "calls one, two"
+    assert sources.members("vllm.part:Gone") is None
+    assert sources.members("vllm.gone:Sub") is None
+    assert sources.calls("vllm.part:Sub.gone", ("one",)) is None
+
+
+def test_the_command_says_what_moved(tmp_path: Path) -> None:
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "_version.py").write_text("__version__ = version = '0.0.1'\n")
+    code = (
+        "import sys, pathlib; from tests.contract import surface, __main__ as command;"
+        f"command.MANIFESTS = pathlib.Path({str(tmp_path)!r});"
+        f"sys.argv = ['x', {str(tmp_path)!r}]; sys.exit(command.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"{BASE_CLASS} is gone" in done.stdout
+    assert (tmp_path / "0.0.1.json").is_file()
