@@ -13,12 +13,22 @@ before they end; STS is reached with the same proxy and authorities as the store
 from __future__ import annotations
 
 import datetime as dt
+import inspect
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from tiers.sigv4 import Keys
 
 if TYPE_CHECKING:
     from tiers.access import Access
 
+Provider = Callable[[], Any]
+"""Returns credentials as obstore takes them, or an awaitable of them."""
 SESSION_NAME: Final = "kvlake"
+REGION_DEFAULT: Final = "us-east-1"
 REFRESH_SECONDS: Final = 600
 """How soon obstore asks again for credentials whose end botocore does not tell."""
 
@@ -149,7 +159,7 @@ class SessionCredentials:
         }
 
 
-def static_credentials(access: Access) -> Any:
+def static_credentials(access: Access) -> Provider:
     """Obstore's `credential_provider` for keys that were given.
 
     As a callback, because obstore mixes keys of its configuration with a session token that it
@@ -166,3 +176,43 @@ def static_credentials(access: Access) -> Any:
         }
 
     return provide
+
+
+def credential_provider(access: Access) -> Provider | None:
+    """What obstore calls `credential_provider`, for `access`; None for anonymous requests."""
+    match access.credentials.kind:
+        case "anonymous":
+            return None
+        case "static":
+            return static_credentials(access)
+        case _:
+            return SessionCredentials(access)
+
+
+class SigningKeys:
+    """The keys of a provider, for requests that are signed here. Kept as long as obstore would."""
+
+    def __init__(self, provider: Provider) -> None:
+        self._provider = provider
+        self._lock = anyio.Lock()
+        self._keys: Keys | None = None
+        self._until: dt.datetime | None = None
+
+    async def __call__(self) -> Keys:
+        """Keys that are good now. Raises what the provider raises."""
+        async with self._lock:
+            ended = self._until is not None and dt.datetime.now(dt.UTC) >= self._until
+            if self._keys is None or ended:
+                found = self._provider()
+                if inspect.isawaitable(found):
+                    found = await found
+                self._keys = Keys(
+                    found["access_key_id"], found["secret_access_key"], found["token"]
+                )
+                self._until = found["expires_at"]
+            return self._keys
+
+
+def default_region() -> str:
+    """What obstore takes where the settings name none."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION_DEFAULT

@@ -2,7 +2,8 @@
 
 Owns the obstore client of a store, `Access` as obstore spells it, and when a slot is free again.
 A body is sent from the slot's own memory by Rust threads that never take the GIL; what is read is
-copied into the slot off the event loop. Does not own names, arguments or the meaning of errors
+copied into the slot off the event loop; where `direct.py` can, it goes to the slot at once and
+obstore is not asked. Does not own names, arguments or the meaning of errors
 (`objects.py`), retries (`wrap.py`), nor finding S3 credentials (`aws.py`).
 
 Invariants:
@@ -27,6 +28,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import anyio
 import numpy as np
@@ -35,6 +37,7 @@ from obstore import store
 
 from tiers import aws
 from tiers.access import azure_account, provider_of
+from tiers.direct import DirectReads, NotUnderstoodError
 from tiers.filesystems import Bytes, Found, Listing, check_size, run_to_end
 
 if TYPE_CHECKING:
@@ -63,7 +66,10 @@ class CloudStore:
     """A bucket or container, and a prefix in it."""
 
     def __init__(self, url: str, access: Access) -> None:
-        self._client = _client(url, access)
+        # One for both ways: two would ask for a role's credentials twice.
+        provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
+        self._client = _client(url, access, provider)
+        self._direct = _direct(url, access, provider)
         self._attributes = {"Storage-Class": access.storage_class} if access.storage_class else None
         self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
         _keep_freed_memory()
@@ -85,6 +91,13 @@ class CloudStore:
 
     async def get(self, name: str, into: Bytes) -> int:
         """See `Filesystem.get`."""
+        if self._direct is not None:
+            try:
+                return await self._direct.get(name, into)
+            except NotUnderstoodError as error:
+                _log.warning("the store is read by obstore from now on, for %s", error)
+                self._direct.close()
+                self._direct = None
         # The range bounds the memory that a foreign object of any size can take.
         body: Any = await obstore.get_range_async(self._client, name, start=0, end=into.nbytes + 1)
         found = np.frombuffer(body, dtype=np.uint8)
@@ -92,6 +105,9 @@ class CloudStore:
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         """See `Filesystem.find`."""
+        if self._direct is not None:
+            # Listings come every few seconds, reads may not.
+            self._direct.tidy()
         if not deep:
             return await self._find_here(folder, start_after)
         found: Listing = []
@@ -135,6 +151,8 @@ class CloudStore:
 
     async def close(self) -> None:
         """See `Filesystem.close`."""
+        if self._direct is not None:
+            self._direct.close()
         # A client has no verb for it. What matters is that its threads are idle when Python ends.
         with anyio.CancelScope(shield=True):
             await anyio.sleep(CLOSE_SECONDS)
@@ -173,7 +191,31 @@ def _keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
 
 
-def _client(url: str, access: Access) -> Any:
+def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectReads | None:
+    """A way to read straight into slots; None where only a whole client knows the way."""
+    if provider_of(url) != "s3" or access.endpoint is None or access.proxy is not None:
+        return None
+    parts = urlsplit(url)
+    bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
+    virtual = access.virtual_hosted(bucket)
+    endpoint = (_with_bucket(access.endpoint, bucket) if virtual else access.endpoint).rstrip("/")
+    way = urlsplit(endpoint)
+    # Proxies of the environment are obstore's to follow, and so is TLS, which decrypts to memory
+    # of its own in any case.
+    proxied = not {"http", "all"}.isdisjoint(getproxies()) and not proxy_bypass(way.netloc)
+    if way.scheme != "http" or proxied:
+        return None
+    path = "/".join(one for one in ("" if virtual else bucket, prefix) if one)
+    return DirectReads(
+        f"{endpoint}/{path}",
+        region=access.region or aws.default_region(),
+        keys=None if provider is None else aws.SigningKeys(provider),
+        connect_seconds_max=access.connect_seconds_max,
+        read_seconds_max=access.read_seconds_max,
+    )
+
+
+def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
     parts = urlsplit(url)
     bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
     common: dict[str, Any] = {
@@ -183,7 +225,7 @@ def _client(url: str, access: Access) -> Any:
     }
     match provider_of(url):
         case "s3":
-            return store.S3Store(bucket, **_s3(bucket, access), **common)
+            return store.S3Store(bucket, **_s3(bucket, access, provider), **common)
         case "gcs":
             return store.GCSStore(bucket, **_gcs(access), **common)
         case _:
@@ -208,7 +250,7 @@ def _client_options(access: Access) -> dict[str, Any]:
     return options
 
 
-def _s3(bucket: str, access: Access) -> dict[str, Any]:
+def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str, Any]:
     virtual = access.virtual_hosted(bucket)
     config: dict[str, Any] = {
         "virtual_hosted_style_request": virtual,
@@ -225,13 +267,10 @@ def _s3(bucket: str, access: Access) -> dict[str, Any]:
         config["server_side_encryption"] = access.encryption.algorithm
     if access.encryption.kms_key is not None:
         config["sse_kms_key_id"] = access.encryption.kms_key
-    match access.credentials.kind:
-        case "anonymous":
-            config["skip_signature"] = True
-        case "static":
-            config["credential_provider"] = aws.static_credentials(access)
-        case _:
-            config["credential_provider"] = aws.SessionCredentials(access)
+    if provider is None:
+        config["skip_signature"] = True
+    else:
+        config["credential_provider"] = provider
     return config
 
 

@@ -111,17 +111,29 @@ class _ThreadWork:
             return not self._started or self.ended
 
 
-async def run_to_end(work: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
+async def run_to_end(
+    work: Callable[[], T],
+    limiter: anyio.CapacityLimiter,
+    *,
+    abort: Callable[[], None] | None = None,
+) -> T:
     """Run `work` in a worker thread, and do not return before it has ended, whoever cancels.
+
+    `abort` makes work that waits for somebody else end soon. It is called after a cancel, on the
+    loop, until the work has ended. Without it a cancel waits for as long as the work takes.
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
     on SIGINT) goes through that shield; so after any exception the thread is asked.
     """
     thread = _ThreadWork()
     try:
-        return await anyio.to_thread.run_sync(thread.run, work, limiter=limiter)
+        return await anyio.to_thread.run_sync(
+            thread.run, work, limiter=limiter, abandon_on_cancel=abort is not None
+        )
     except BaseException:
         while not thread.abandon():
+            if abort is not None:
+                abort()
             # The cancel that came first is raised again below; another adds nothing to it.
             with anyio.CancelScope(shield=True):
                 with contextlib.suppress(anyio.get_cancelled_exc_class()):

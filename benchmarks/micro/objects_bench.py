@@ -94,7 +94,7 @@ async def measure(
 ) -> dict[str, dict[str, float]]:
     """Both verbs, both arms."""
     settings = Store.model_validate(
-        {"url": server.url, "backend": "obstore", "deadline_seconds_max": 600, **server.settings}
+        {"url": server.url, "backend": "obstore", "deadline_seconds_max": 200, **server.settings}
     )
     tier = open_store(settings)
     plain: Any = CloudStore(settings.url, settings.access)._client  # noqa: SLF001 (the same client)

@@ -1,0 +1,222 @@
+"""Reads that go straight from the socket to the slot, from a server that answers as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import anyio
+import numpy as np
+import pytest
+from anyio.abc import SocketAttribute
+
+from tests.tiers.tier_suite import image_of
+from tiers import cloud
+from tiers.access import Access, Credentials
+from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
+from tiers.objects import UrlObjects
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from anyio.abc import SocketStream
+
+    from sidecar.demo.servers import S3Server
+
+IMAGE = image_of(300_000)
+OK = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 300000\r\n\r\n"
+
+
+class Told:
+    """Answers each request with the next of `answers`, on as many connections as it gets."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.answers = list(answers)
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.ends = False
+        """Whether each answer is the last of its connection, said or not."""
+
+    async def serve(self, stream: SocketStream) -> None:
+        self.connections += 1
+        async with stream:
+            with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    self.requests.append(await stream.receive())
+                    answer = self.answers.pop(0)
+                    if answer is None:
+                        await anyio.sleep_forever()
+                    elif not answer:
+                        return
+                    else:
+                        await stream.send(answer)
+                    if self.ends:
+                        return
+
+
+@contextlib.asynccontextmanager
+async def telling(*answers: bytes | None) -> AsyncGenerator[tuple[Told, UrlObjects]]:
+    """A server and a tier that reads from it. None: no answer; empty: it hangs up."""
+    told = Told(*answers)
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(SocketAttribute.local_port)
+    access = Access(
+        endpoint=f"http://127.0.0.1:{port}",
+        region="us-east-1",
+        credentials=Credentials(kind="anonymous"),
+        read_seconds_max=20,
+    )
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, told.serve)
+        tier = UrlObjects("s3://bucket/some prefix", access)
+        yield told, tier
+        await tier.close()
+        tasks.cancel_scope.cancel()
+
+
+def slot(size_bytes: int = 400_000) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.zeros(size_bytes, dtype=np.uint8)
+
+
+async def test_one_connection_serves_one_read_after_the_other() -> None:
+    whole = OK + IMAGE.tobytes()
+    async with telling(whole, whole) as (told, tier):
+        for _ in range(2):
+            into = slot()
+            assert await tier.read("a=b", into) == IMAGE.nbytes
+            assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
+            assert not into[IMAGE.nbytes :].any()
+    assert told.connections == 1
+    assert told.requests[0].startswith(b"GET /bucket/some%20prefix/a%3Db HTTP/1.1\r\n")
+    assert b"range: bytes=0-400000\r\n" in told.requests[0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), OK.replace(b"1.1 206", b"1.0 200")],
+    ids=["said", "http 1.0"],
+)
+async def test_a_connection_that_the_server_closes_is_not_kept(head: bytes) -> None:
+    whole = head + IMAGE.tobytes()
+    async with telling(whole, whole) as (told, tier):
+        for _ in range(2):
+            assert await tier.read("name", slot()) == IMAGE.nbytes
+    assert told.connections == 2
+
+
+async def test_a_kept_connection_that_ended_meanwhile_is_replaced() -> None:
+    whole = OK + IMAGE.tobytes()
+    # The second request is heard on the kept connection and answered by hanging up.
+    async with telling(whole, b"", whole) as (told, tier):
+        for _ in range(2):
+            assert await tier.read("name", slot()) == IMAGE.nbytes
+    assert (told.connections, len(told.requests)) == (2, 3)
+
+
+async def test_a_new_connection_that_ends_is_an_error_and_not_tried_again() -> None:
+    async with telling(b"") as (told, tier):
+        with pytest.raises(TierUnavailable, match="the connection failed") as caught:
+            await tier.read("name", slot())
+    assert caught.value.retryable
+    assert len(told.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", ChunkMissing),
+        (OK.replace(b"300000", b"400001"), ImageTruncated),
+        (OK.replace(b"300000", b"0"), ImageTruncated),
+        (OK + bytes(299_999), TierUnavailable),
+        (OK[:-5], TierUnavailable),
+    ],
+    ids=["missing", "too long", "empty", "cut short", "head cut short"],
+)
+async def test_what_is_no_object(answer: bytes, error: type[Exception]) -> None:
+    async with telling(answer, b"") as (told, tier):
+        told.ends = True
+        with pytest.raises(error):
+            await tier.read("name", slot())
+    assert len(told.requests) == 1
+
+
+async def test_a_refusal_is_told_with_its_code_and_words() -> None:
+    body = b"<Error><Code>SlowDown</Code><Message>ask less</Message><Key>secret</Key></Error>"
+    head = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with telling(head + body) as (_, tier):
+        with pytest.raises(TierUnavailable, match="SlowDown ask less") as caught:
+            await tier.read("name", slot())
+    assert (caught.value.cause, caught.value.retryable) == ("busy", True)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, OK + IMAGE[:1000].tobytes()], ids=["head", "body"])
+async def test_a_cancel_does_not_wait_for_the_server(answer: bytes | None) -> None:
+    async with telling(answer) as (_, tier):
+        into, started = slot(), time.monotonic()
+        with anyio.move_on_after(0.2) as scope:
+            await tier.read("name", into)
+        assert scope.cancelled_caught
+        assert time.monotonic() - started < 15  # the server's silence would last 20
+
+
+async def test_a_server_that_sends_no_length_is_read_by_obstore() -> None:
+    pieces = b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n\r\n"
+    headed = OK.replace(
+        b"\r\n\r\n",
+        b"\r\nContent-Range: bytes 0-299999/300000\r\nETag: x\r\n"
+        b"Last-Modified: Fri, 24 May 2013 00:00:00 GMT\r\n\r\n",
+    )
+    whole = headed + IMAGE.tobytes()
+    async with telling(pieces, whole, whole) as (told, tier):
+        for _ in range(2):
+            into = slot()
+            assert await tier.read("name", into) == IMAGE.nbytes
+            assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
+    assert len(told.requests) == 3
+
+
+ANYONE = Credentials(kind="anonymous")
+HERE = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("url", "access", "direct"),
+    [
+        ("s3://bucket", Access(endpoint=HERE, credentials=ANYONE), True),
+        ("s3://bucket", Access(endpoint=HERE, credentials=ANYONE, addressing="virtual"), True),
+        ("s3://bucket", Access(endpoint="https://127.0.0.1", credentials=ANYONE), False),
+        ("s3://bucket", Access(credentials=ANYONE), False),
+        ("s3://bucket", Access(endpoint=HERE, credentials=ANYONE, proxy=HERE), False),
+        ("gs://bucket", Access(endpoint=HERE, credentials=ANYONE), False),
+    ],
+    ids=["path", "virtual", "tls", "aws", "proxy", "gcs"],
+)
+def test_which_stores_are_read_so(
+    url: str, access: Access, *, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(base: str, **_: object) -> None:
+        made.append(base)
+
+    monkeypatch.setattr(cloud, "DirectReads", make)
+    UrlObjects(url, access)
+    assert bool(made) is direct
+
+
+async def test_a_proxy_of_the_environment_is_obstores_to_follow(
+    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody listens there: who asks it fails, who goes straight to the server does not.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    tier = UrlObjects(f"{moto.url}/proxied", moto.access_at())
+    with pytest.raises(TierUnavailable):
+        await tier.read("name", slot())
+    await tier.close()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    tier = UrlObjects(f"{moto.url}/proxied", moto.access_at())
+    with pytest.raises(ChunkMissing):
+        await tier.read("name", slot())
+    await tier.close()

@@ -1,0 +1,295 @@
+"""GETs of S3 objects whose bytes go from the socket to the slot and nowhere else.
+
+Owns plain HTTP/1.1 connections to one server and the exchange of one object on one of them, in a
+thread of its own: the kernel copies into the slot, and nothing is allocated, collected or copied
+again. obstore gives memory of its own and takes none of ours: its reads cost twice the processor
+time. Does not own who asks (`sigv4.py`, `aws.py`), the meaning of errors (`object_errors.py`), nor
+when this is used and what else there is (`cloud.py`).
+
+Invariants:
+
+* When `get` has returned or raised, cancelled or not, no thread touches the slot any more; a
+  cancelled one ends at once, because its connection is shut down under it.
+* One object, one request. Only a connection that was kept, and that the server had closed before
+  it could hear of the request, is replaced by a new one.
+* A connection is kept only after an answer that was read to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import errno
+import math
+import re
+import select
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import quote, urlsplit
+
+import anyio
+
+from tiers.filesystems import Bytes, check_size, run_to_end
+from tiers.sigv4 import Keys, sign_get
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+IDLE_SECONDS_MAX: Final = 60.0
+HEAD_BYTES_MAX: Final = 65_536
+HEAD_PIECE_BYTES: Final = 2048
+"""Room for a usual head, and little of the body, which is copied once more behind it."""
+ERROR_BYTES_MAX: Final = 65_536
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
+_CODE = re.compile(rb"<Code>(\w+)</Code>")
+_SAYS = re.compile(rb"<Message>([^<]*)</Message>")
+
+
+class NotUnderstoodError(Exception):
+    """The server answers in a way that only a whole HTTP client follows."""
+
+
+class AnswerError(Exception):
+    """The server refused. `response` is as botocore has it, for `object_errors.judge`."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        code, says = _CODE.search(body), _SAYS.search(body)
+        words = says[1].decode(errors="replace") if says else "no message"
+        super().__init__(f"status code: {status}, {code[1].decode() if code else ''} {words}")
+        self.response: dict[str, dict[str, object]] = {
+            "Error": {"Code": code[1].decode() if code else ""},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
+
+
+class _StaleError(Exception):
+    """A kept connection had ended before it could be used again."""
+
+
+class _Head(NamedTuple):
+    status: int
+    length_bytes: int
+    keep: bool
+    rest: bytes
+    """What of the body came with it."""
+
+
+class _Connection:
+    """A connected socket, used by one exchange at a time."""
+
+    def __init__(self, sock: socket.socket, read_seconds_max: float) -> None:
+        # A blocking socket with the kernel's own limit: Python's would make it non-blocking, and
+        # then one call could not wait for a whole body.
+        sock.setblocking(True)
+        whole = int(read_seconds_max)
+        limit = struct.pack("ll", whole, int((read_seconds_max - whole) * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, limit)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self.idle_since = 0.0
+
+    def fetch(self, request: bytes, into: Bytes) -> tuple[int, bool]:
+        """In a thread: ask, and fill the start of `into`.
+
+        Returns the size, and whether the connection may serve again.
+        """
+        try:
+            try:
+                self._sock.sendall(request)
+                head = self._head()
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise _StaleError from error
+            if head.status not in (200, 206):
+                raise AnswerError(head.status, self._error_body(head))
+            check_size(head.length_bytes, into.nbytes)
+            target = into.data[: head.length_bytes]
+            self._fill(target, head.rest)
+        except BlockingIOError as error:
+            raise TimeoutError("the server is silent for store.read_timeout") from error
+        return head.length_bytes, head.keep
+
+    def _head(self) -> _Head:
+        received = b""
+        while (end := received.find(b"\r\n\r\n")) < 0:
+            piece = self._sock.recv(HEAD_PIECE_BYTES)
+            if not piece and not received:
+                raise _StaleError
+            if not piece or len(received) > HEAD_BYTES_MAX:
+                raise _ended(len(received), "the head")
+            received += piece
+        return _parsed(received[:end], received[end + 4 :])
+
+    def _fill(self, target: memoryview, rest: bytes) -> None:
+        done = min(len(rest), len(target))
+        target[:done] = rest[:done]
+        while done < len(target):
+            # One call for all that is missing, so that a thread wakes, and takes the GIL, rarely.
+            # It returns earlier only at the limit of silence or at the end.
+            count = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
+            if count == 0:
+                raise _ended(done, f"an object of {len(target)} bytes")
+            done += count
+
+    def _error_body(self, head: _Head) -> bytes:
+        body = bytearray(head.rest)
+        with contextlib.suppress(OSError):
+            while len(body) < min(head.length_bytes, ERROR_BYTES_MAX):
+                piece = self._sock.recv(HEAD_PIECE_BYTES)
+                if not piece:
+                    break
+                body += piece
+        return bytes(body)
+
+    def usable(self, now: float) -> bool:
+        """Whether a kept connection is still there: nothing was said, not even goodbye."""
+        readable, _, _ = select.select([self._sock], [], [], 0)
+        return not readable and now - self.idle_since < IDLE_SECONDS_MAX
+
+    def cut(self) -> None:
+        """Have a thread that waits for the socket return at once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Not while a thread uses it."""
+        self._sock.close()
+
+
+class DirectReads:
+    """Reads objects of one bucket, or of a prefix in it.
+
+    Args:
+        base: `http://host:port/path` of the bucket's prefix; object names are added to it.
+        region: for the signature.
+        keys: asked before each request; None for an anonymous reader.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        *,
+        region: str,
+        keys: Callable[[], Awaitable[Keys]] | None,
+        connect_seconds_max: float,
+        read_seconds_max: float,
+    ) -> None:
+        parts = urlsplit(base)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._host_field = parts.netloc.rsplit("@", 1)[-1]
+        self._path = parts.path.rstrip("/")
+        self._region = region
+        self._keys = keys
+        self._connect_seconds_max = connect_seconds_max
+        self._read_seconds_max = read_seconds_max
+        # The caller bounds how many reads run at a time; a thread waits for its socket mostly.
+        self._threads = anyio.CapacityLimiter(math.inf)
+        self._idle: list[_Connection] = []
+
+    async def get(self, name: str, into: Bytes) -> int:
+        """Fill the start of `into` with an object; its size.
+
+        Raises `ImageTruncated`, `AnswerError`, `NotUnderstoodError` or an `OSError`.
+        """
+        request = await self._request(name, into.nbytes)
+        kept = self._take()
+        if kept is not None:
+            with contextlib.suppress(_StaleError):
+                return await self._exchange(kept, request, into)
+        try:
+            return await self._exchange(await self._connect(), request, into)
+        except _StaleError:
+            raise _ended(0, "an answer") from None
+
+    async def _exchange(self, connection: _Connection, request: bytes, into: Bytes) -> int:
+        keep = False
+        try:
+            size_bytes, keep = await run_to_end(
+                lambda: connection.fetch(request, into), self._threads, abort=connection.cut
+            )
+        finally:
+            if keep:
+                connection.idle_since = time.monotonic()
+                self._idle.append(connection)
+            else:
+                connection.close()
+        return size_bytes
+
+    async def _request(self, name: str, room_bytes: int) -> bytes:
+        # The safe characters are SigV4's: what is signed is what is sent.
+        path = quote(f"{self._path}/{name}", safe="/-_.~")
+        # One more than there is room for: so a longer object shows, and none is ever longer.
+        fields = {"host": self._host_field, "range": f"bytes=0-{room_bytes}"}
+        if self._keys is not None:
+            keys = await self._keys()
+            now = dt.datetime.now(dt.UTC)
+            fields = sign_get(fields, path, keys=keys, region=self._region, now=now)
+        lines = [f"{field}: {value}" for field, value in fields.items()]
+        return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
+
+    def _take(self) -> _Connection | None:
+        self.tidy()
+        return self._idle.pop() if self._idle else None
+
+    def tidy(self) -> None:
+        """Close kept connections that the server has closed, or that nobody needed for long."""
+        now = time.monotonic()
+        ended = [one for one in self._idle if not one.usable(now)]
+        for connection in ended:
+            self._idle.remove(connection)
+            connection.close()
+
+    async def _connect(self) -> _Connection:
+        """On the loop: a name that does not resolve, or a host that is silent, holds no thread."""
+        with anyio.fail_after(self._connect_seconds_max):
+            found = await anyio.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        seconds = self._connect_seconds_max / len(found)
+        failure: OSError = OSError(errno.EHOSTUNREACH, "the host name has no address")
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+            try:
+                with anyio.fail_after(seconds):
+                    await asyncio.get_running_loop().sock_connect(sock, address)
+                return _Connection(sock, self._read_seconds_max)
+            except OSError as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+        raise failure
+
+    def close(self) -> None:
+        """Close what is kept. No `get` may be running."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+
+def _parsed(head: bytes, rest: bytes) -> _Head:
+    first, *lines = head.split(b"\r\n")
+    status = _STATUS.match(first)
+    if status is None:
+        raise NotUnderstoodError(f"its answer begins with {first[:40]!r}")
+    fields: dict[bytes, bytes] = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        fields[name.strip().lower()] = value.strip().lower()
+    number = int(status[1])
+    length = fields.get(b"content-length", b"")
+    if 300 <= number < 400:
+        raise NotUnderstoodError(f"it answers with status {number}, a redirection")
+    if number < 200 or not length.isdigit() or b"transfer-encoding" in fields:
+        raise NotUnderstoodError(f"its answer of status {number} has no length")
+    keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
+    # More than was announced is not the answer's: such a connection is out of step.
+    return _Head(number, int(length), keep and len(rest) <= int(length), rest)
+
+
+def _ended(done: int, of: str) -> ConnectionResetError:
+    return ConnectionResetError(
+        errno.ECONNRESET, f"the server closed the connection after {done} bytes of {of}"
+    )
