@@ -276,12 +276,17 @@ class Server:
     async def _drain(self) -> Exit:
         """Finish what was begun, within `limits.drain_seconds_max`."""
         self._hub.drain()
-        with anyio.move_on_after(self._config.limits.drain_seconds_max):
+        with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
             await self._hub.drained.wait()
         if self._hub.watch is not None:
             # Whatever was written, however far the drain got.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
                 await self._hub.watch.flush()
+        # Loads are served to the end, so some may have come while that was announced.
+        with anyio.CancelScope(deadline=patience.deadline):
+            while self._broken is None and not self._hub.engine.pending_work().idle:
+                self._hub.drained = anyio.Event()
+                await self._hub.drained.wait()
         left = self._hub.engine.pending_work()
         if left.idle:
             _logger.info("drained")

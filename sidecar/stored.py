@@ -139,8 +139,9 @@ class StoredChunks:
     def masks(self) -> Iterator[int]:
         """The mask of every entry, in no order."""
         for shard in self._shards:
-            for _, _, mask, _ in shard.entries():
-                yield mask
+            if shard.live:
+                for _, _, mask, _ in shard.entries():
+                    yield mask
 
     def _grown(self, shard: _Shard) -> _Shard:
         """A copy without dead entries and with room."""

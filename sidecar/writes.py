@@ -19,6 +19,8 @@ chunk leaves the host tier first. At most `inflight_max` writes run, and what wa
 store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all.
 
 Chunks that came back after a restart (`offers.py`) are queued by `through` when nothing else is.
+While draining, only what was stored before is still queued: neither what comes back nor what is
+wanted again, for a write that begins then may be cut off, and would be told as a loss.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class Writes:
         self._last_write_id = 0
         self._filled_bytes = 0
         """What came into the host tier since its cold end was looked through."""
+        self._draining = False
         self._flushing = False
         self._offers = Offers()
 
@@ -135,6 +138,9 @@ class Writes:
 
     def restored(self, chunk: Chunk) -> None:
         """A chunk came back after a restart, with all of its segments; the store may have it."""
+        if self._draining:
+            # It is written by whoever finds it next, as is what was still offered.
+            return
         if self._policy is WritePolicy.THROUGH:
             self._offers.add(chunk)
         else:
@@ -146,7 +152,7 @@ class Writes:
 
     def wanted(self, chunk: Chunk) -> None:
         """A chunk of the host tier was asked for again."""
-        if self._policy is WritePolicy.ON_REUSE and chunk.loadable:
+        if self._policy is WritePolicy.ON_REUSE and chunk.loadable and not self._draining:
             self._enqueue(chunk)
 
     def removed(self, chunk: Chunk) -> None:
@@ -159,6 +165,7 @@ class Writes:
 
     def draining(self, *, flush: bool) -> None:
         """The sidecar ends; with `flush`, what it holds does too: queue what the store lacks."""
+        self._draining = True
         self._offers.withdraw()
         if flush and self._policy is WritePolicy.ON_EVICT:
             # Only what is left when the time is over is lost, so nothing is dropped for bytes.

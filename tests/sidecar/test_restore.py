@@ -391,6 +391,18 @@ def test_drain_and_eviction_forget_what_was_offered() -> None:
     assert world.engine.pending_work().idle
 
 
+def test_what_comes_back_during_a_drain_is_not_written() -> None:
+    world = make_world()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.restart(StrictLRU())
+    world.send(Draining())
+    world.open(Role.WORKER)
+    assert world.in_host() == {(0, key(1))}
+    assert not only(world.send(CaughtUp(0)), Write)
+    assert world.engine.pending_work().idle
+
+
 def test_nothing_is_written_where_writing_is_off() -> None:
     world, _ = holding(2)
     world.restart(StrictLRU())

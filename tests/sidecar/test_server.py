@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio.to_thread
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -40,6 +42,7 @@ from sidecar.protocol import (
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     BLOCKS_PER_CHUNK,
+    WAIT_SECONDS_MAX,
     Client,
     RefusedError,
     RunningSidecar,
@@ -55,7 +58,9 @@ from tiers.index import FLAG_HOST, FLAG_STORE
 from tiers.layout import KVLayout, Segment
 from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier
-from tiers.wrap import FaultRates, Faulty
+from tiers.wrap import FaultRates, Faulty, Verb, Wrapper
+
+T = TypeVar("T")
 
 ROOT_OF_REPOSITORY = Path(__file__).parents[2]
 
@@ -620,6 +625,45 @@ def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
         assert worker.at_end()
     assert sidecar.code == 0
     assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 5
+
+
+class HeldCatalog(Wrapper):
+    """A store that answers, but takes no catalog file until it is let."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.asked = threading.Event()
+        self.let = threading.Event()
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "write" and "/catalog/" in name:
+            self.asked.set()
+            await anyio.to_thread.run_sync(self.let.wait, WAIT_SECONDS_MAX)
+        return await call()
+
+
+def test_drain_waits_for_loads_that_came_while_it_announced(short_directory: Path) -> None:
+    held: list[HeldCatalog] = []
+
+    def hold(tier: ObjectTier) -> ObjectTier:
+        held.append(HeldCatalog(tier))
+        return held[0]
+
+    store = folder_store(short_directory, catalog_flush=3600)
+    with (
+        RunningSidecar(config_in(short_directory, store=store), hold) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.info.stop()
+        assert held[0].asked.wait(WAIT_SECONDS_MAX)
+        worker.submit(loads=[LoadJob(2, [LoadChunk(key_of(1), 0, [1])])], fence=7)
+        sidecar.wait_until(lambda now: now["pending"]["copies_running"] == 1)
+        held[0].let.set()
+        sidecar.wait_until(lambda _: any(short_directory.glob("bucket/**/catalog/**/*.arrow")))
+        worker.fence.signal(7)
+        assert worker.outcome(2) is Outcome.OK
+    assert sidecar.code == 0
 
 
 def test_drain_is_bounded_and_tells_what_is_lost(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidecar.breaker import BreakerRules, BreakerState
-from sidecar.commands import Read, StoreOutcome, Tick, Write
+from sidecar.commands import Draining, Read, StoreOutcome, Tick, Write
 from sidecar.protocol import Outcome, Role
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
@@ -51,6 +51,17 @@ def test_on_reuse_writes_what_is_looked_up_or_leased() -> None:
     finish(world)
     world.lease(scheduler, 2, [1, 2])
     assert written(world) == [], "what the store has is not written again"
+
+
+def test_on_reuse_begins_no_write_while_draining() -> None:
+    world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
+    world.stored(worker, 1, [1, 2])
+    world.send(Draining())
+    world.lease(scheduler, 1, [1])
+    world.load(worker, 2, [2])
+    assert written(world) == []
+    world.drain()
+    assert world.engine.counters.writes_dropped == 0
 
 
 def test_on_reuse_writes_what_somebody_computed_again() -> None:
