@@ -91,13 +91,15 @@ class CloudStore:
 
     async def get(self, name: str, into: Bytes) -> int:
         """See `Filesystem.get`."""
-        if self._direct is not None:
+        if (direct := self._direct) is not None:
             try:
-                return await self._direct.get(name, into)
+                return await direct.get(name, into)
             except NotUnderstoodError as error:
-                _log.warning("the store is read by obstore from now on, for %s", error)
-                self._direct.close()
-                self._direct = None
+                # Reads that ran beside it may have told this already, or still run.
+                if self._direct is not None:
+                    _log.warning("the store is read by obstore from now on, for %s", error)
+                    self._direct = None
+                direct.close()
         # The range bounds the memory that a foreign object of any size can take.
         body: Any = await obstore.get_range_async(self._client, name, start=0, end=into.nbytes + 1)
         found = np.frombuffer(body, dtype=np.uint8)

@@ -188,6 +188,7 @@ class DirectReads:
         # The caller bounds how many reads run at a time; a thread waits for its socket mostly.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
+        self._closed = False
 
     async def get(self, name: str, into: Bytes) -> int:
         """Fill the start of `into` with an object; its size.
@@ -211,7 +212,7 @@ class DirectReads:
                 lambda: connection.fetch(request, into), self._threads, abort=connection.cut
             )
         finally:
-            if keep:
+            if keep and not self._closed:
                 connection.idle_since = time.monotonic()
                 self._idle.append(connection)
             else:
@@ -263,7 +264,8 @@ class DirectReads:
         raise failure
 
     def close(self) -> None:
-        """Close what is kept. No `get` may be running."""
+        """Close what is kept, and keep nothing from now on. A `get` that runs goes on."""
+        self._closed = True
         for connection in self._idle:
             connection.close()
         self._idle.clear()

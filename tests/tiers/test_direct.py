@@ -169,12 +169,19 @@ async def test_a_server_that_sends_no_length_is_read_by_obstore() -> None:
         b"Last-Modified: Fri, 24 May 2013 00:00:00 GMT\r\n\r\n",
     )
     whole = headed + IMAGE.tobytes()
-    async with telling(pieces, whole, whole) as (told, tier):
-        for _ in range(2):
-            into = slot()
-            assert await tier.read("name", into) == IMAGE.nbytes
-            assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
-    assert len(told.requests) == 3
+
+    async def read(tier: UrlObjects) -> None:
+        into = slot()
+        assert await tier.read("name", into) == IMAGE.nbytes
+        assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
+
+    async with telling(pieces, pieces, whole, whole, whole) as (told, tier):
+        # Two find it out side by side.
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, tier)
+            tasks.start_soon(read, tier)
+        await read(tier)
+    assert len(told.requests) == 5
 
 
 ANYONE = Credentials(kind="anonymous")
