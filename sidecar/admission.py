@@ -206,7 +206,7 @@ class Admission:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
         for gone in hub.sessions.gone_beside(attach):
             hub.end_session(gone, "end of file")
-        hub.sessions.check(attach, hub.realms.find(attach))
+        hub.sessions.check(attach, hub.realms.find(attach.parts))
         memory = take_memory(attach, fds, hub.gpus)
         try:
             session = self._join(attach, connection, memory, user)
@@ -236,16 +236,17 @@ class Admission:
         self, attach: Attach, connection: Connection, memory: WorkerMemory | None, user: str
     ) -> Session:
         hub = self._hub
-        known = hub.realms.find(attach) is not None
-        realm = hub.realms.join(attach)
+        parts = attach.parts
+        known = hub.realms.find(parts)
+        realms = hub.realms.join(parts)
         try:
-            self._learn(realm, attach)
+            for realm, part in zip(realms, parts, strict=True):
+                self._learn(realm, part)
         except AttachRefused:
             # There are only so many realms: refused clients must not use them up.
-            if not known:
-                hub.realms.forget(realm)
+            hub.realms.forget(realm for realm in realms if realm not in known)
             raise
-        return hub.sessions.open(attach, connection, realm, memory, user)
+        return hub.sessions.open(attach, connection, realms, memory, user)
 
     def _learn(self, realm: Realm, attach: Attach) -> None:
         """Take a worker's geometry, or leave the realm and the pool as they were."""

@@ -26,8 +26,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedGroup:
+    """One KV cache group of a client; for a worker, `layout` is its rank's chunk geometry."""
+
+    realm_id: int
+    layout: ChunkLayout | None
+    namespace: bytes = b""
+    """Digest of the realm's namespace."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A client attached. For a worker, `layout` is its rank's chunk geometry."""
+    """A client attached. Realm, layout and namespace are of its first KV cache group."""
 
     session_id: int
     role: Role
@@ -38,7 +48,12 @@ class SessionOpened:
     want_events: bool
     layout: ChunkLayout | None
     namespace: bytes = b""
-    """Digest of the realm's namespace."""
+    others: tuple[OpenedGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[OpenedGroup, ...]:
+        """All of its groups, in the order of their numbers."""
+        return (OpenedGroup(self.realm_id, self.layout, self.namespace), *self.others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,7 @@ def _hops(group: Group) -> Iterable[Group]:
             group.rank,
             group.commands[first : first + step],
             group.deadline,
+            group.part,
         )
         for first in range(0, len(group.commands), step)
     ]
@@ -212,7 +213,7 @@ def _gather(group: Group, pool: Memory) -> list[Copied]:
         template = templates[len(command.block_ids)]
         slot = pool[command.slot : command.slot + template.image_bytes]
         template.prepare(slot)
-        return group.memory.region.gather(_ids(command.block_ids), template.payload(slot))
+        return group.region.gather(_ids(command.block_ids), template.payload(slot))
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:
@@ -243,7 +244,7 @@ def _scatter(group: Group, pool: Memory) -> list[Copied]:
 
     def begin(command: Scatter) -> Transfer:
         _, wanted, _ = _parts(group, command, pool)
-        return group.memory.region.scatter(_ids(command.block_ids), wanted)
+        return group.region.scatter(_ids(command.block_ids), wanted)
 
     with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
         if not valid:

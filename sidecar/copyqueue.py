@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Rank
     from sidecar.session import Session
+    from tiers.copy import Region
 
 LOADS_IN_A_ROW_MAX: Final = 8
 """Loads go before stores, but a waiting store gets every ninth turn."""
@@ -42,6 +43,13 @@ class Group:
     commands: Sequence[Gather | Scatter]
     deadline: float
     """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
+    part: int = 0
+    """Which of the worker's KV cache groups the chunks are of."""
+
+    @property
+    def region(self) -> Region:
+        """The worker's memory, as that KV cache group lies in it."""
+        return self.memory.regions[self.part]
 
     @property
     def job_id(self) -> int:

@@ -34,6 +34,7 @@ from sidecar.commands import (
     LeaseTaken,
     Listed,
     LookedUp,
+    OpenedGroup,
     ReadDone,
     Released,
     Reply,
@@ -280,9 +281,16 @@ class Engine:
         """Why a session cannot be served: its geometry contradicts what its realm holds."""
         if event.session_id in self._sessions:
             return f"session_id={event.session_id} is already open"
-        if event.role is Role.WORKER and event.layout is None:
+        for group in event.groups:
+            reason = self._group_refusal(event, group)
+            if reason is not None:
+                return reason
+        return None
+
+    def _group_refusal(self, event: SessionOpened, group: OpenedGroup) -> str | None:
+        if event.role is Role.WORKER and group.layout is None:
             return "layout=None: a worker must give its rank's chunk layout"
-        realm = self._directory.realms.get(event.realm_id)
+        realm = self._directory.realms.get(group.realm_id)
         if realm is None:
             return None
         if realm.world_size != event.world_size:
@@ -291,9 +299,9 @@ class Engine:
                 f"{realm.world_size}; give different cuts different topology names"
             )
         known = realm.layouts[event.rank]
-        if event.role is Role.WORKER and known is not None and known != event.layout:
+        if event.role is Role.WORKER and known is not None and known != group.layout:
             return (
-                f"layout of rank {event.rank} is {event.layout}, but an earlier worker of the same "
+                f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the same "
                 f"namespace and topology had {known}; use one kvlake configuration for both"
             )
         return None
@@ -302,10 +310,11 @@ class Engine:
         reason = self.refusal(event)
         if reason is not None:
             raise ValueError(reason)
-        realm = self._directory.open_realm(event.realm_id, event.world_size)
-        if event.layout is not None and realm.layouts[event.rank] is None:
-            self._host.learn_layout(realm, event.rank, event.layout)
-            self._host.adopt(realm, event.rank, event.namespace)
+        for group in event.groups:
+            realm = self._directory.open_realm(group.realm_id, event.world_size)
+            if group.layout is not None and realm.layouts[event.rank] is None:
+                self._host.learn_layout(realm, event.rank, group.layout)
+                self._host.adopt(realm, event.rank, group.namespace)
         if event.role is Role.SCHEDULER:
             self._leases.forget_early((event.realm_id, event.engine_id))
         self._sessions[event.session_id] = event
@@ -317,17 +326,17 @@ class Engine:
         if session is None:
             self.counters.stale_messages += 1
             return
-        realm = self._directory.realms[session.realm_id]
+        realms = [self._directory.realms[group.realm_id] for group in session.groups]
         worker = session.role is Role.WORKER
         match event:
             case SessionClosed():
                 self._close(session)
             case Submitted() if worker:
-                self._submit(session, realm, event)
+                self._submit(session, realms, event)
             case LookedUp() if not worker:
-                self._lookups.ask(session.session_id, realm, event.message, now)
+                self._lookups.ask(session.session_id, realms, event.message, now)
             case LeaseTaken() if not worker:
-                self._lease(session, realm, event, now)
+                self._lease(session, realms, event, now)
             case Released() if not worker:
                 for lease_id in event.lease_ids:
                     self._leases.release(session.session_id, lease_id)
@@ -337,26 +346,30 @@ class Engine:
                 text = f"{type(event).__name__} is not for a {session.role} session to send"
                 self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
 
-    def _submit(self, session: SessionOpened, realm: Realm, event: Submitted) -> None:
+    def _submit(self, session: SessionOpened, realms: list[Realm], event: Submitted) -> None:
         message = event.message
         # Loads first: a store may evict what a load of the same step needs.
         for load in message.loads:
-            self._jobs.load(session, realm, message.fence, load)
+            self._jobs.load(session, realms, message.fence, load)
         for store in message.stores:
-            self._jobs.store(session, realm, message.fence, store, accept=not self._draining)
+            self._jobs.store(session, realms, message.fence, store, accept=not self._draining)
 
-    def _lease(self, session: SessionOpened, realm: Realm, event: LeaseTaken, now: float) -> None:
+    def _lease(
+        self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
+    ) -> None:
         session_id = session.session_id
         if self._leases.held(session_id) >= self._limits.leases_max_per_session:
             self.counters.leases_refused += 1
             self.bounds.refuse("lease", "client")
             return
         keys = dict.fromkeys(event.keys)
-        chunks = [chunk for chunk in map(realm.chunks.get, keys) if chunk is not None]
+        # A key is of one group, whichever that is.
+        found = (realm.chunks.get(key) for key in keys for realm in realms)
+        chunks = [chunk for chunk in found if chunk is not None]
         for chunk in chunks:
             self._host.touch(chunk)
-        name = (realm.realm_id, session.engine_id, event.lease_id)
-        if not self._leases.take(session_id, name, chunks, realm.world_size, now):
+        name = (session.realm_id, session.engine_id, event.lease_id)
+        if not self._leases.take(session_id, name, chunks, session.world_size, now):
             self.counters.leases_refused += 1
             return
         self.tenants.counters(event.tenant).leases += 1
@@ -399,7 +412,8 @@ class Engine:
         if changes:
             for session in self._sessions.values():
                 if session.want_events and session.role is Role.SCHEDULER:
-                    self._outbox.tell(session.session_id, session.realm_id, changes)
+                    realm_ids = {group.realm_id for group in session.groups}
+                    self._outbox.tell(session.session_id, realm_ids, changes)
         return self._outbox.take()
 
     def clear(self) -> list[Command]:

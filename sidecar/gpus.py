@@ -143,6 +143,10 @@ class GpuRegion:
         """Begin to copy `payload` to blocks."""
         return self._memory.scatter(block_ids, payload)
 
+    def part(self, layout: KVLayout) -> GpuPart:
+        """Another KV cache group in the same memory."""
+        return GpuPart(self._memory.part(layout), self)
+
     def close(self) -> None:
         """Unmap it soon: the driver may take milliseconds, which the loop does not have."""
         self._unmapping.submit(self._memory.close).add_done_callback(self._closed)
@@ -153,3 +157,31 @@ class GpuRegion:
             self.mapped = False
         else:
             _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))
+
+
+class GpuPart:
+    """One more KV cache group in a `GpuRegion`, which owns the mapping. A `Region`."""
+
+    def __init__(self, memory: DeviceMemory, region: GpuRegion) -> None:
+        self._memory = memory
+        self._region = region
+
+    def part(self, layout: KVLayout) -> GpuPart:
+        """Another KV cache group in the same memory."""
+        return self._region.part(layout)
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """Begin to copy blocks to `payload`."""
+        return self._memory.gather(block_ids, payload)
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """Begin to copy `payload` to blocks."""
+        return self._memory.scatter(block_ids, payload)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the region is still mapped."""
+        return self._region.mapped
+
+    def close(self) -> None:
+        """Nothing: the region unmaps."""

@@ -153,14 +153,17 @@ class Jobs:
             for copy in self._running.values()
         )
 
-    def load(self, session: SessionOpened, realm: Realm, fence: int, message: LoadJob) -> None:
-        """Start a load job: all of its chunks are there, or none is copied."""
+    def load(
+        self, session: SessionOpened, realms: list[Realm], fence: int, message: LoadJob
+    ) -> None:
+        """Start a load job: all of its chunks are there, or none is copied.
+
+        `realms` are those of the session's KV cache groups, in their order.
+        """
         job = Job(session, message.job_id, loading=True)
-        layout = realm.layouts[session.rank]
-        assert layout is not None, "a worker's layout is learnt when it attaches"
         segments: list[Segment] = []
         for piece in message.chunks:
-            chunk = realm.chunks.get(piece.key)
+            chunk = realms[piece.group].chunks.get(piece.key)
             segment = chunk.segments[session.rank] if chunk is not None else None
             if segment is None or segment.state is not SegmentState.HOST:
                 job.outcomes.add(Outcome.MISSING)
@@ -170,16 +173,11 @@ class Jobs:
                 break
             segments.append(segment)
         else:
-            self._scatter_all(job, fence, message.chunks, segments, layout)
+            self._scatter_all(job, fence, message.chunks, segments)
         self._end_if_over(job)
 
     def _scatter_all(
-        self,
-        job: Job,
-        fence: int,
-        pieces: list[LoadChunk],
-        segments: list[Segment],
-        layout: ChunkLayout,
+        self, job: Job, fence: int, pieces: list[LoadChunk], segments: list[Segment]
     ) -> None:
         if not pieces:
             return
@@ -194,7 +192,7 @@ class Jobs:
             job.outcomes.add(Outcome.FULL)
             return
         for piece, segment, cost in zip(pieces, segments, costs, strict=True):
-            self._scatter(job, fence, piece, segment, layout, cost)
+            self._scatter(job, fence, piece, segment, cost)
 
     def _begin(self, job: Job, what: str) -> bool:
         """Count the job as running, once."""
@@ -202,16 +200,9 @@ class Jobs:
             job.begun = self._bounds.begin_job(what, job.session.session_id)
         return job.begun
 
-    def _scatter(
-        self,
-        job: Job,
-        fence: int,
-        piece: LoadChunk,
-        segment: Segment,
-        layout: ChunkLayout,
-        cost: int,
-    ) -> None:
+    def _scatter(self, job: Job, fence: int, piece: LoadChunk, segment: Segment, cost: int) -> None:
         chunk = segment.chunk
+        layout = _layout_of(chunk.realm, segment.rank)
         self._host.hold(segment)
         self._host.touch(chunk)
         num_bytes = layout.payload_bytes(len(piece.block_ids))
@@ -247,11 +238,18 @@ class Jobs:
         return False
 
     def store(
-        self, session: SessionOpened, realm: Realm, fence: int, message: StoreJob, *, accept: bool
+        self,
+        session: SessionOpened,
+        realms: list[Realm],
+        fence: int,
+        message: StoreJob,
+        *,
+        accept: bool,
     ) -> None:
         """Start a store job. With `accept` False (draining) nothing new is taken."""
         job = Job(session, message.job_id, loading=False)
         for piece in message.chunks:
+            realm = realms[piece.group]
             job.outcomes.update(self._gather(job, realm, fence, piece, accept=accept))
         self._end_if_over(job)
 
@@ -260,8 +258,7 @@ class Jobs:
     ) -> tuple[Outcome, ...]:
         """Start one chunk's copy; its outcome if there is nothing to copy."""
         rank = job.session.rank
-        layout = realm.layouts[rank]
-        assert layout is not None, "a worker's layout is learnt when it attaches"
+        layout = _layout_of(realm, rank)
         num_blocks = len(piece.block_ids)
         if (
             num_blocks > layout.blocks_per_chunk
@@ -389,6 +386,12 @@ class Jobs:
             counters.loads_revoked += outcome is Outcome.REVOKED
             counters.loads_expired += outcome is Outcome.EXPIRED
         self._ended(job, JobOutcome(job.job_id, outcome))
+
+
+def _layout_of(realm: Realm, rank: int) -> ChunkLayout:
+    layout = realm.layouts[rank]
+    assert layout is not None, "a worker's layout is learnt when it attaches"
+    return layout
 
 
 def _fits(piece: LoadChunk, num_blocks: int) -> bool:

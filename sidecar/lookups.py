@@ -18,6 +18,8 @@ each chunk that it lacks.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from sidecar.bounds import lookup_cost
@@ -179,8 +181,12 @@ class Lookups:
         """Segments that are being read."""
         return iter(self._running.values())
 
-    def ask(self, session_id: int, realm: Realm, message: Lookup, now: float) -> None:
-        """Start a lookup; it may be answered at once. The same id again replaces the first."""
+    def ask(self, session_id: int, realms: list[Realm], message: Lookup, now: float) -> None:
+        """Start a lookup; it may be answered at once. The same id again replaces the first.
+
+        `realms` are those of the session's KV cache groups, in their order.
+        """
+        realm = realms[0]
         self._now = now
         self._counters.lookups += 1
         self._tenants.counters(message.tenant).lookups += 1
@@ -191,13 +197,13 @@ class Lookups:
             self._counters.lookups_refused += 1
             self._reply(session_id, message.lookup_id, 0, Outcome.FULL)
             return
-        chunks = self._run(realm, message.keys, message.tenant)
+        chunks = self._run(realms, message)
         fitting = self._pins.fitting(session_id, chunks)
         cut = fitting < len(chunks)
         if cut:
             self._bounds.refuse("lookup", "pinned")
             self._shorten(chunks, fitting)
-        plan = self._plan(session_id, realm, message, chunks)
+        plan = self._plan(session_id, message, chunks)
         self._credit(session_id).asked(plan.compute_seconds)
         if not plan.read:
             self._counters.lookups_recomputed += 1
@@ -240,21 +246,22 @@ class Lookups:
         for chunk in cut:
             self._directory.settle(chunk)
 
-    def _plan(self, session_id: int, realm: Realm, message: Lookup, chunks: list[Chunk]) -> Plan:
+    def _plan(self, session_id: int, message: Lookup, chunks: list[Chunk]) -> Plan:
         """Weigh reading what the run lacks against computing the run from there on."""
         first = _leading(chunks, 0)
         missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
         if not missing or not self._recompute:
             return UNKNOWN
-        layouts = [layout for layout in realm.layouts if layout is not None]
-        chunk_bytes = sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
         num_chunks = len(chunks) - first
-        reads = len(missing) * realm.world_size
+        reads = len(missing) * missing[0].realm.world_size
         return self._planner.plan(
             num_chunks,
             message.num_tokens * num_chunks // len(message.keys),
             reads=reads,
-            read_bytes=len(missing) * chunk_bytes,
+            read_bytes=sum(
+                _full_bytes(realm) * count
+                for realm, count in Counter(chunk.realm for chunk in missing).items()
+            ),
             queued=self._queue.ahead(session_id, reads) + len(self._running),
             prefill_tokens_per_second=message.prefill_tokens_per_second,
         )
@@ -286,9 +293,11 @@ class Lookups:
                 return True
         return False
 
-    def _run(self, realm: Realm, keys: list[bytes], tenant: bytes) -> list[Chunk]:
+    def _run(self, realms: list[Realm], message: Lookup) -> list[Chunk]:
         run: dict[Chunk, None] = {}
-        for key in keys:
+        groups = message.groups or itertools.repeat(0)
+        for key, group in zip(message.keys, groups, strict=False):
+            realm = realms[group]
             chunk = realm.chunks.get(key)
             if chunk is None or not chunk.loadable:
                 if not self._obtainable(realm, key, chunk):
@@ -296,7 +305,7 @@ class Lookups:
                 if not self._breaker.passes(self._now):
                     self._counters.reads_paused += 1
                     break
-                chunk = self._directory.open_chunk(realm, key, tenant)
+                chunk = self._directory.open_chunk(realm, key, message.tenant)
             if chunk in run:
                 # No chain repeats a key; waiting twice for one chunk would only need care.
                 break
@@ -555,6 +564,12 @@ class Lookups:
     def _answer_with_what_is_there(self, lookup: PendingLookup, outcome: Outcome) -> None:
         lookup.outcome = outcome
         self._answer(lookup)
+
+
+def _full_bytes(realm: Realm) -> int:
+    """Payload of a full chunk, over all ranks."""
+    layouts = [layout for layout in realm.layouts if layout is not None]
+    return sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
 
 
 def _leading(chunks: list[Chunk], known: int) -> int:

@@ -31,7 +31,7 @@ from tiers.memfd import check_sealed
 from tiers.prefault import populate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from sidecar.gpus import Gpus
     from sidecar.protocol import Attach
@@ -62,6 +62,10 @@ class HostRegion:
             os.close(fd)
         self.size_bytes = layout.size_bytes
         self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+
+    def part(self, layout: KVLayout) -> HostPart:
+        """Another KV cache group in the same memory."""
+        return HostPart(layout, self)
 
     @property
     def view(self) -> Bytes:
@@ -101,6 +105,34 @@ class HostRegion:
             _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
 
 
+class HostPart:
+    """One more KV cache group in a `HostRegion`, which owns the mapping. A `Region`."""
+
+    def __init__(self, layout: KVLayout, region: HostRegion) -> None:
+        self._plan = CopyPlan(layout)
+        self._region = region
+
+    def part(self, layout: KVLayout) -> HostPart:
+        """Another KV cache group in the same memory."""
+        return self._region.part(layout)
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+        """A copy of blocks to `payload`, carried out by `finish`."""
+        return HostTransfer(self._plan.gather, self._region, block_ids, payload)
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
+        """A copy of `payload` to blocks, carried out by `finish`."""
+        return HostTransfer(self._plan.scatter, self._region, block_ids, payload)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the region is still mapped."""
+        return self._region.mapped
+
+    def close(self) -> None:
+        """Nothing: the region unmaps."""
+
+
 class HostTransfer:
     """A copy that runs in `finish`, in the thread that calls it. A `Transfer`."""
 
@@ -123,8 +155,10 @@ class HostTransfer:
 class WorkerMemory:
     """A worker's KV memory and fence page, mapped here. Owns the region and the page."""
 
-    def __init__(self, region: Region, fence: SidecarFence) -> None:
+    def __init__(self, region: Region, fence: SidecarFence, parts: Sequence[KVLayout] = ()) -> None:
         self.region = region
+        self.regions = (region, *(region.part(layout) for layout in parts))
+        """The region as each KV cache group lies in it."""
         self.fence = fence
         self._open = True
         self._copies = 0
@@ -217,14 +251,17 @@ def _take_memory(attach: Attach, fds: list[int], gpus: Gpus | None) -> WorkerMem
         )
     if shared is None or layout is None:
         return None
+    parts = [group.layout for group in attach.groups if group.layout is not None]
     try:
         check_sealed("fence page", fds[-1], PAGE_BYTES)
         fence = SidecarFence(fds.pop())
         try:
             if shared.kind == KIND_MEMFD:
-                return WorkerMemory(HostRegion(layout, fds.pop()), fence)
-            assert gpus is not None, "GPU memory is attached once its device is ready"
-            return WorkerMemory(gpus.open(shared, layout, fds), fence)
+                region: Region = HostRegion(layout, fds.pop())
+            else:
+                assert gpus is not None, "GPU memory is attached once its device is ready"
+                region = gpus.open(shared, layout, fds)
+            return WorkerMemory(region, fence, parts)
         except BaseException:
             fence.close()
             raise

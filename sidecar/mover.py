@@ -117,11 +117,16 @@ class Mover:
 
     def execute(self, commands: Iterable[Command]) -> None:
         """Start all commands of one event. Returns at once."""
-        groups: dict[tuple[int, int, type], list[Gather | Scatter]] = {}
+        groups: dict[tuple[int, int, int, type], list[Gather | Scatter]] = {}
         for command in commands:
             match command:
                 case Gather() | Scatter():
-                    name = (command.session_id, command.job_id, type(command))
+                    name = (
+                        command.session_id,
+                        command.job_id,
+                        command.realm_id,
+                        type(command),
+                    )
                     groups.setdefault(name, []).append(command)
                 case Reply():
                     self._reply(command.session_id, command.message)
@@ -155,16 +160,18 @@ class Mover:
         assert session.memory is not None
         loading = isinstance(commands[0], Scatter)
         seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds
+        realm = self._realms[commands[0].realm_id]
         return Group(
             session=session,
             memory=session.memory,
-            rank=session.realm.ranks[commands[0].rank],
+            rank=realm.ranks[commands[0].rank],
             commands=commands,
             deadline=time.monotonic() + seconds,
+            part=session.realms.index(realm),
         )
 
     def _set_index(self, command: IndexSet) -> None:
-        realm = self._realms[command.realm_id]
+        realm = self._realms[command.realm_id].indexed_in
         flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
         realm.index.set(tag_of(command.key, realm.index_salt), flags)
         if not realm.index.needs_growth:

@@ -12,7 +12,7 @@ from sidecar.commands import Command, IndexSet, Reply
 from sidecar.protocol import Done, Events, JobOutcome, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from sidecar.directory import Chunk, FlagChange
 
@@ -46,12 +46,12 @@ class Outbox:
         """Add a job's outcome to the session's next `Done`."""
         self._jobs.setdefault(session_id, []).append(outcome)
 
-    def tell(self, session_id: int, realm_id: int, changes: list[FlagChange]) -> None:
-        """Add what a subscriber of `realm_id` wants to hear of `changes`."""
+    def tell(self, session_id: int, realm_ids: Collection[int], changes: list[FlagChange]) -> None:
+        """Add what a subscriber of `realm_ids` wants to hear of `changes`."""
         stored: list[StoredEvent] = []
         removed: list[RemovedEvent] = []
         for change in changes:
-            if change.realm.realm_id != realm_id:
+            if change.realm.realm_id not in realm_ids:
                 continue
             for tier, was, now in zip(_TIERS, change.was, change.now, strict=True):
                 if was and not now:

@@ -45,7 +45,7 @@ from tiers.layout import KVLayout, Segment
 
 T = TypeVar("T")
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 """Raised by every incompatible change. Both sides refuse another version, by name."""
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -53,6 +53,8 @@ KEYS_PER_MESSAGE_MAX: Final = 65_536
 JOBS_PER_MESSAGE_MAX: Final = 4_096
 NAMESPACE_BYTES_MAX: Final = 65_536
 BLOCKS_PER_CHUNK_MAX: Final = 65_536
+GROUPS_MAX: Final = 64
+"""KV cache groups of one engine: a model of 62 layers, one in six of another kind, has 7."""
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 TENANT_BYTES: Final = 8
@@ -75,6 +77,8 @@ MEMORY_FDS: Final[dict[str, tuple[str, ...]]] = {
 # otherwise become many times its size before it is refused.
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+GroupId = Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
+GroupIds = Annotated[list[GroupId], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
 Ids = Annotated[list[int], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
 BlockIds = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0)]],
@@ -126,12 +130,27 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     handle: bytes = b""
 
 
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One more KV cache group of an engine: what it has of its own. See `Attach` for the fields.
+
+    All groups of a worker lie in the memory that it shares once, and may lie over each other
+    there: a block belongs to one group at a time.
+    """
+
+    namespace: bytes
+    block_tokens: int
+    blocks_per_chunk: int
+    segment: Segment | None = None
+    layout: KVLayout | None = None
+
+
 class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True):
     """First and only message of a client on the Unix socket.
 
     `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
     the model is cut over the ranks; chunks are loadable when all `world_size` segments are.
-    `layout`, `segment` and `memory` are given by workers only.
+    `layout`, `segment` and `memory` are given by workers only. These fields are of the engine's
+    first KV cache group, and `groups` are its others: group 1, 2, ... in chunks and lookups.
     """
 
     version: int
@@ -150,6 +169,26 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     memory: Memory | None = None
     curve_key: bytes = b""
     """Public CURVE key (Z85) made for this session; used where jobs travel over TCP."""
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
+
+    @property
+    def parts(self) -> tuple[Attach, ...]:
+        """One message for each group, as an engine of that group alone would send it."""
+        first = msgspec.structs.replace(self, groups=())
+        return (
+            first,
+            *(
+                msgspec.structs.replace(
+                    first,
+                    namespace=group.namespace,
+                    block_tokens=group.block_tokens,
+                    blocks_per_chunk=group.blocks_per_chunk,
+                    segment=group.segment,
+                    layout=group.layout,
+                )
+                for group in self.groups
+            ),
+        )
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,6 +235,7 @@ class LoadChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     key: Key
     first_block: Annotated[int, msgspec.Meta(ge=0)]
     block_ids: BlockIds
+    group: GroupId = 0
 
 
 class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -211,6 +251,7 @@ class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     token_ids: bytes
     block_ids: BlockIds
     tenant: bytes = b""
+    group: GroupId = 0
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -253,7 +294,11 @@ class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
 class Lookup(
     msgspec.Struct, tag="lookup", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Bring `keys` (a chain, in order) from the object store to host memory, and lease them."""
+    """Bring `keys` from the object store to host memory, and lease them.
+
+    In the order in which they are of use: of one group they are a chain, and those of a group
+    that cannot do without the chain of another come after it.
+    """
 
     epoch: int
     lookup_id: int
@@ -264,6 +309,8 @@ class Lookup(
     """Tokens of all keys together; 0: not said, and then nothing is weighed against computing."""
     prefill_tokens_per_second: float = 0.0
     """What the engine measured of itself; 0: nothing yet."""
+    groups: GroupIds = []
+    """The group of each key; left out where all are of group 0."""
 
 
 class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
@@ -458,6 +505,8 @@ def _check_client(message: ClientMessage) -> None:
             rate = message.prefill_tokens_per_second
             # Written so that NaN fails too.
             _require(0 <= rate < math.inf, "prefill_tokens_per_second", rate, "finite, >= 0")
+            counted = (0, len(message.keys))
+            _require(len(message.groups) in counted, "groups", len(message.groups), "one per key")
         case Lease():
             _check_tenant(message.tenant)
         case Release():
@@ -470,28 +519,30 @@ def _check_attach(message: Attach) -> None:
     _require(
         0 <= message.rank < message.world_size, "rank", message.rank, "between 0 and world_size - 1"
     )
-    _require(0 < message.block_tokens <= 65_536, "block_tokens", message.block_tokens, "1 to 65536")
-    _require(
-        0 < message.blocks_per_chunk <= 65_536,
-        "blocks_per_chunk",
-        message.blocks_per_chunk,
-        "1 to 65536",
-    )
-    _require(
-        0 < len(message.namespace) <= NAMESPACE_BYTES_MAX,
-        "namespace",
-        len(message.namespace),
-        f"1 to {NAMESPACE_BYTES_MAX} bytes",
-    )
+    for part in message.parts:
+        _check_group(part)
     _require(
         0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
     )
     _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
-    if message.role is Role.WORKER:
-        given = (message.segment, message.layout, message.memory)
-        _require(None not in given, "segment/layout/memory", given, "a worker gives all three")
     if message.memory is not None:
         _check_memory(message.memory)
+
+
+def _check_group(part: Attach) -> None:
+    _require(0 < part.block_tokens <= 65_536, "block_tokens", part.block_tokens, "1 to 65536")
+    _require(
+        0 < part.blocks_per_chunk <= 65_536, "blocks_per_chunk", part.blocks_per_chunk, "1 to 65536"
+    )
+    _require(
+        0 < len(part.namespace) <= NAMESPACE_BYTES_MAX,
+        "namespace",
+        len(part.namespace),
+        f"1 to {NAMESPACE_BYTES_MAX} bytes",
+    )
+    if part.role is Role.WORKER:
+        given = (part.segment, part.layout, part.memory)
+        _require(None not in given, "segment/layout/memory", given, "a worker gives all three")
 
 
 def _check_memory(memory: Memory) -> None:

@@ -7,6 +7,9 @@ the rank's first worker). Does not own chunks or slots: the engine and the pool 
 
 Invariants:
 
+* An engine of several KV cache groups is of several realms: one for each group, with chunks,
+  templates and objects of its own. They share the index of the first one, their home, so that a
+  scheduler reads one mapping; a key is of one group, so they never meet in it.
 * A realm lives as long as the sidecar: its chunks outlive its clients. Clients cannot make more
   than `REALMS_MAX` of them.
 * A rank's geometry never changes within a realm; a worker that disagrees is refused.
@@ -29,7 +32,7 @@ from tiers.index import IndexWriter
 from tiers.layout import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from sidecar.protocol import Attach
     from tiers.layout import ChunkLayout
@@ -50,7 +53,7 @@ class Rank:
     templates: SlotTemplates
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Realm:
     """One namespace, topology and chunk geometry."""
 
@@ -63,9 +66,17 @@ class Realm:
     blocks_per_chunk: int
     index_salt: bytes
     index: IndexWriter
+    """Its home's, where it has one: then this is the home's first, and nobody asks for it."""
+    home: Realm | None = None
+    """The realm of the first KV cache group, of an engine's other groups."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     foreign: list[Rank] = field(default_factory=list[Rank])
     """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
+
+    @property
+    def indexed_in(self) -> Realm:
+        """The realm whose index has this one's chunks."""
+        return self.home or self
 
     @property
     def complete(self) -> bool:
@@ -134,26 +145,42 @@ class Realms:
         """Every realm, oldest first."""
         return list(self._by_id.values())
 
-    def find(self, attach: Attach) -> Realm | None:
-        """The realm that a client belongs to, if there is one already."""
-        return self._by_identity.get(_identity(attach))
+    def find(self, parts: Sequence[Attach]) -> tuple[Realm | None, ...]:
+        """The realm of each group of a client, where there is one already."""
+        home = _identity(parts[0])
+        return tuple(self._by_identity.get(_of_group(home, part)) for part in parts)
 
-    def join(self, attach: Attach) -> Realm:
-        """The realm that a client belongs to, made if it is the first of its kind."""
-        realm = self.find(attach)
-        if realm is None:
-            realm = self._make(attach)
-            self._by_identity[_identity(attach)] = realm
-            self._by_id[realm.realm_id] = realm
-        return realm
+    def join(self, parts: Sequence[Attach]) -> tuple[Realm, ...]:
+        """The realm of each group of a client, made where it is the first of its kind.
 
-    def forget(self, realm: Realm) -> None:
-        """Undo the `join` that made this realm; no session, and so no chunk, may be of it."""
-        identity = next(key for key, one in self._by_identity.items() if one is realm)
-        del self._by_identity[identity], self._by_id[realm.realm_id]
-        realm.index.close()
+        Raises `AttachRefused`, having made none.
+        """
+        home = _identity(parts[0])
+        joined: list[Realm] = []
+        made: list[Realm] = []
+        try:
+            for part in parts:
+                identity = _of_group(home, part)
+                realm = self._by_identity.get(identity)
+                if realm is None:
+                    realm = self._make(part, joined[0] if joined else None)
+                    self._by_identity[identity] = self._by_id[realm.realm_id] = realm
+                    made.append(realm)
+                joined.append(realm)
+        except AttachRefused:
+            self.forget(made)
+            raise
+        return tuple(joined)
 
-    def _make(self, attach: Attach) -> Realm:
+    def forget(self, realms: Iterable[Realm]) -> None:
+        """Undo the `join` that made these; no session, and so no chunk, may be of them."""
+        for realm in realms:
+            identity = next(key for key, one in self._by_identity.items() if one is realm)
+            del self._by_identity[identity], self._by_id[realm.realm_id]
+            if realm.home is None:
+                realm.index.close()
+
+    def _make(self, attach: Attach, home: Realm | None) -> Realm:
         _require_json_object(attach.namespace)
         if len(self._by_id) >= REALMS_MAX:
             raise AttachRefused(
@@ -170,21 +197,27 @@ class Realms:
             )
         )
         return Realm(
-            realm_id=len(self._by_id) + 1,
+            realm_id=max(self._by_id, default=0) + 1,
             namespace=attach.namespace,
             namespace_digest=hashlib.sha256(attach.namespace).digest(),
             topology=attach.topology,
             world_size=attach.world_size,
             block_tokens=attach.block_tokens,
             blocks_per_chunk=attach.blocks_per_chunk,
-            index_salt=hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES],
-            index=IndexWriter(INDEX_ENTRIES_FIRST),
+            index_salt=(
+                hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES]
+                if home is None
+                else home.index_salt
+            ),
+            index=IndexWriter(INDEX_ENTRIES_FIRST) if home is None else home.index,
+            home=home,
         )
 
     def close(self) -> None:
         """Close every index. Readers keep their mapping."""
         for realm in self._by_id.values():
-            realm.index.close()
+            if realm.home is None:
+                realm.index.close()
 
 
 def _identity(attach: Attach) -> tuple[object, ...]:
@@ -195,6 +228,12 @@ def _identity(attach: Attach) -> tuple[object, ...]:
         attach.block_tokens,
         attach.blocks_per_chunk,
     )
+
+
+def _of_group(home: tuple[object, ...], part: Attach) -> tuple[object, ...]:
+    """What makes a group's realm: engines that differ in their first group share no index."""
+    own = _identity(part)
+    return own if own == home else (*home, *own)
 
 
 def _require_json_object(namespace: bytes) -> None:

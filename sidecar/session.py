@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from sidecar.attach import AttachRefused, Connection
-from sidecar.commands import Event, LeaseTaken, LookedUp, Released, SessionOpened, Submitted
+from sidecar.commands import (
+    Event,
+    LeaseTaken,
+    LookedUp,
+    OpenedGroup,
+    Released,
+    SessionOpened,
+    Submitted,
+)
 from sidecar.protocol import (
     MEMORY_FDS,
     TOKEN_BYTES,
@@ -35,6 +43,8 @@ from sidecar.protocol import (
 from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
@@ -48,7 +58,8 @@ class Session:
     session_id: int
     attach: Attach
     connection: Connection
-    realm: Realm
+    realms: tuple[Realm, ...]
+    """One for each KV cache group."""
     memory: WorkerMemory | None
     token: bytes
     user: str
@@ -56,21 +67,39 @@ class Session:
     opened: float = field(default_factory=time.monotonic)
     heard: bool = False
     """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
+    parts: tuple[Attach, ...] = ()
+    """What was attached for each group."""
+
+    def __post_init__(self) -> None:
+        self.parts = self.attach.parts
+
+    @property
+    def realm(self) -> Realm:
+        """The realm of the first group, whose index has the chunks of all of them."""
+        return self.realms[0]
 
     def opened_event(self) -> SessionOpened:
         """What the engine is told of this session."""
         attach = self.attach
-        layout = attach.layout
+        first, *others = (
+            OpenedGroup(
+                realm.realm_id,
+                None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
+                realm.namespace_digest,
+            )
+            for realm, part in zip(self.realms, self.parts, strict=True)
+        )
         return SessionOpened(
             session_id=self.session_id,
             role=attach.role,
             engine_id=attach.engine_id,
             rank=attach.rank,
             world_size=attach.world_size,
-            realm_id=self.realm.realm_id,
+            realm_id=first.realm_id,
             want_events=attach.want_events,
-            layout=None if layout is None else layout.chunk(attach.blocks_per_chunk),
-            namespace=self.realm.namespace_digest,
+            layout=first.layout,
+            namespace=first.namespace,
+            others=tuple(others),
         )
 
     def event_of(self, frames: list[bytes], epoch: int) -> Event:
@@ -92,6 +121,8 @@ class Session:
                 self._check_submit(message)
                 return Submitted(self.session_id, message)
             case Lookup():
+                for group in message.groups:
+                    self._part(group)
                 return LookedUp(self.session_id, message)
             case Lease():
                 return LeaseTaken(
@@ -103,33 +134,42 @@ class Session:
                 )
 
     def _check_submit(self, message: Submit) -> None:
-        blocks_max = self.attach.blocks_per_chunk
         for load in message.loads:
             for piece in load.chunks:
-                self._check_blocks(piece.block_ids, blocks_max - piece.first_block)
+                part = self._part(piece.group)
+                _check_blocks(part, piece.block_ids, part.blocks_per_chunk - piece.first_block)
         for store in message.stores:
             for chunk in store.chunks:
-                self._check_blocks(chunk.block_ids, blocks_max)
-                num_bytes = len(chunk.block_ids) * self.attach.block_tokens * _TOKEN_ID_BYTES
+                part = self._part(chunk.group)
+                _check_blocks(part, chunk.block_ids, part.blocks_per_chunk)
+                num_bytes = len(chunk.block_ids) * part.block_tokens * _TOKEN_ID_BYTES
                 if len(chunk.token_ids) != num_bytes:
                     raise ProtocolError(
                         "field",
                         f"token_ids has {len(chunk.token_ids)} bytes: {len(chunk.block_ids)} "
-                        f"blocks of {self.attach.block_tokens} tokens have {num_bytes}",
+                        f"blocks of {part.block_tokens} tokens have {num_bytes}",
                     )
 
-    def _check_blocks(self, block_ids: list[int], count_max: int) -> None:
-        layout = self.attach.layout
-        assert layout is not None, "only workers submit, and they attach with a layout"
-        if len(block_ids) > count_max:
+    def _part(self, group: int) -> Attach:
+        if group >= len(self.parts):
             raise ProtocolError(
-                "field", f"block_ids has {len(block_ids)} blocks: at most {count_max} fit here"
+                "field", f"group={group}: this client attached with {len(self.parts)} groups"
             )
-        if min(block_ids) < 0 or max(block_ids) >= layout.num_blocks:
-            raise ProtocolError(
-                "field",
-                f"block_ids={block_ids[:8]}...: ids are 0 to {layout.num_blocks - 1} here",
-            )
+        return self.parts[group]
+
+
+def _check_blocks(part: Attach, block_ids: list[int], count_max: int) -> None:
+    layout = part.layout
+    assert layout is not None, "only workers submit, and they attach with a layout"
+    if len(block_ids) > count_max:
+        raise ProtocolError(
+            "field", f"block_ids has {len(block_ids)} blocks: at most {count_max} fit here"
+        )
+    if min(block_ids) < 0 or max(block_ids) >= layout.num_blocks:
+        raise ProtocolError(
+            "field",
+            f"block_ids={block_ids[:8]}...: ids are 0 to {layout.num_blocks - 1} here",
+        )
 
 
 class Sessions:
@@ -169,10 +209,10 @@ class Sessions:
             if session.attach.engine_id == attach.engine_id and session.connection.at_end()
         ]
 
-    def check(self, attach: Attach, realm: Realm | None) -> None:
+    def check(self, attach: Attach, realms: Sequence[Realm | None]) -> None:
         """Raise `AttachRefused` unless this client may attach beside those that are here.
 
-        `realm` is the one that it belongs to, None if it is the first of its kind.
+        `realms` are those of its groups, None for one that is the first of its kind.
         """
         if len(self._by_id) >= self._sessions_max:
             raise AttachRefused(
@@ -182,13 +222,14 @@ class Sessions:
         for other in self._by_id.values():
             if other.attach.engine_id != attach.engine_id:
                 continue
-            if other.realm is not realm:
+            if other.realms != tuple(realms):
                 raise AttachRefused(
                     "engine",
                     f"engine_id={attach.engine_id!r}: its {other.attach.role} of rank "
                     f"{other.attach.rank} attached with topology={other.attach.topology!r}, "
                     f"world_size={other.attach.world_size}, "
-                    f"blocks_per_chunk={other.attach.blocks_per_chunk} or another namespace; "
+                    f"blocks_per_chunk={other.attach.blocks_per_chunk}, other groups "
+                    f"({len(other.parts)}) or another namespace; "
                     "all ranks of one engine need the same",
                 )
             if (other.attach.role, other.attach.rank) == (attach.role, attach.rank):
@@ -202,7 +243,7 @@ class Sessions:
         self,
         attach: Attach,
         connection: Connection,
-        realm: Realm,
+        realms: tuple[Realm, ...],
         memory: WorkerMemory | None,
         user: str = "",
     ) -> Session:
@@ -211,7 +252,7 @@ class Sessions:
             session_id=self._next_id,
             attach=attach,
             connection=connection,
-            realm=realm,
+            realms=realms,
             memory=memory,
             token=_new_token(),
             user=user,
@@ -241,6 +282,11 @@ def check_shape(attach: Attach) -> None:
     """Raise `AttachRefused` where the fields of one `Attach` disagree with each other."""
     if attach.role is Role.SCHEDULER:
         return
+    for part in attach.parts:
+        _check_part(part)
+
+
+def _check_part(attach: Attach) -> None:
     segment, layout, memory = attach.segment, attach.layout, attach.memory
     assert segment is not None, "decode_attach checked"
     assert layout is not None, "decode_attach checked"

@@ -74,6 +74,10 @@ class Region(Protocol):
         """A copy of `payload`, a part of the pool, to blocks."""
         ...
 
+    def part(self, layout: KVLayout) -> Region:
+        """The same memory, as another KV cache group lies in it. Closed with this one."""
+        ...
+
     @property
     def mapped(self) -> bool:
         """Whether it is still mapped in this process."""

@@ -61,7 +61,7 @@ def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
     attach = attach_message(
         Role.SCHEDULER, topology=f"cut {len(segments)}", world_size=len(segments)
     )
-    realm = Realms().join(attach)
+    (realm,) = Realms().join(attach.parts)
     for rank, segment in enumerate(segments):
         realm.learn(rank, msgspec.structs.replace(WHOLE, segment=segment))
     realm.meet([segment.name for segment in others])

@@ -119,11 +119,11 @@ def bench() -> Iterator[Bench]:
     view: npt.NDArray[np.uint8] = np.memmap(f"/proc/self/fd/{memory_fd}", dtype=np.uint8, mode="r+")
     view[:] = np.random.default_rng(1).integers(0, 256, view.size, dtype=np.uint8)
     realms = Realms()
-    realm = realms.join(attach)
+    (realm,) = realms.join(attach.parts)
     realm.learn(0, LAYOUT.chunk(attach.blocks_per_chunk))
     sessions = Sessions(8)
     connection = cast("Any", None)
-    session = sessions.open(attach, connection, realm, memory)
+    session = sessions.open(attach, connection, (realm,), memory)
     rank = realm.ranks[0]
     pool = np.zeros(SLOTS * rank.templates.slot_bytes, dtype=np.uint8)
     yield Bench(realms, realm, rank, memory, session, fence, view, pool, sessions)
@@ -193,7 +193,7 @@ async def test_sessions_take_turns(bench: Bench) -> None:
     other = bench.sessions.open(
         attach_message(Role.WORKER, LAYOUT, engine_id="other"),
         cast("Any", None),
-        bench.realm,
+        (bench.realm,),
         bench.memory,
     )
     async with running(bench) as work:

@@ -225,6 +225,10 @@ class DeviceMemory:
         self._unmap = unmap
         self._runs = Runs(layout)
 
+    def part(self, layout: KVLayout) -> DeviceMemory:
+        """The same memory, as another KV cache group lies in it. Whoever has this one unmaps."""
+        return DeviceMemory(self.device, self._address, layout, self._pins, lambda: None)
+
     def gather(self, block_ids: BlockIds, payload: Bytes) -> Flight:
         """Begin to copy blocks into `payload`, which lies in the pool."""
         return self._begin(self.device.to_host, block_ids, payload, load=False)

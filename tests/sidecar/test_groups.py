@@ -1,0 +1,249 @@
+"""Engines of several KV cache groups: one session, one memory, a realm for each group.
+
+The second group lies over the first, as in a hybrid model: other layers, other tokens per block
+and padded pages in the same bytes, where a block is of one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sidecar import realms
+from sidecar.protocol import (
+    Group,
+    LoadChunk,
+    LoadJob,
+    Lookup,
+    LookupDone,
+    Outcome,
+    Role,
+    StoreChunk,
+    StoreJob,
+)
+from tests.sidecar.client import (
+    NAMESPACE,
+    ROOT,
+    RefusedError,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    attach_message,
+    config_in,
+    key_of,
+    layout_of,
+)
+from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.layout import KVLayout, Segment
+
+OTHER_NAMESPACE = b'{"group":1,' + NAMESPACE[1:]
+OTHER_BLOCK_TOKENS = 32
+OTHER_PER_CHUNK = 2
+
+
+def other_layout() -> KVLayout:
+    """Group 1 in the memory of `layout_of()`: its pages are half as large, and padded."""
+    first = layout_of()
+    return KVLayout(
+        segment=Segment(0, 2, 0, 2),
+        num_blocks=first.num_blocks,
+        block_tokens=OTHER_BLOCK_TOKENS,
+        content_bytes=32,
+        dtype="float16",
+        encoding="plain",
+        size_bytes=first.size_bytes,
+        layer_offsets_bytes=first.layer_offsets_bytes[:2],
+        block_stride_bytes=first.block_stride_bytes,
+        head_stride_bytes=32 * OTHER_BLOCK_TOKENS,
+        token_stride_bytes=32,
+    )
+
+
+def other_group(role: Role, **changes: Any) -> Group:
+    layout = other_layout() if role is Role.WORKER else None
+    segment = None if layout is None else layout.segment
+    group = Group(OTHER_NAMESPACE, OTHER_BLOCK_TOKENS, OTHER_PER_CHUNK, segment, layout)
+    return msgspec.structs.replace(group, **changes)
+
+
+class HybridWorker(Worker):
+    """A worker of two groups."""
+
+    def __init__(self, path: Path, **changes: Any) -> None:
+        super().__init__(path, groups=(other_group(Role.WORKER),), **changes)
+        self.first = self.layout
+
+    def fill_group(self, group: int, blocks: Sequence[int]) -> list[bytes]:
+        self.layout = other_layout() if group else self.first
+        return self.fill(blocks, seed=group)
+
+    def read_group(self, group: int, block: int) -> bytes:
+        self.layout = other_layout() if group else self.first
+        return self.read(block)
+
+
+def store_of(group: int, key: bytes, blocks: Sequence[int]) -> StoreChunk:
+    tokens = np.arange(len(blocks) * (OTHER_BLOCK_TOKENS if group else 16), dtype="<i4")
+    return StoreChunk(key, ROOT, tokens.tobytes(), list(blocks), group=group)
+
+
+def hybrid_scheduler(path: Path, **changes: Any) -> Scheduler:
+    return Scheduler(path, groups=(other_group(Role.SCHEDULER),), **changes)
+
+
+@pytest.fixture
+def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
+    with RunningSidecar(config_in(short_directory)) as running:
+        yield running
+
+
+def test_one_job_stores_and_loads_chunks_of_both_groups(sidecar: RunningSidecar) -> None:
+    keys = [key_of("full"), key_of("window")]
+    with HybridWorker(sidecar.path) as worker, hybrid_scheduler(sidecar.path) as scheduler:
+        contents = [worker.fill_group(0, [1, 2, 3, 4]), worker.fill_group(1, [9, 8])]
+        chunks = [store_of(0, keys[0], [1, 2, 3, 4]), store_of(1, keys[1], [9, 8])]
+        worker.submit(stores=[StoreJob(1, chunks)])
+        assert worker.outcome(1) is Outcome.OK
+        assert scheduler.flags(*keys) == [FLAG_HOST, FLAG_HOST]
+
+        worker.poison()
+        scheduler.lease(2, keys)
+        pieces = [LoadChunk(keys[0], 1, [30, 31]), LoadChunk(keys[1], 0, [20, 40], 1)]
+        worker.submit(loads=[LoadJob(2, pieces)])
+        assert worker.outcome(2) is Outcome.OK
+        assert [worker.read_group(0, block) for block in (30, 31)] == contents[0][1:3]
+        assert [worker.read_group(1, block) for block in (20, 40)] == contents[1]
+        # The pad of a page belongs to nobody.
+        page = other_layout().layer_offsets_bytes[0] + 20 * other_layout().block_stride_bytes
+        assert (worker.memory[page + 2048 : page + 4096] == 0xEE).all()
+        sidecar.wait_until(lambda status: not status["leases"])
+
+
+def test_a_key_is_of_its_group_alone(sidecar: RunningSidecar) -> None:
+    key = key_of("full")
+    with HybridWorker(sidecar.path) as worker:
+        worker.submit(stores=[StoreJob(1, [store_of(0, key, [1, 2])])])
+        assert worker.outcome(1) is Outcome.OK
+        worker.submit(loads=[LoadJob(2, [LoadChunk(key, 0, [5], 1)])])
+        assert worker.outcome(2) is Outcome.MISSING
+
+
+def test_a_load_of_which_one_group_is_missing_copies_nothing(sidecar: RunningSidecar) -> None:
+    key = key_of("full")
+    with HybridWorker(sidecar.path) as worker:
+        worker.fill_group(0, [1, 2])
+        worker.submit(stores=[StoreJob(1, [store_of(0, key, [1, 2])])])
+        assert worker.outcome(1) is Outcome.OK
+        worker.poison()
+        pieces = [LoadChunk(key, 0, [5, 6]), LoadChunk(key_of("window"), 0, [7], 1)]
+        worker.submit(loads=[LoadJob(2, pieces)])
+        assert worker.outcome(2) is Outcome.MISSING
+        assert (worker.memory == 0xEE).all()
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"stores": [StoreJob(1, [store_of(2, key_of(1), [1])])]}, "group=2"),
+        ({"loads": [LoadJob(1, [LoadChunk(key_of(1), 0, [1], 2)])]}, "group=2"),
+        ({"loads": [LoadJob(1, [LoadChunk(key_of(1), 0, [1, 2, 3], 1)])]}, "at most 2"),
+        ({"stores": [StoreJob(1, [StoreChunk(key_of(1), ROOT, bytes(64), [1], group=1)])]}, "128"),
+    ],
+)
+def test_jobs_that_do_not_fit_their_group_are_refused(
+    sidecar: RunningSidecar, message: dict[str, Any], what: str
+) -> None:
+    with HybridWorker(sidecar.path) as worker:
+        worker.submit(**message)
+        assert what in worker.error().message
+
+
+def test_ranks_of_one_engine_need_the_same_groups(sidecar: RunningSidecar) -> None:
+    with (
+        HybridWorker(sidecar.path),
+        pytest.raises(RefusedError, match=r"other groups \(2\)"),
+    ):
+        Scheduler(sidecar.path)
+    with pytest.raises(RefusedError, match="layout"):
+        Worker(sidecar.path, groups=(other_group(Role.WORKER, block_tokens=16),))
+    # Whoever was refused left no realm behind.
+    assert [realm["sessions"] for realm in sidecar.status()["realms"]] == [0, 0]
+
+
+def test_chunks_of_both_groups_come_back_from_the_store(short_directory: Path) -> None:
+    store = {"url": f"file://{short_directory}/bucket", "refresh_seconds": 0.05}
+    keys = [key_of("full"), key_of("window")]
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        HybridWorker(sidecar.path) as worker,
+    ):
+        contents = [worker.fill_group(0, [1, 2, 3, 4]), worker.fill_group(1, [9, 8])]
+        chunks = [store_of(0, keys[0], [1, 2, 3, 4]), store_of(1, keys[1], [9, 8])]
+        worker.submit(stores=[StoreJob(1, chunks)])
+        assert worker.outcome(1) is Outcome.OK
+        sidecar.wait_until(lambda status: status["counters"]["chunks_written"] == 2)
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        HybridWorker(sidecar.path) as worker,
+        hybrid_scheduler(sidecar.path) as scheduler,
+    ):
+        sidecar.wait_until(lambda _: scheduler.flags(*keys) == [FLAG_STORE, FLAG_STORE])
+        scheduler.send(Lookup(scheduler.epoch, 1, keys, 20_000, groups=[0, 1]))
+        answer = scheduler.wait_for(lambda one: isinstance(one, LookupDone))
+        assert isinstance(answer, LookupDone)
+        assert (answer.ready, answer.outcome) == (2, Outcome.OK)
+        worker.poison()
+        pieces = [LoadChunk(keys[0], 0, [1, 2, 3, 4]), LoadChunk(keys[1], 0, [20, 40], 1)]
+        worker.submit(loads=[LoadJob(2, pieces)])
+        assert worker.outcome(2) is Outcome.OK
+        assert [worker.read_group(0, block) for block in (1, 2, 3, 4)] == contents[0]
+        assert [worker.read_group(1, block) for block in (20, 40)] == contents[1]
+
+
+def test_a_group_is_found_again_after_a_warm_restart(short_directory: Path) -> None:
+    config = config_in(short_directory, host={"after_stop": "keep"})
+    keys = [key_of("full"), key_of("window")]
+    with RunningSidecar(config) as sidecar, HybridWorker(sidecar.path) as worker:
+        content = worker.fill_group(1, [9, 8])
+        chunks = [store_of(0, keys[0], [1, 2, 3, 4]), store_of(1, keys[1], [9, 8])]
+        worker.submit(stores=[StoreJob(1, chunks)])
+        assert worker.outcome(1) is Outcome.OK
+    with (
+        RunningSidecar(config) as sidecar,
+        HybridWorker(sidecar.path) as worker,
+        hybrid_scheduler(sidecar.path) as scheduler,
+    ):
+        assert scheduler.flags(*keys) == [FLAG_HOST, FLAG_HOST]
+        worker.poison()
+        worker.submit(loads=[LoadJob(1, [LoadChunk(keys[1], 0, [3, 4], 1)])])
+        assert worker.outcome(1) is Outcome.OK
+        assert [worker.read_group(1, block) for block in (3, 4)] == content
+
+
+def test_groups_say_what_they_are_of(sidecar: RunningSidecar) -> None:
+    with HybridWorker(sidecar.path):
+        known = sidecar.status()["realms"]
+    assert [realm["namespace"].get("group") for realm in known] == [None, 1]
+    assert len(attach_message(Role.WORKER, layout_of()).parts) == 1
+
+
+def test_the_index_grows_for_every_group(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(realms, "INDEX_ENTRIES_FIRST", 8)
+    keys = [key_of("many", number) for number in range(40)]
+    with (
+        RunningSidecar(config_in(short_directory)) as sidecar,
+        HybridWorker(sidecar.path) as worker,
+        hybrid_scheduler(sidecar.path) as scheduler,
+    ):
+        chunks = [store_of(number % 2, key, [number]) for number, key in enumerate(keys)]
+        worker.submit(stores=[StoreJob(1, chunks)])
+        assert worker.outcome(1) is Outcome.OK
+        while scheduler.flags(*keys) != [FLAG_HOST] * 40:
+            scheduler.take_moved_index()
