@@ -4,7 +4,8 @@ Owns the reading of vLLM's configuration into a small JSON object. Equal JSON, e
 equal tokens; anything that could change the bytes is in it. Where the model is a folder, its
 weights are identified by what the files hold (`config.json`, and of each safetensors file the
 header and a sample of every tensor), not by the folder's name, so that the same model under two
-paths is shared and two fine-tunes under one path are not.
+paths is shared and two fine-tunes under one path are not. Tokens per block are in it only where
+blocks of one size cannot be made of others (`tiers/packing.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,21 @@ import struct
 from pathlib import Path
 from typing import Any, Final
 
+from tiers.packing import BY_TOKEN, regroups
+
 _SAMPLE_BYTES: Final = 1024
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
+
+_CUDA_BACKENDS_BY_TOKEN: Final = (
+    "auto",
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "FLEX_ATTENTION",
+    "TRITON_ATTN",
+)
+_CACHE_DTYPES_BY_TOKEN: Final = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+"""With these the CUDA backends above keep K and V of a token side by side, scales elsewhere."""
 
 
 def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, spec: Any) -> bytes:
@@ -32,24 +46,27 @@ def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, 
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     hf_config = model.hf_text_config
+    kv_dtype = str(spec.dtype).removeprefix("torch.")
+    encoding = encoding_of(vllm_config, block_tokens, spec)
     description = {
-        "format": 1,
+        "format": 2,
         "model": model_identity(model.model, model.revision, model.hf_config),
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
         "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
         "hf_overrides": _plain(model.hf_overrides),
-        "kv_dtype": str(spec.dtype).removeprefix("torch."),
+        "kv_dtype": kv_dtype,
         "cache_dtype": str(cache.cache_dtype),
         "layers": int(model.get_total_num_hidden_layers()),
         "kv_heads": int(model.get_total_num_kv_heads()),
         "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
-        "block_tokens": block_tokens,
-        "blocks_per_chunk": blocks_per_chunk,
+        "chunk_tokens": block_tokens * blocks_per_chunk,
         "rope": _plain(getattr(hf_config, "rope_parameters", None)),
         "quantization": str(model.quantization),
         "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
-        "encoding": encoding_of(vllm_config, block_tokens, spec),
+        "encoding": encoding,
     }
+    if not regroups(encoding, kv_dtype):
+        description["block_tokens"] = block_tokens
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -63,11 +80,16 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
-        # Attention backends pack K and V each in their own way, and which one serves is decided by
-        # these two.
+        # Which backend serves, and so how it packs K and V, is decided by these two.
         capability: Any = current_platform.get_device_capability()
         backend = getattr(vllm_config.attention_config.backend, "name", "auto")
-        return f"cuda-{capability.major}.{capability.minor}-{backend}"
+        encoding = f"cuda-{capability.major}.{capability.minor}-{backend}"
+        by_token = (
+            backend in _CUDA_BACKENDS_BY_TOKEN
+            and str(vllm_config.cache_config.cache_dtype) in _CACHE_DTYPES_BY_TOKEN
+            and str(spec.dtype).removeprefix("torch.") in _DTYPES_BY_TOKEN
+        )
+        return encoding + BY_TOKEN * by_token
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 
     isa = _get_attn_isa(

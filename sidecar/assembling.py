@@ -1,9 +1,9 @@
-"""Assembling: one rank's segment out of objects that were cut for other ranks.
+"""Assembling: one rank's segment out of objects that were made for other ranks or block sizes.
 
 Owns reading the sources of one read, sharing one download among the ranks that need parts of the
 same object at the same time, and building the slot: every source is verified as a whole, what
-overlaps is copied, and the slot gets a checksum of its own. Does not own which sources there are
-(`cuts.py`), nor the outcome (`mover.py`).
+overlaps is copied, and the slot gets a checksum of its own. A source says itself of which size its
+blocks are. Does not own which sources there are (`cuts.py`), nor the outcome (`mover.py`).
 
 Invariants: nothing unverified reaches the slot; all sources are of the same chunk (key, parent,
 tokens), or the read fails; at most `ASSEMBLIES_MAX` reads hold sources in memory at a time.
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import anyio
 import numpy as np
 
+from tiers.arrow import SegmentMeta
+from tiers.arrow_file import PAGE_BYTES
 from tiers.assembly import copy_overlap
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
@@ -26,12 +28,17 @@ if TYPE_CHECKING:
 
     from sidecar.commands import Read
     from sidecar.realms import Rank, Realm
-    from tiers.arrow import SegmentMeta
+    from tiers.layout import ChunkLayout
     from tiers.objects import ObjectTier
 
     Bytes = npt.NDArray[np.uint8]
 
 ASSEMBLIES_MAX: Final = 4
+TOKEN_BYTES: Final = 4
+
+
+SLACK_BYTES: Final = 2 * PAGE_BYTES
+"""An image in blocks of another size has as large a payload, and other numbers in its header."""
 
 
 class SourceError(Exception):
@@ -98,12 +105,25 @@ class Assembler:
             )
             return Assembled(meta, sum(image.size for image in read))
 
+    async def regroup(self, command: Read, rank: Rank, slot: Bytes, num_bytes: int) -> SegmentMeta:
+        """Make a rank's segment of its own object, which is in `slot` in blocks of another size.
+
+        Raises `SourceError`.
+        """
+        async with self._limiter:
+            return await run_to_end(
+                lambda: _build(
+                    rank, slot, command.key, [(command.rank, rank)], [slot[:num_bytes].copy()]
+                ),
+                self._verifying,
+            )
+
     async def _download(self, name: str, source: Rank) -> Bytes:
         shared = self._downloads.get(name)
         if shared is None:
             shared = self._downloads[name] = _Shared()
             try:
-                buffer = np.empty(source.templates.slot_bytes, dtype=np.uint8)
+                buffer = np.empty(source.templates.slot_bytes + SLACK_BYTES, dtype=np.uint8)
                 shared.image = buffer[: await self._store.read(name, buffer)]
             except Exception as error:
                 shared.error = error
@@ -123,35 +143,46 @@ def _build(
     rank: Rank, slot: Bytes, key: bytes, parts: list[tuple[int, Rank]], images: list[Bytes]
 ) -> SegmentMeta:
     metas: list[SegmentMeta] = []
-    for (bit, source), image in zip(parts, images, strict=True):
+    layouts: list[ChunkLayout] = []
+    payloads: list[Bytes] = []
+    for (bit, holder), image in zip(parts, images, strict=True):
         try:
-            meta = source.templates.for_image_bytes(len(image)).verify(image, key)
+            source = holder.as_stored(image)
+            template = source.templates.for_image_bytes(len(image))
+            meta = template.verify(image, key)
             _require_same(meta, metas)
+            _require_whole_blocks(meta, rank.layout)
         except ChunkCorrupt as error:
-            raise SourceError(bit, source.layout.segment.name) from error
+            raise SourceError(bit, holder.layout.segment.name) from error
         metas.append(meta)
+        layouts.append(source.layout)
+        payloads.append(template.payload(image))
     meta = metas[0]
-    template = rank.templates[meta.num_blocks]
-    num_tokens = meta.num_blocks * rank.layout.block_tokens
+    num_tokens = len(meta.token_ids) // TOKEN_BYTES
+    template = rank.templates[num_tokens // rank.layout.block_tokens]
     template.prepare(slot)
-    for (_, source), image in zip(parts, images, strict=True):
-        payload = source.templates[meta.num_blocks].payload(image)
-        copy_overlap(source.layout, payload, rank.layout, template.payload(slot), num_tokens)
-    template.seal(slot, key, meta.parent, meta.token_ids)
-    return meta
+    for layout, payload in zip(layouts, payloads, strict=True):
+        copy_overlap(layout, payload, rank.layout, template.payload(slot), num_tokens)
+    checksum = template.seal(slot, key, meta.parent, meta.token_ids)
+    return SegmentMeta(key, meta.parent, meta.token_ids, checksum, template.num_blocks)
 
 
 def _require_same(meta: SegmentMeta, others: list[SegmentMeta]) -> None:
     for other in others:
-        if (meta.num_blocks, meta.parent, meta.token_ids) != (
-            other.num_blocks,
-            other.parent,
-            other.token_ids,
-        ):
+        if (meta.parent, meta.token_ids) != (other.parent, other.token_ids):
             raise ImageKeyMismatch(
                 "the parts of a chunk differ in parent, length or tokens: one of them was stored "
                 "under a wrong name; it is not used"
             )
+
+
+def _require_whole_blocks(meta: SegmentMeta, layout: ChunkLayout) -> None:
+    num_tokens = len(meta.token_ids) // TOKEN_BYTES
+    if num_tokens % layout.block_tokens:
+        raise ImageKeyMismatch(
+            f"the image has {num_tokens} tokens, which are no whole blocks of "
+            f"{layout.block_tokens}: nobody here can have asked for it; it is not used"
+        )
 
 
 def damaged(error: BaseException | None) -> bool:

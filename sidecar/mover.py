@@ -44,7 +44,14 @@ from sidecar.copyqueue import Group
 from sidecar.logs import fields
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
-from tiers.errors import ChunkCorrupt, ChunkMissing, TierExpired, TierFull, TierUnavailable
+from tiers.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    ImageTruncated,
+    TierExpired,
+    TierFull,
+    TierUnavailable,
+)
 from tiers.filesystems import run_to_end
 from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
 
@@ -245,12 +252,7 @@ class Mover:
         slot = self._pool[command.slot : command.slot + rank.templates.slot_bytes]
         try:
             if command.sources == (command.rank,):
-                assert self._store is not None, "the engine reads only where there is a store"
-                num_bytes = await self._store.read(name, slot)
-                image = slot[:num_bytes]
-                meta = await run_to_end(
-                    lambda: _verified(rank, image, command.key), self._verifying
-                )
+                meta, num_bytes = await self._read_own(command, rank, name, slot)
             else:
                 assert self._assembler is not None, "the engine reads only where there is a store"
                 realm = self._realms[command.realm_id]
@@ -259,12 +261,31 @@ class Mover:
                 command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes
             )
         except SourceError as error:
-            outcome = self._read_outcome(error.__cause__ or error, error.name, foreign=True)
+            foreign = error.bit != command.rank
+            outcome = self._read_outcome(error.__cause__ or error, error.name, foreign=foreign)
             done = ReadDone(command.read_id, outcome, failed=error.bit)
         except Exception as error:
             outcome = self._read_outcome(error, name, foreign=False)
             done = ReadDone(command.read_id, outcome)
         self._feed(done)
+
+    async def _read_own(
+        self, command: Read, rank: Rank, name: str, slot: npt.NDArray[np.uint8]
+    ) -> tuple[SegmentMeta, int]:
+        """Read a rank's own segment, in whatever blocks it was stored."""
+        assert self._store is not None, "the engine reads only where there is a store"
+        assert self._assembler is not None, "made where there is a store"
+        try:
+            num_bytes = await self._store.read(name, slot)
+        except ImageTruncated:
+            # Blocks of another size make other headers, and those may be a page longer.
+            realm = self._realms[command.realm_id]
+            return await self._assembler.assemble(realm, command, slot)
+        image = slot[:num_bytes]
+        meta = await run_to_end(lambda: _verified(rank, image, command.key), self._verifying)
+        if meta is None:
+            meta = await self._assembler.regroup(command, rank, slot, num_bytes)
+        return meta, num_bytes
 
     def _read_outcome(self, error: BaseException, name: str, *, foreign: bool) -> StoreOutcome:
         """What a failed read was, told where somebody should know."""
@@ -303,5 +324,8 @@ class Mover:
             _logger.warning("object quarantined", extra=fields(object=name))
 
 
-def _verified(rank: Rank, image: npt.NDArray[np.uint8], key: bytes) -> SegmentMeta:
+def _verified(rank: Rank, image: npt.NDArray[np.uint8], key: bytes) -> SegmentMeta | None:
+    """What an image in blocks of the rank's own size holds; None where they are of another."""
+    if rank.as_stored(image) is not rank:
+        return None
     return rank.templates.for_image_bytes(len(image)).verify(image, key)

@@ -1,9 +1,10 @@
 """Realms: who may share chunks, and the geometry, templates and index that they share.
 
 A realm is a namespace (model, dtype, encoding), a topology (how the model is cut over ranks) and a
-chunk geometry. Clients of one realm see one shared index; clients of two never see each other's
-chunks. Owns each realm's `IndexWriter`, its salt, and what every rank holds (`Rank`, learnt from
-the rank's first worker). Does not own chunks or slots: the engine and the pool do.
+chunk geometry. Clients of one realm see one shared index; clients of two realms never see each
+other's chunks in host memory, and those of one namespace read each other's from the store. Owns
+each realm's `IndexWriter`, its salt, and what every rank holds (`Rank`, learnt from the rank's
+first worker). Does not own chunks or slots: the engine and the pool do.
 
 Invariants:
 
@@ -26,7 +27,8 @@ import msgspec
 from sidecar.attach import AttachRefused
 from sidecar.cuts import FOREIGN_MAX
 from tiers.arrow import SlotTemplates
-from tiers.assembly import overlap
+from tiers.arrow_file import PAGE_BYTES, find_descriptor
+from tiers.assembly import overlap, refusal
 from tiers.errors import LayoutError
 from tiers.index import IndexWriter
 from tiers.layout import Segment
@@ -34,8 +36,13 @@ from tiers.layout import Segment
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from sidecar.protocol import Attach
     from tiers.layout import ChunkLayout
+
+    Bytes = npt.NDArray[np.uint8]
 
 REALMS_MAX: Final = 256
 NAMESPACE_DEPTH_MAX: Final = 16
@@ -51,6 +58,42 @@ class Rank:
 
     layout: ChunkLayout
     templates: SlotTemplates
+    _by_block_tokens: dict[int, Rank] = field(
+        default_factory=dict[int, "Rank"], repr=False, compare=False
+    )
+
+    def as_stored(self, image: Bytes) -> Rank:
+        """The same segment in blocks of the size that a foreign image says it has.
+
+        Itself where that is its own size, or one from which its blocks cannot be made: then the
+        image fails its checks.
+        """
+        claimed = find_descriptor(image[:PAGE_BYTES].tobytes())
+        if claimed is None or claimed.block_tokens == self.layout.block_tokens:
+            return self
+        known = self._by_block_tokens.get(claimed.block_tokens)
+        if known is None:
+            known = self._regrouped(claimed.block_tokens)
+            if known is not self:
+                # As many as chunks of a size have divisors: what is no whole chunk is not kept.
+                self._by_block_tokens[claimed.block_tokens] = known
+        return known
+
+    def _regrouped(self, block_tokens: int) -> Rank:
+        chunk_tokens = self.layout.blocks_per_chunk * self.layout.block_tokens
+        if not 0 < block_tokens <= chunk_tokens or chunk_tokens % block_tokens:
+            return self
+        try:
+            layout = msgspec.structs.replace(
+                self.layout,
+                block_tokens=block_tokens,
+                blocks_per_chunk=chunk_tokens // block_tokens,
+            )
+            if refusal(layout, self.layout) is not None:
+                return self
+            return Rank(layout, SlotTemplates(layout, self.templates.namespace_digest))
+        except LayoutError:
+            return self
 
 
 @dataclass(slots=True, eq=False)

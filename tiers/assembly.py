@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import LayoutError
+from tiers.packing import planes_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tiers.layout import ChunkLayout, Segment
+    from tiers.packing import Plane
 
     Bytes = npt.NDArray[np.uint8]
 
 SOURCES_MAX: Final = 64
 """Segments that one target is assembled from; a cut finer than this is a miss."""
-
-PACKED_BY_BLOCK: Final = "cpu-"
-"""Encodings that start so mix the tokens of a block; they only fit blocks of the same size."""
 
 
 def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...] | None:
@@ -69,11 +68,21 @@ def refusal(source: ChunkLayout, target: ChunkLayout) -> str | None:
         found, wanted = getattr(source, field), getattr(target, field)
         if found != wanted:
             return f"{field}={found!r}: the reader has {wanted!r}"
-    if source.block_tokens != target.block_tokens and source.encoding.startswith(PACKED_BY_BLOCK):
+    if source.block_tokens == target.block_tokens:
+        return None
+    planes = planes_of(source.encoding, source.dtype, source.content_bytes)
+    if planes is None:
         return (
-            f"block_tokens={source.block_tokens}: encoding {source.encoding} packs the tokens of a "
-            f"block together, and the reader's blocks have {target.block_tokens}"
+            f"block_tokens={source.block_tokens}: how encoding {source.encoding} packs the tokens "
+            f"of a block is not known, and the reader's blocks have {target.block_tokens}"
         )
+    for plane in planes:
+        for tokens in (source.block_tokens, target.block_tokens):
+            if tokens % plane.group_tokens:
+                return (
+                    f"block_tokens={tokens}: encoding {source.encoding} packs "
+                    f"{plane.group_tokens} tokens together"
+                )
     return None
 
 
@@ -104,9 +113,21 @@ def copy_overlap(
     box = overlap(target.segment, source.segment)
     if box is None:
         return 0
-    taken = _shaped(source, payload)[:, *_slices(box, source.segment)]
-    given = _shaped(target, into)[:, *_slices(box, target.segment)]
-    _copy(taken, given)
+    taken = _blocks(source, payload)[:, *_slices(box, source.segment)]
+    given = _blocks(target, into)[:, *_slices(box, target.segment)]
+    if source.block_tokens == target.block_tokens:
+        np.copyto(given, taken)
+        return given.size
+    planes = planes_of(source.encoding, source.dtype, source.content_bytes)
+    assert planes is not None, "not refused"
+    start = 0
+    for plane in planes:
+        # Where a plane starts grows with the block, as everything in it does.
+        _regroup(
+            _plane(taken, plane, start, source.block_tokens),
+            _plane(given, plane, start, target.block_tokens),
+        )
+        start += plane.token_bytes
     return given.size
 
 
@@ -145,44 +166,57 @@ def _within(target: Segment, source: Segment) -> tuple[slice, slice]:
     return _slices(box, target)
 
 
-def _shaped(layout: ChunkLayout, payload: Bytes) -> Bytes:
+def _blocks(layout: ChunkLayout, payload: Bytes) -> Bytes:
+    """`[blocks, layers, heads, bytes of one block and head]`."""
     segment = layout.segment
     return payload.reshape(
-        -1, segment.num_layers, segment.num_heads, layout.block_tokens, layout.content_bytes
+        -1, segment.num_layers, segment.num_heads, layout.block_tokens * layout.content_bytes
     )
 
 
-def _copy(taken: Bytes, given: Bytes) -> None:
-    """Copy between `[blocks, layers, heads, tokens, content]` views of the same tokens."""
-    if taken.shape == given.shape:
-        np.copyto(given, taken)
-        return
-    # Blocks of two sizes: in units of their greatest common divisor a token run of the one is a
-    # token run of the other. Where one size divides the other, one strided copy does all.
-    unit = math.gcd(taken.shape[3], given.shape[3])
-    source, target = _units(taken, unit), _units(given, unit)
-    if unit == taken.shape[3]:
-        blocks, layers, heads, units, unit_tokens, content = target.shape
-        split = source.reshape(blocks, units, layers, heads, unit_tokens, content)
-        np.copyto(target, split.transpose(0, 2, 3, 1, 4, 5))
-        return
-    if unit == given.shape[3]:
-        blocks, layers, heads, units, unit_tokens, content = source.shape
-        split = target.reshape(blocks, units, layers, heads, unit_tokens, content)
-        np.copyto(split, source.transpose(0, 3, 1, 2, 4, 5))
-        return
-    for number in range(source.shape[0] * source.shape[3]):
-        from_block, from_unit = divmod(number, source.shape[3])
-        to_block, to_unit = divmod(number, target.shape[3])
-        np.copyto(target[to_block, :, :, to_unit], source[from_block, :, :, from_unit])
+def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
+    """`[blocks, layers, heads, rows, groups, unit bytes]` of one plane; never a copy.
 
-
-def _units(view: Bytes, unit_tokens: int) -> Bytes:
-    """`[blocks, layers, heads, units, unit tokens, content]` of a block view. Never a copy."""
-    blocks, layers, heads, tokens, content = view.shape
-    strides = view.strides
+    `start` is the bytes of a token in the planes before.
+    """
+    blocks, layers, heads, _ = view.shape
+    groups = block_tokens // plane.group_tokens
+    part = view[..., start * block_tokens : (start + plane.token_bytes) * block_tokens]
+    row_bytes = groups * plane.unit_bytes
     return np.lib.stride_tricks.as_strided(
-        view,
-        (blocks, layers, heads, tokens // unit_tokens, unit_tokens, content),
-        (*strides[:3], strides[3] * unit_tokens, *strides[3:]),
+        part,
+        (blocks, layers, heads, plane.rows, groups, plane.unit_bytes),
+        (*part.strides[:3], row_bytes, plane.unit_bytes, 1),
+    )
+
+
+def _regroup(taken: Bytes, given: Bytes) -> None:
+    """Copy between planes of the same tokens in blocks of two sizes."""
+    # In runs of their greatest common divisor a run of groups of the one is one of the other.
+    # Where one size divides the other, one strided copy does all.
+    run = math.gcd(taken.shape[4], given.shape[4])
+    source, target = _runs(taken, run), _runs(given, run)
+    if run == taken.shape[4]:
+        blocks, runs = target.shape[0], target.shape[4]
+        split = source.reshape(blocks, runs, *source.shape[1:4], source.shape[5])
+        np.copyto(target, split.transpose(0, 2, 3, 4, 1, 5))
+        return
+    if run == given.shape[4]:
+        blocks, runs = source.shape[0], source.shape[4]
+        split = target.reshape(blocks, runs, *target.shape[1:4], target.shape[5])
+        np.copyto(split, source.transpose(0, 4, 1, 2, 3, 5))
+        return
+    for number in range(source.shape[0] * source.shape[4]):
+        from_block, from_run = divmod(number, source.shape[4])
+        to_block, to_run = divmod(number, target.shape[4])
+        np.copyto(target[to_block, ..., to_run, :], source[from_block, ..., from_run, :])
+
+
+def _runs(plane: Bytes, run: int) -> Bytes:
+    """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each; never a copy."""
+    blocks, layers, heads, rows, groups, unit_bytes = plane.shape
+    return np.lib.stride_tricks.as_strided(
+        plane,
+        (blocks, layers, heads, rows, groups // run, run * unit_bytes),
+        (*plane.strides[:4], run * unit_bytes, 1),
     )

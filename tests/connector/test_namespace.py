@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,31 @@ class TestNamespace:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
 
+    def test_blocks_of_another_size_share_where_they_can_be_made_of_each_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_weights(tmp_path)
+
+        def of(block_tokens: int, chunk_tokens: int = 256) -> bytes:
+            spec = FullAttentionSpec(
+                block_size=block_tokens, num_kv_heads=4, head_size=64, dtype=torch.bfloat16
+            )
+            return namespace_of(
+                config_of(tmp_path),
+                block_tokens=block_tokens,
+                blocks_per_chunk=chunk_tokens // block_tokens,
+                spec=spec,
+            )
+
+        assert of(32) == of(64) == of(128)
+        assert of(32) != of(32, chunk_tokens=512), "their keys would hardly ever meet"
+
+        def unknown(*_: object) -> str:
+            return "cpu-arm-neon"
+
+        monkeypatch.setattr("connector.namespace.encoding_of", unknown)
+        assert of(32) != of(64)
+
     def test_cpu_bytes_are_named_by_how_the_kernels_pack_them(self, tmp_path: Path) -> None:
         spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
         assert encoding_of(config_of(tmp_path), 32, spec).startswith("cpu-")
@@ -197,9 +223,23 @@ def test_on_a_gpu_the_encoding_names_what_picks_the_kernels(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_capability=lambda: capability
     )
     monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
-    auto = SimpleNamespace(attention_config=SimpleNamespace(backend=None))
-    flash = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"))
-    )
-    assert encoding_of(auto, 16, None) == "cuda-9.0-auto"
-    assert encoding_of(flash, 16, None) == "cuda-9.0-FLASH_ATTN"
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+
+    def encoding(
+        backend: str | None, cache_dtype: str = "auto", dtype: Any = torch.bfloat16
+    ) -> str:
+        chosen = None if backend is None else SimpleNamespace(name=backend)
+        config = SimpleNamespace(
+            attention_config=SimpleNamespace(backend=chosen),
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        )
+        return encoding_of(config, 16, replace(spec, dtype=dtype))
+
+    assert encoding(None) == "cuda-9.0-auto+token"
+    assert encoding("FLASH_ATTN") == "cuda-9.0-FLASH_ATTN+token"
+    assert encoding(None, "fp8", torch.float8_e4m3fn) == "cuda-9.0-auto+token"
+    # Scales beside the values, or layouts that nobody has looked at.
+    assert encoding("TURBOQUANT") == "cuda-9.0-TURBOQUANT"
+    assert encoding(None, "int8_per_token_head", torch.int8) == "cuda-9.0-auto"
+    assert encoding(None, "nvfp4", torch.uint8) == "cuda-9.0-auto"
+    assert encoding(None, "auto", torch.uint8) == "cuda-9.0-auto"

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.assembling import Assembler, SourceError, damaged
@@ -20,7 +20,7 @@ from tests.sidecar.client import attach_message
 from tests.sidecar.test_cuts import HEADS, LAYERS, cuts, grid
 from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
-from tiers.errors import ChunkMissing, ImageChecksumMismatch
+from tiers.errors import ChunkMissing, ImageChecksumMismatch, ImageHeaderMismatch
 from tiers.layout import ChunkLayout, Segment
 from tiers.objects import UrlObjects
 
@@ -38,23 +38,26 @@ pytestmark = pytest.mark.anyio
 
 KEY, PARENT = b"k" * 32, b"p" * 32
 BLOCK_TOKENS, BLOCKS, CONTENT = 4, 3, 16
+CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS
 WHOLE = ChunkLayout(
-    Segment(0, LAYERS, 0, HEADS), BLOCKS, BLOCK_TOKENS, CONTENT, "bfloat16", "plain"
+    Segment(0, LAYERS, 0, HEADS), BLOCKS, BLOCK_TOKENS, CONTENT, "bfloat16", "plain+token"
 )
 
 
-def reference(num_blocks: int) -> Bytes:
-    """The whole model's KV of one chunk: [blocks, layers, heads, tokens, content]."""
-    shape = (num_blocks, LAYERS, HEADS, BLOCK_TOKENS, CONTENT)
-    return np.random.default_rng(num_blocks).integers(0, 256, shape, dtype=np.uint8)
+def reference(num_tokens: int) -> Bytes:
+    """The whole model's KV of one chunk: [tokens, layers, heads, content]."""
+    shape = (num_tokens, LAYERS, HEADS, CONTENT)
+    return np.random.default_rng(num_tokens).integers(0, 256, shape, dtype=np.uint8)
 
 
-def part(whole: Bytes, segment: Segment) -> Bytes:
-    return whole[
+def part(whole: Bytes, segment: Segment, block_tokens: int) -> Bytes:
+    """One segment of it: [blocks, layers, heads, tokens, content]."""
+    cut = whole[
         :,
         segment.first_layer : segment.first_layer + segment.num_layers,
         segment.first_head : segment.first_head + segment.num_heads,
     ]
+    return cut.reshape(-1, block_tokens, *cut.shape[1:]).transpose(0, 2, 3, 1, 4)
 
 
 def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
@@ -68,38 +71,66 @@ def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
     return realm
 
 
-def image_of(realm: Realm, segment: Segment, num_blocks: int, *, key: bytes = KEY) -> Bytes:
-    layout = msgspec.structs.replace(WHOLE, segment=segment)
-    template = SlotTemplates(layout, realm.namespace_digest)[num_blocks]
+def image_of(
+    realm: Realm,
+    segment: Segment,
+    num_tokens: int,
+    *,
+    key: bytes = KEY,
+    block_tokens: int = BLOCK_TOKENS,
+) -> Bytes:
+    layout = msgspec.structs.replace(
+        WHOLE,
+        segment=segment,
+        block_tokens=block_tokens,
+        blocks_per_chunk=CHUNK_TOKENS // block_tokens,
+    )
+    template = SlotTemplates(layout, realm.namespace_digest)[num_tokens // block_tokens]
     image = np.zeros(template.image_bytes, dtype=np.uint8)
     template.prepare(image)
-    template.payload(image)[:] = part(reference(num_blocks), segment).reshape(-1)
-    tokens = np.arange(num_blocks * BLOCK_TOKENS, dtype=np.int32).tobytes()
-    template.seal(image, key, PARENT, tokens)
+    template.payload(image)[:] = part(reference(num_tokens), segment, block_tokens).reshape(-1)
+    template.seal(image, key, PARENT, np.arange(num_tokens, dtype=np.int32).tobytes())
     return image
 
 
-async def write(store: ObjectTier, realm: Realm, segments: list[Segment], num_blocks: int) -> None:
+async def write(
+    store: ObjectTier,
+    realm: Realm,
+    segments: list[Segment],
+    num_tokens: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> None:
     for segment in segments:
         name = object_name(realm.namespace_digest, KEY, segment)
-        await store.write(name, image_of(realm, segment, num_blocks))
+        await store.write(name, image_of(realm, segment, num_tokens, block_tokens=block_tokens))
 
 
 def command(rank: int, sources: tuple[int, ...]) -> Read:
     return Read(1, 1, rank, 0, KEY, sources)
 
 
-@given(own=cuts, other=cuts, num_blocks=st.integers(1, BLOCKS))
+@settings(max_examples=40)
+@given(
+    own=cuts,
+    other=cuts,
+    num_blocks=st.integers(1, BLOCKS),
+    block_tokens=st.sampled_from([1, 2, 3, 4, 6, 12]),
+)
 async def test_any_cut_reads_any_other(
     tmp_path_factory: pytest.TempPathFactory,
     own: tuple[int, int],
     other: tuple[int, int],
     num_blocks: int,
+    block_tokens: int,
 ) -> None:
+    num_tokens = num_blocks * BLOCK_TOKENS
+    if num_tokens % block_tokens:
+        # The tail of a prompt in blocks of that size is not as long.
+        num_tokens = CHUNK_TOKENS
     store = UrlObjects(f"file://{tmp_path_factory.mktemp('store')}")
     segments, written = grid(*own), grid(*other)
     realm = realm_of(segments, written)
-    await write(store, realm, written, num_blocks)
+    await write(store, realm, written, num_tokens, block_tokens)
     known = Cuts(len(segments))
     for rank, segment in enumerate(segments):
         known.learn(rank, segment)
@@ -113,12 +144,48 @@ async def test_any_cut_reads_any_other(
     for rank, segment in enumerate(segments):
         slot = np.full(realm.ranks[rank].templates.slot_bytes, 0xA5, dtype=np.uint8)
         meta, _ = await assembler.assemble(realm, command(rank, known.sources(mask, rank)), slot)
-        assert (meta.key, meta.parent, meta.num_blocks) == (KEY, PARENT, num_blocks)
-        template = realm.ranks[rank].templates[num_blocks]
-        assert np.array_equal(slot[: template.image_bytes], image_of(realm, segment, num_blocks)), (
+        blocks = num_tokens // BLOCK_TOKENS
+        assert (meta.key, meta.parent, meta.num_blocks) == (KEY, PARENT, blocks)
+        template = realm.ranks[rank].templates[blocks]
+        assert np.array_equal(slot[: template.image_bytes], image_of(realm, segment, num_tokens)), (
             "byte for byte what this rank would have written"
         )
     await store.close()
+
+
+async def test_what_is_no_whole_block_here_is_not_used(tmp_path: Path) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    realm = realm_of(grid(1, 1), grid(1, 2))
+    await write(store, realm, grid(1, 2), 6, block_tokens=2)
+    slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
+    with pytest.raises(SourceError) as caught:
+        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+    assert "6 tokens" in str(caught.value.__cause__)
+    assert not damaged(caught.value.__cause__)
+    assert not slot.any()
+    await store.close()
+
+
+def test_a_block_size_that_nothing_can_be_made_of_is_taken_as_damage() -> None:
+    realm = realm_of(grid(1, 1), [])
+    own = realm.ranks[0]
+    image = image_of(realm, own.layout.segment, CHUNK_TOKENS)
+    assert own.as_stored(image) is own
+    at = bytes(image).index(b'"block_tokens":4') + 15
+    # What divides no chunk, and what is no number of tokens at all.
+    for digit in b"05789":
+        image[at] = digit
+        assert own.as_stored(image) is own
+        with pytest.raises(ImageHeaderMismatch):
+            own.templates.for_image_bytes(len(image)).verify(image)
+    image[at] = ord("2")
+    assert own.as_stored(image).layout.block_tokens == 2
+    assert own.as_stored(image) is own.as_stored(image)
+    layout = msgspec.structs.replace(WHOLE, encoding="cpu-arm-neon")
+    packed = Rank(layout, SlotTemplates(layout, realm.namespace_digest))
+    assert packed.as_stored(image) is packed, "its encoding is not one that can be regrouped"
+    image[:8192] = 0
+    assert own.as_stored(image) is own
 
 
 def realm_full(realm: Realm) -> int:
@@ -129,7 +196,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path) -> None:
     store = UrlObjects(f"file://{tmp_path}")
     segments, written = grid(1, 4), grid(1, 1)
     realm = realm_of(segments, written)
-    await write(store, realm, written, 2)
+    await write(store, realm, written, 2 * BLOCK_TOKENS)
     assembler = Assembler(store, anyio.CapacityLimiter(1))
     reads = 0
     read = store.read
@@ -154,7 +221,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path) -> None:
 async def test_a_missing_source_is_named(tmp_path: Path) -> None:
     store = UrlObjects(f"file://{tmp_path}")
     realm = realm_of(grid(1, 1), grid(1, 2))
-    await write(store, realm, grid(1, 2)[:1], 2)
+    await write(store, realm, grid(1, 2)[:1], 2 * BLOCK_TOKENS)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
         await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
@@ -169,8 +236,9 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
     store = UrlObjects(f"file://{tmp_path}")
     written = grid(1, 2)
     realm = realm_of(grid(1, 1), written)
-    await write(store, realm, written[:1], 2)
-    image = image_of(realm, written[1], 2, key=b"x" * 32 if place == "other chunk" else KEY)
+    await write(store, realm, written[:1], 2 * BLOCK_TOKENS)
+    key = b"x" * 32 if place == "other chunk" else KEY
+    image = image_of(realm, written[1], 2 * BLOCK_TOKENS, key=key)
     if place != "other chunk":
         image[image.size // 2 if place == "payload" else 10] ^= 1
     await store.write(object_name(realm.namespace_digest, KEY, written[1]), image)

@@ -16,6 +16,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 from sidecar import copies, copyqueue
 from sidecar.catalogs import Catalogs
@@ -41,8 +42,9 @@ from sidecar.protocol import Role
 from sidecar.realms import Rank, Realm, Realms
 from sidecar.session import Session, Sessions
 from tests.sidecar.client import attach_message, key_of, layout_of
+from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
-from tiers.errors import ChunkMissing, TierUnavailable
+from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.fence import PAGE_BYTES, WorkerFence
 from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier, UrlObjects
@@ -378,6 +380,52 @@ async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: 
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.OK, 2, bytes(32), size)
         first, second = (bench.pool[bench.slot(n) :][:size] for n in (0, 3))
         assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+async def test_an_object_in_blocks_of_another_size_becomes_this_ranks_own(
+    bench: Bench, tmp_path: Path, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(bench.rank.layout, encoding="plain+token")
+    other = replace(own, block_tokens=own.block_tokens * 2, blocks_per_chunk=2)
+    digest = bench.realm.namespace_digest
+    rank = bench.realm.ranks[0] = Rank(own, SlotTemplates(own, digest))
+    values = np.random.default_rng(2).integers(0, 256, (4, 3, 4, 16, 64), dtype=np.uint8)
+    assert values.size == own.payload_bytes(4)
+    wide = values.reshape(2, 2, *values.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
+    images: list[npt.NDArray[np.uint8]] = []
+    for templates, payload in (
+        (rank.templates[4], values),
+        (SlotTemplates(other, digest)[2], wide),
+    ):
+        image = np.zeros(templates.image_bytes, dtype=np.uint8)
+        templates.prepare(image)
+        templates.payload(image)[:] = payload.reshape(-1)
+        templates.seal(image, key_of(0), bytes(32), bytes(4 * 64))
+        images.append(image)
+    store = UrlObjects(f"file://{tmp_path}")
+    await store.write(object_name(digest, key_of(0), own.segment), images[1])
+    if not fits:
+        # As a longer header would have it: the slot has no room for it.
+        read = store.read
+
+        async def narrow(name: str, into: npt.NDArray[np.uint8]) -> int:
+            if into.size <= rank.templates.slot_bytes:
+                raise ImageTruncated("does not fit")
+            return await read(name, into)
+
+        monkeypatch.setattr(store, "read", narrow)
+    async with moving(bench, store) as mover:
+        mover.execute([Read(1, 1, 0, bench.slot(1), key_of(0), (0,))])
+        done = ReadDone(1, StoreOutcome.OK, 4, bytes(32), images[1].size)
+        assert await told(bench, 1) == done
+        assert np.array_equal(bench.pool[bench.slot(1) :][: images[0].size], images[0])
+        images[1][images[1].size // 2] ^= 1
+        await store.write(object_name(digest, key_of(0), own.segment), images[1])
+        mover.execute([Read(2, 1, 0, bench.slot(2), key_of(0), (0,))])
+        ended = await told(bench, 2)
+        assert isinstance(ended, ReadDone)
+        assert ended.outcome is StoreOutcome.CORRUPT, "its own segment, and nobody can read it"
 
 
 async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers.packed import packed
 from tiers.assembly import SOURCES_MAX, copy_overlap, cover, refusal
 from tiers.errors import LayoutError
 from tiers.layout import ChunkLayout, Segment
@@ -23,14 +24,21 @@ Bytes = npt.NDArray[np.uint8]
 CONTENT_BYTES = 4
 
 
-def layout(segment: Segment, block_tokens: int = 4, encoding: str = "cuda") -> ChunkLayout:
-    return ChunkLayout(segment, 64, block_tokens, CONTENT_BYTES, "bfloat16", encoding)
+def layout(
+    segment: Segment,
+    block_tokens: int = 4,
+    encoding: str = "cuda+token",
+    content_bytes: int = CONTENT_BYTES,
+) -> ChunkLayout:
+    return ChunkLayout(segment, 64, block_tokens, content_bytes, "bfloat16", encoding)
 
 
-def model_bytes(layers: int, heads: int, num_tokens: int) -> Bytes:
+def model_bytes(
+    layers: int, heads: int, num_tokens: int, content_bytes: int = CONTENT_BYTES
+) -> Bytes:
     """What the model computed: `[tokens, layers, heads, content]`, no two alike where possible."""
     random = np.random.default_rng(layers * 1000 + heads * 10 + num_tokens)
-    shape = (num_tokens, layers, heads, CONTENT_BYTES)
+    shape = (num_tokens, layers, heads, content_bytes)
     return random.integers(0, 256, shape, dtype=np.uint8)
 
 
@@ -38,14 +46,14 @@ def stored(model: Bytes, chunk: ChunkLayout) -> Bytes:
     """The payload of one segment, by the definition of the format, one loop per axis."""
     one = chunk.segment
     num_blocks = len(model) // chunk.block_tokens
-    payload = np.empty((*chunk.shape(num_blocks)[:4], CONTENT_BYTES), dtype=np.uint8)
+    shape = (num_blocks, one.num_layers, one.num_heads, chunk.block_tokens * chunk.content_bytes)
+    payload = np.empty(shape, dtype=np.uint8)
     for block in range(num_blocks):
-        for token in range(chunk.block_tokens):
-            part = model[block * chunk.block_tokens + token]
-            payload[block, :, :, token] = part[
-                one.first_layer : one.first_layer + one.num_layers,
-                one.first_head : one.first_head + one.num_heads,
-            ]
+        tokens = model[block * chunk.block_tokens : (block + 1) * chunk.block_tokens]
+        for layer in range(one.num_layers):
+            for head in range(one.num_heads):
+                content = tokens[:, one.first_layer + layer, one.first_head + head]
+                payload[block, layer, head] = packed(content, chunk.encoding)
     return payload.reshape(-1)
 
 
@@ -116,6 +124,30 @@ def test_what_does_not_overlap_is_not_touched(
     np.testing.assert_array_equal(into[changed], stored(model, wanted)[changed])
 
 
+@given(
+    encoding=st.sampled_from(["cpu-x86-vec", "cpu-x86-vec16", "cpu-x86-amx", "cuda-9.0+token"]),
+    source_blocks=st.integers(1, 4),
+    target_blocks=st.integers(1, 4),
+    times=st.integers(1, 2),
+    data=st.data(),
+)
+def test_blocks_of_any_size_are_made_of_blocks_of_any_other(
+    encoding: str, source_blocks: int, target_blocks: int, times: int, data: st.DataObject
+) -> None:
+    layers, heads, content_bytes = 2, 4, 128
+    sizes = source_blocks * 16, target_blocks * 16
+    num_tokens = int(np.lcm(*sizes)) * times
+    model = model_bytes(layers, heads, num_tokens, content_bytes)
+    target = data.draw(st.sampled_from(data.draw(grids(layers, heads))))
+    wanted = layout(target, sizes[1], encoding, content_bytes)
+    into = np.full(num_tokens * wanted.block_payload_bytes // sizes[1], 0xEE, dtype=np.uint8)
+    cut = set(data.draw(grids(layers, heads)))
+    for segment in cover(target, cut) or ():
+        source = layout(segment, sizes[0], encoding, content_bytes)
+        copy_overlap(source, stored(model, source), wanted, into, num_tokens)
+    np.testing.assert_array_equal(into, stored(model, wanted))
+
+
 class TestCover:
     def test_a_segment_with_a_hole_beside_it_is_no_cover(self) -> None:
         assert cover(Segment(0, 8, 0, 4), [Segment(0, 8, 0, 2)]) is None
@@ -157,11 +189,20 @@ class TestRefusal:
     def test_blocks_of_another_size_need_an_encoding_by_token(self) -> None:
         segment = Segment(0, 2, 0, 2)
         assert refusal(layout(segment, 2), layout(segment, 4)) is None
-        packed = "cpu-x86-amx"
-        reason = refusal(layout(segment, 2, packed), layout(segment, 4, packed))
-        assert reason is not None
-        assert "block_tokens=2" in reason
-        assert refusal(layout(segment, 4, packed), layout(segment, 4, packed)) is None
+        for unknown in ("cuda-9.0-auto", "cpu-arm-neon", "cpu-x86-fp8"):
+            reason = refusal(layout(segment, 2, unknown), layout(segment, 4, unknown))
+            assert reason is not None
+            assert "block_tokens=2" in reason
+            assert refusal(layout(segment, 4, unknown), layout(segment, 4, unknown)) is None
+
+    def test_blocks_hold_whole_groups_of_what_is_packed_together(self) -> None:
+        segment, tiles = Segment(0, 2, 0, 2), "cpu-x86-amx"
+        wide, narrow = layout(segment, 32, tiles, 128), layout(segment, 8, tiles, 128)
+        assert "packs 16 tokens together" in str(refusal(wide, narrow))
+        assert "packs 16 tokens together" in str(refusal(narrow, wide))
+        assert refusal(wide, layout(segment, 48, tiles, 128)) is None
+        odd = layout(segment, 32, tiles, 72), layout(segment, 64, tiles, 72)
+        assert "is not known" in str(refusal(*odd)), "heads that are no whole tiles"
 
     def test_arrays_of_another_size_are_refused_before_a_byte_moves(self) -> None:
         segment = Segment(0, 2, 0, 2)
