@@ -292,12 +292,13 @@ def _keygen(options: argparse.Namespace) -> int:
 
     from sidecar.secretfiles import SecretFileError, write_secret
 
-    _, secret = zmq.curve_keypair()
+    public, secret = zmq.curve_keypair()
     try:
         write_secret(options.out, secret.decode())
     except SecretFileError as error:
         raise UsageError(str(error)) from error
     say(f"{options.out}: a new secret, readable by its owner only")
+    say(f"As a CURVE key, its public part is {public.decode()}")
     return Exit.OK
 
 

@@ -69,6 +69,7 @@ UID_MAX: Final = (1 << 32) - 1
 OVERFLOW_UID: Final = 65_534
 
 _TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.*-]+):[0-9]{1,5}$")
+_PUBLIC_KEY: Final = re.compile(r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
 
@@ -132,12 +133,7 @@ class Runtime(Section):
     @field_validator("endpoint")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value != "ipc" and not _TCP.match(value):
-            raise ValueError(
-                f"{value!r} is no endpoint; write ipc, or tcp://ADDRESS:PORT such as "
-                "tcp://127.0.0.1:9322"
-            )
-        return value
+        return _require_endpoint(value)
 
     @model_validator(mode="after")
     def _keyed(self) -> Runtime:
@@ -187,6 +183,16 @@ class Runtime(Section):
     def jobs_path(self) -> Path:
         """Socket behind the ZMQ endpoint that carries jobs."""
         return self.home / "jobs.sock"
+
+    @property
+    def events_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that publishes events."""
+        return self.home / "events.sock"
+
+    @property
+    def replay_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that replays them."""
+        return self.home / "replay.sock"
 
 
 class Chunk(Section):
@@ -551,6 +557,77 @@ class Http(Section):
         return "" if self.token is None else self.token.get_secret_value()
 
 
+class Events(Section):
+    """What the tiers and the engines' own caches gain and lose, for routers (docs/events.md)."""
+
+    enabled: Flag = False
+    """Publish KV events. Whoever subscribes reads the prompts' token ids."""
+    endpoint: str = "ipc"
+    """Where batches are published: `ipc` (`events.sock` beside the attach socket) or
+    `tcp://ADDRESS:PORT`."""
+    replay_endpoint: str = "ipc"
+    """Where a subscriber asks for what it missed: `ipc` (`replay.sock`) or `tcp://ADDRESS:PORT`."""
+    topic: str = Field(default="", max_length=256)
+    """First frame of every batch; subscribers choose by it."""
+    buffer_batches: Count = Field(default=10_000, ge=1, le=1_000_000)
+    """Batches that are kept for replay."""
+    buffer_max: Size = Field(default=64 << 20, ge=1 << 20)
+    """Bytes of the batches that are kept."""
+    queue_batches: Count = Field(default=10_000, ge=1, le=1_000_000)
+    """Batches that wait for one subscriber; more are dropped for it, and counted."""
+    curve_secret_key_file: Directory | None = None
+    """File with this side's CURVE key, for TCP; `kvlake keygen` makes it."""
+    subscribers: tuple[str, ...] = Field(default=(), max_length=256)
+    """Public CURVE keys of those who may subscribe over TCP."""
+
+    @field_validator("subscribers", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(cast("list[object]", value)) if isinstance(value, list) else value
+
+    @field_validator("subscribers")
+    @classmethod
+    def _keys(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for key in value:
+            if not _PUBLIC_KEY.match(key):
+                raise ValueError(f"{key!r} is no public CURVE key, which has 40 characters of Z85")
+        return value
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _require_endpoint(value)
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Events:
+        places = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        over_tcp = {name: place for name, place in places.items() if place != "ipc"}
+        if self.curve_secret_key_file is not None:
+            _require_absolute(self.curve_secret_key_file)
+            if len(over_tcp) < len(places):
+                raise ValueError("curve_secret_key_file is for TCP; give both endpoints over TCP")
+            if not self.subscribers:
+                raise ValueError("curve_secret_key_file without subscribers lets nobody in")
+        elif self.subscribers:
+            raise ValueError(
+                "subscribers are known by CURVE keys, and this side has none: `kvlake keygen --out "
+                "FILE`, then events.curve_secret_key_file: FILE"
+            )
+        for name, place in over_tcp.items():
+            if self.curve_secret_key_file is None and not is_loopback(_host_of(place)):
+                raise ValueError(
+                    f"{name}={place} can be reached from other machines, and prompts can be read "
+                    "there; use 127.0.0.1, or give curve_secret_key_file and subscribers"
+                )
+        return self
+
+    def secret_key(self) -> str:
+        """The CURVE key, or nothing where none is given. Raises `SecretFileError`."""
+        if self.curve_secret_key_file is None:
+            return ""
+        return read_secret(self.curve_secret_key_file, "events.curve_secret_key_file")
+
+
 class Log(Section):
     """What is written to standard error."""
 
@@ -575,6 +652,7 @@ class Config(Section):
     # called.
     gpu: Gpu = Field(default_factory=Gpu)
     http: Http = Field(default_factory=Http)
+    events: Events = Field(default_factory=Events)
     log: Log = Field(default_factory=Log)
 
     @property
@@ -596,6 +674,19 @@ class Config(Section):
             found |= secrets_in(self.store.storage_options)
             found |= self.store.secrets()
         return found
+
+
+def _require_endpoint(value: str) -> str:
+    if value != "ipc" and not _TCP.match(value):
+        raise ValueError(
+            f"{value!r} is no endpoint; write ipc, or tcp://ADDRESS:PORT such as "
+            "tcp://127.0.0.1:9322"
+        )
+    return value
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:

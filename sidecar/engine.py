@@ -45,7 +45,7 @@ from sidecar.commands import (
     Tick,
     Written,
 )
-from sidecar.directory import Chunk, Directory, Realm, SegmentState
+from sidecar.directory import Chunk, Directory, FlagChange, Realm, SegmentState
 from sidecar.host import HostTier, SlotAllocator
 from sidecar.jobs import Job, Jobs
 from sidecar.leases import Leases
@@ -156,6 +156,7 @@ class Engine:
         policy: the order of eviction of all chunks.
         tenants: limits of tenants; none where it is left out.
         admit_write: whether a tenant may have so many bytes more in the store.
+        tell: hears of every chunk that became available in a tier, or went from it.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Engine:
         epoch: int,
         tenants: Tenants | None = None,
         admit_write: Callable[[bytes, int], bool] = _always,
+        tell: Callable[[list[FlagChange]], None] | None = None,
     ) -> None:
         self.counters = Counters()
         self._limits = limits
@@ -174,8 +176,9 @@ class Engine:
         self._slots = slots
         self._sessions: dict[int, SessionOpened] = {}
         self._draining = False
+        self._tell = tell
         self._outbox = Outbox(epoch)
-        self._directory = Directory(readable=limits.store_reads)
+        self.directory = self._directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
         self.bounds = Bounds(limits.bounds)
         self._host = HostTier(
@@ -410,6 +413,8 @@ class Engine:
             in_host, in_store = change.now
             self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
         if changes:
+            if self._tell is not None:
+                self._tell(changes)
             for session in self._sessions.values():
                 if session.want_events and session.role is Role.SCHEDULER:
                     realm_ids = {group.realm_id for group in session.groups}

@@ -30,7 +30,9 @@ from sidecar.collector import Collector
 from sidecar.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
+from sidecar.eventstream import EventStream
 from sidecar.gpus import Gpus
+from sidecar.kvevents import AllBlocksCleared
 from sidecar.logs import fields
 from sidecar.mover import Mover
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sidecar.config import Config
+    from sidecar.directory import FlagChange
+    from sidecar.eventsockets import EventSockets
     from tiers.pool import HostPool
     from tiers.wrap import Metered
 
@@ -94,7 +98,10 @@ class Hub:
             epoch=epoch,
             tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
             admit_write=self._admits,
+            tell=self._tell,
         )
+        self.events: EventStream | None = None
+        self.event_sockets: EventSockets | None = None
         self.copies = Copies(pool.memory, config.copies.threads, self._copied)
         self.gpus = Gpus(pool.memory, config.gpu)
         self.catalogs = None if store is None else _new_catalogs(config, store)
@@ -159,6 +166,25 @@ class Hub:
         """Give it the socket that its replies go to."""
         self._router = router
 
+    def publish(self, sockets: EventSockets) -> EventStream:
+        """Tell what changes in the tiers from now on. Before the first session."""
+        settings = self.config.events
+        self.event_sockets = sockets
+        self.events = EventStream(
+            sockets,
+            self.realms,
+            self.engine.directory,
+            self.pool.memory,
+            first_number=self.epoch,
+            batches_max=settings.buffer_batches,
+            bytes_max=settings.buffer_max,
+        )
+        return self.events
+
+    def _tell(self, changes: list[FlagChange]) -> None:
+        if self.events is not None and not self._over:
+            self.events.changed(changes)
+
     def handshakes_refused(self) -> Mapping[str, int]:
         """Connections for jobs that failed to prove a welcome key, by what failed."""
         return {} if self._router is None else self._router.handshakes_refused
@@ -170,6 +196,8 @@ class Hub:
 
     def end(self) -> None:
         """Take no event from now on: the tasks that commands need are being taken down."""
+        if self.events is not None and not self._over:
+            self.events.tell([AllBlocksCleared()])
         self._over = True
 
     def close(self) -> None:

@@ -77,6 +77,7 @@ class HubCollector(Collector):
         yield from self._host()
         yield from self._store()
         yield from self._sockets()
+        yield from self._events()
 
     def _engine(self) -> Iterator[Metric]:
         engine = self._hub.engine
@@ -213,6 +214,24 @@ class HubCollector(Collector):
         refused = {(code,): count for code, count in census.attaches_refused.items()}
         yield _counter("attaches_refused", "Clients refused, by code", refused, ["code"])
 
+    def _events(self) -> Iterator[Metric]:
+        stream, sockets = self._hub.events, self._hub.event_sockets
+        if stream is None or sockets is None:
+            return
+        yield _counter("events_told", "KV events published", {(): stream.events_told})
+        yield _counter(
+            "event_batches_dropped",
+            "Batches that a subscriber did not get because it did not read",
+            {(): sockets.batches_dropped},
+        )
+        yield _counter("event_replays", "Replays and snapshots", {(): sockets.requests_answered})
+        yield _counter(
+            "event_replays_dropped",
+            "Requests for a replay or snapshot that were not answered to their end",
+            {(): sockets.requests_dropped},
+        )
+        yield _gauge("event_buffer_bytes", "Kept for replay", {(): stream.history.size_bytes})
+
 
 def _counter(
     name: str, told: str, values: Mapping[Any, float], labels: list[str] | None = None
@@ -328,7 +347,24 @@ class Reporter:
                 f"{what}/{why}": count for (what, why), count in hub.engine.bounds.refused.items()
             },
             "tenants": [_tenant(one) for one in now.tenants],
+            "events": self._event_stream(),
             "sessions": self._sessions(),
+        }
+
+    def _event_stream(self) -> dict[str, object] | None:
+        stream, sockets = self._hub.events, self._hub.event_sockets
+        if stream is None or sockets is None:
+            return None
+        return {
+            "endpoint": sockets.endpoint,
+            "replay_endpoint": sockets.replay_endpoint,
+            "next_number": stream.history.next_number,
+            "events_told": stream.events_told,
+            "batches_kept": len(stream.history),
+            "batches_dropped": sockets.batches_dropped,
+            "requests_answered": sockets.requests_answered,
+            "requests_dropped": sockets.requests_dropped,
+            "handshakes_refused": sockets.handshakes_refused,
         }
 
     def _host_tier(self, now: EngineSnapshot) -> dict[str, object]:

@@ -36,7 +36,7 @@ _SOCKET_PATH_BYTES_MAX: Final = 107
 
 
 class RuntimeDirectory:
-    """`<directory>/<name>`: ours, locked; holds both sockets.
+    """`<directory>/<name>`: ours, locked; holds the sockets.
 
     Args:
         directory: `runtime.directory`; made where it is missing.
@@ -54,6 +54,8 @@ class RuntimeDirectory:
         self.path = directory / name
         self.attach_path = self.path / "attach.sock"
         self.jobs_path = self.path / "jobs.sock"
+        self.events_path = self.path / "events.sock"
+        self.replay_path = self.path / "replay.sock"
         self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
         self._mode = MODE_PASSABLE if shared else MODE_OWN
         self._shared = shared
@@ -109,8 +111,8 @@ class RuntimeDirectory:
         return fd
 
     def remove_sockets(self) -> None:
-        """Unlink both sockets: a dead sidecar's at start, our own at the end."""
-        for path in (self.attach_path, self.jobs_path):
+        """Unlink all sockets: a dead sidecar's at start, our own at the end."""
+        for path in (self.attach_path, self.jobs_path, self.events_path, self.replay_path):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:

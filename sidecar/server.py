@@ -35,6 +35,7 @@ import pyarrow as pa
 from sidecar.admission import Admission
 from sidecar.attach import StartError, listen
 from sidecar.commands import Restored, RestoredSlot, Tick
+from sidecar.eventsockets import EventSockets
 from sidecar.exits import Exit
 from sidecar.hostmemory import closing, map_ahead, open_pool
 from sidecar.http import HttpServer
@@ -81,6 +82,9 @@ class ServerInfo:
     attach_path: Path
     endpoint: str
     http_url: str
+    events: str
+    """Where KV events are published, and where they are replayed; empty where they are not."""
+    replay: str
     stop: Callable[[], None]
 
 
@@ -175,6 +179,7 @@ class Server:
             )
             stack.callback(router.close)
             self._hub.connect(router)
+            events = self._open_events(stack)
             self._http.report(Reporter(self._hub, self._watchdog, self._http))
             stack.callback(self._http.report, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
@@ -192,6 +197,8 @@ class Server:
                     attach_path=self._directory.attach_path,
                     endpoint=router.endpoint,
                     http_url=self._http.url,
+                    events="" if events is None else events.endpoint,
+                    replay="" if events is None else events.replay_endpoint,
                     stop=_stopper(self._stopping),
                 )
                 _logger.info(
@@ -219,6 +226,8 @@ class Server:
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:
             tasks.start_soon(map_ahead, self._pool)
+        if self._hub.event_sockets is not None and self._hub.events is not None:
+            tasks.start_soon(self._hub.event_sockets.answer, self._hub.events)
         if self._hub.watch is not None:
             tasks.start_soon(self._hub.watch.run)
         if self._hub.collector is not None:
@@ -226,6 +235,29 @@ class Server:
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
+
+    def _open_events(self, stack: contextlib.AsyncExitStack) -> EventSockets | None:
+        settings = self._config.events
+        if not settings.enabled:
+            return None
+        over_ipc = {"endpoint": self._directory.events_path}
+        over_ipc["replay_endpoint"] = self._directory.replay_path
+        places = {"endpoint": settings.endpoint, "replay_endpoint": settings.replay_endpoint}
+        for name, place in places.items():
+            if place == "ipc":
+                places[name] = f"ipc://{over_ipc[name]}"
+        sockets = EventSockets(
+            settings,
+            places["endpoint"],
+            places["replay_endpoint"],
+            _secret(settings.secret_key).encode(),
+            # Prompts can be read there: not by the users of runtime.allow_uids.
+            sorted({os.geteuid(), 0}),
+            self._break,
+        )
+        stack.callback(sockets.close)
+        self._hub.publish(sockets)
+        return sockets
 
     def _curve(self) -> CurveSettings | None:
         runtime = self._config.runtime

@@ -143,6 +143,15 @@ class StoredChunks:
                 for _, _, mask, _ in shard.entries():
                     yield mask
 
+    def names(self) -> Iterator[tuple[bytes, int]]:
+        """The first half of every key, and its mask, in no order.
+
+        The table may change between two of them: what is there all the while is told once.
+        """
+        for number in range(SHARDS):
+            for low, high, mask, _ in list(self._shards[number].entries()):
+                yield _TAG.pack(low, high), mask
+
     def _grown(self, shard: _Shard) -> _Shard:
         """A copy without dead entries and with room."""
         room = max(SLOTS_FIRST, shard.live * _GROWTH[0] // _GROWTH[1] * _LOAD[1] // _LOAD[0] + 4)

@@ -206,6 +206,11 @@ class SlotTemplate:
         self.verify_payload(view)
         return meta
 
+    def token_ids(self, slot: Bytes) -> list[int]:
+        """The token ids in the header of a sealed slot, as they are there."""
+        tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
+        return tokens
+
     def verify_payload(self, slot: Bytes) -> bool:
         """True if the payload has the checksum in the row; raises `ImageChecksumMismatch` if not.
 

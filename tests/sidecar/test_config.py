@@ -53,7 +53,7 @@ def test_on_and_off_are_words_here_though_yaml_reads_booleans() -> None:
     [
         ("host:\n  sise: 8GiB", "f.yaml:2: host.sise: unknown setting; did you mean `size`?"),
         ("hots: {}", "f.yaml:1: hots: unknown setting; did you mean `host`?"),
-        ("zzz: 1", "the top level takes chunk, copy, gpu, host"),
+        ("zzz: 1", "the top level takes chunk, copy, events, gpu"),
         ("copy: {thread: 2}", "copy.thread: unknown setting; did you mean `threads`?"),
         (
             "store:\n  url: s3://b\n  writes_inflight: 3",

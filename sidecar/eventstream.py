@@ -1,0 +1,280 @@
+"""The stream of KV events: what it says, in which order, and what a late subscriber is told.
+
+Owns the sequence numbers, the batches that are kept for replay, the translation of changes of the
+directory into events, and the walk over what is cached now. Does not own sockets
+(`eventsockets.py`), the engines' own streams (`engineblocks.py`), nor what changes.
+
+Invariants:
+
+* Numbers grow by one from batch to batch, and from one life of the sidecar to the next. The first
+  batch of a life clears everything.
+* A batch is told after the change that it tells of. Per block the order of events is that of the
+  changes, so whoever applies them has the directory's state, and may apply any of them twice.
+* What is kept is bounded in batches and in bytes. Nobody waits for a subscriber.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from sidecar.directory import ZERO_KEY, SegmentState
+from sidecar.kvevents import (
+    LOCAL,
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    REMOTE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    encode,
+    name_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from sidecar.directory import Chunk, Directory, FlagChange
+    from sidecar.directory import Realm as Held
+    from sidecar.kvevents import CacheEvent
+    from sidecar.realms import Realms
+
+EVENTS_PER_BATCH_MAX: Final = 512
+HASHES_PER_EVENT_MAX: Final = 4096
+OWNER: Final = "kvlake"
+_TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
+
+
+class Told(NamedTuple):
+    """One batch as it was told."""
+
+    number: int
+    payload: bytes
+
+
+class Publisher(Protocol):
+    """Where batches go. Never waits."""
+
+    def publish(self, batch: Told) -> None:
+        """Tell whoever listens."""
+        ...
+
+
+class History:
+    """Batches that were told, the newest ones, for replay."""
+
+    def __init__(self, first_number: int, *, batches_max: int, bytes_max: int) -> None:
+        self.next_number = first_number
+        self.size_bytes = 0
+        self._batches_max = batches_max
+        self._bytes_max = bytes_max
+        self._kept: deque[Told] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, payload: bytes) -> Told:
+        """Give a batch its number and keep it, for a while."""
+        told = Told(self.next_number, payload)
+        self.next_number += 1
+        self._kept.append(told)
+        self.size_bytes += len(payload)
+        while len(self._kept) > self._batches_max or self.size_bytes > self._bytes_max:
+            self.size_bytes -= len(self._kept.popleft().payload)
+        return told
+
+    def since(self, number: int) -> list[Told]:
+        """What is kept from this number on."""
+        if not self._kept or number >= self.next_number:
+            return []
+        skipped = max(0, number - self._kept[0].number)
+        return [self._kept[place] for place in range(skipped, len(self._kept))]
+
+
+class EventStream:
+    """Tells a publisher what the tiers gain and lose.
+
+    Args:
+        realms: what a realm is called, and what its slots hold.
+        directory: what is cached now.
+        memory: the host pool.
+        first_number: of this life; higher than any of an earlier one.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        realms: Realms,
+        directory: Directory,
+        memory: npt.NDArray[np.uint8],
+        *,
+        first_number: int,
+        batches_max: int,
+        bytes_max: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.history = History(first_number, batches_max=batches_max, bytes_max=bytes_max)
+        self.events_told = 0
+        self._publisher = publisher
+        self._realms = realms
+        self._directory = directory
+        self._memory = memory
+        self._clock = clock
+        self._owners: dict[int, str] = {}
+        self.tell([AllBlocksCleared()])
+
+    def tell(self, events: list[CacheEvent], data_parallel_rank: int | None = None) -> None:
+        """Tell events, in batches of a bounded size."""
+        for start in range(0, len(events), EVENTS_PER_BATCH_MAX):
+            part = events[start : start + EVENTS_PER_BATCH_MAX]
+            batch = EventBatch(self._clock(), part, data_parallel_rank)
+            self._publisher.publish(self.history.add(encode(batch)))
+            self.events_told += len(part)
+
+    def changed(self, changes: Iterable[FlagChange]) -> None:
+        """Tell what became available in, and what went from, the tiers."""
+        self.tell(list(self._events(changes)))
+
+    def snapshot(self) -> Iterator[bytes]:
+        """Payloads of batches that say what is cached, for a subscriber that knows nothing.
+
+        It is walked while the cache changes: each payload is true when it is made, and whoever
+        applies them, and then every batch told since the walk began, has the state after those.
+        """
+        yield encode(EventBatch(self._clock(), [AllBlocksCleared()]))
+        for realm in list(self._directory.realms.values()):
+            if realm.readable:
+                for names in _parts(self._stored_names(realm), HASHES_PER_EVENT_MAX):
+                    yield from self._payload([self._listed(realm, names)])
+            # Behind the names alone, so that what is known of a chunk in both tiers is said last.
+            for keys in _parts(list(realm.chunks), EVENTS_PER_BATCH_MAX):
+                yield from self._payload(self._hosted(realm, keys))
+
+    def _payload(self, events: list[CacheEvent]) -> Iterator[bytes]:
+        for start in range(0, len(events), EVENTS_PER_BATCH_MAX):
+            part = events[start : start + EVENTS_PER_BATCH_MAX]
+            yield encode(EventBatch(self._clock(), part))
+
+    def _hosted(self, realm: Held, keys: list[bytes]) -> list[CacheEvent]:
+        events: list[CacheEvent] = []
+        for key in keys:
+            chunk = realm.chunks.get(key)
+            if chunk is not None and chunk.loadable:
+                tiers = (0, 1) if realm.in_store(key) else (0,)
+                events += [self._stored(realm, chunk, tier) for tier in tiers]
+        return events
+
+    def _stored_names(self, realm: Held) -> Iterator[bytes]:
+        for name, mask in realm.stored.names():
+            if realm.cuts.obtainable(mask) == realm.full_mask:
+                yield name
+
+    # --- changes into events -------------------------------------------------------------------
+
+    def _events(self, changes: Iterable[FlagChange]) -> Iterator[CacheEvent]:
+        # What went, and what a listing named, is said in one event for as long as nothing else
+        # comes between: after a start those are millions.
+        run: list[bytes] = []
+        kind: tuple[Held, int, bool] | None = None
+        for change in changes:
+            for tier in (0, 1):
+                was, now = change.was[tier], change.now[tier]
+                if was == now:
+                    continue
+                chunk = change.chunk
+                plain = not now or chunk is None or not _tokens(chunk)
+                this = (change.realm, tier, now)
+                if run and kind is not None and (not plain or this != kind):
+                    yield self._run(kind, run)
+                    run = []
+                if plain:
+                    run.append(name_of(change.key))
+                    kind = this
+                    if len(run) == HASHES_PER_EVENT_MAX:
+                        yield self._run(kind, run)
+                        run = []
+                elif chunk is not None:
+                    yield self._stored(change.realm, chunk, tier)
+        if run and kind is not None:
+            yield self._run(kind, run)
+
+    def _run(self, kind: tuple[Held, int, bool], names: list[bytes]) -> CacheEvent:
+        realm, tier, now = kind
+        if now:
+            return self._listed(realm, names)
+        medium, locality = _TIERS[tier]
+        return BlockRemoved(
+            block_hashes=list(names),
+            medium=medium,
+            locality=locality,
+            ownership=self._owner(realm.realm_id),
+        )
+
+    def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
+        medium, locality = _TIERS[tier]
+        return BlockStored(
+            block_hashes=[name_of(chunk.key)],
+            parent_block_hash=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
+            token_ids=self._token_ids(realm, chunk),
+            block_size=_tokens(chunk),
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            locality=locality,
+            ownership=self._owner(realm.realm_id),
+        )
+
+    def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
+        """Chunks that only the catalog told of, without their tokens and parents."""
+        known = self._realms[realm.realm_id]
+        medium, locality = _TIERS[1]
+        return BlockStored(
+            block_hashes=list(names),
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=known.block_tokens * known.blocks_per_chunk,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            locality=locality,
+            ownership=self._owner(realm.realm_id),
+        )
+
+    def _token_ids(self, realm: Held, chunk: Chunk) -> list[int]:
+        segment = chunk.segments[0]
+        templates = self._realms[realm.realm_id].ranks[0].templates
+        image = self._memory[segment.slot : segment.slot + templates.slot_bytes]
+        return templates[segment.num_blocks].token_ids(image)
+
+    def _owner(self, realm_id: int) -> str:
+        owner = self._owners.get(realm_id)
+        if owner is None:
+            realm = self._realms[realm_id]
+            digest = realm.namespace_digest.hex()[:16]
+            owner = self._owners[realm_id] = f"{OWNER}/{digest}/{realm.topology}"
+        return owner
+
+
+def _tokens(chunk: Chunk) -> int:
+    """Tokens of a chunk whose first slot is there to read them from, else 0."""
+    layout = chunk.realm.layouts[0]
+    segment = chunk.segments[0]
+    if layout is None or segment.state is not SegmentState.HOST:
+        return 0
+    return segment.num_blocks * layout.block_tokens
+
+
+def _parts(items: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    part: list[bytes] = []
+    for item in items:
+        part.append(item)
+        if len(part) == size:
+            yield part
+            part = []
+    if part:
+        yield part
