@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from connector.plan import Load
 
 logger = logging.getLogger("vllm.kvlake")
+
+
+PARAMS: Final = "kvlake"
+"""Our part of a request's `kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,10 @@ class RequestState:
     next_chunk: int = 0
     """Chunks before this one were considered for storing."""
     prompt_tail_done: bool = False
+    reads: bool = True
+    """Whether the request itself lets chunks be loaded for it (`kv_transfer_params`)."""
+    writes: bool = True
+    """Whether it lets its chunks be stored."""
     counted: bool = False
     """It is in the statistics as a hit or a miss."""
     hit_sources: tuple[int, int] = (0, 0)
@@ -125,6 +133,7 @@ class Requests(dict[str, RequestState]):
         self._namespace_digest = namespace_digest
         self._geometry = geometry
         self._adapters: dict[tuple[str, str, int], str] = {}
+        self._params_told = False
         self.generation = b""
         """Part of every key made from now on; a new one makes everything older unknown."""
 
@@ -155,12 +164,33 @@ class Requests(dict[str, RequestState]):
                 chain=KeyChain(root, geometry.chunk_tokens, geometry.block_tokens, media),
                 tenant=tenant_id(request.cache_salt or ""),
                 tags=np.empty((0, 2), dtype=np.uint64),
+                reads=self._wish(request, "read"),
+                writes=self._wish(request, "write"),
             )
             self[request.request_id] = state
         known = state.chain.num_tokens
         if request.num_tokens > known:
             state.chain.extend(request.all_token_ids[known:])
         return state
+
+    def _wish(self, request: Any, name: str) -> bool:
+        """What `kv_transfer_params={"kvlake": {"read": ..., "write": ...}}` says; true without.
+
+        Whoever asks for something that is not understood wants less caching than usual, not more.
+        """
+        params = getattr(request, "kv_transfer_params", None)
+        wishes = params.get(PARAMS, {}) if isinstance(params, dict) else {}
+        wish = wishes.get(name, True) if isinstance(wishes, dict) else False
+        known = isinstance(wishes, dict) and wishes.keys() <= {"read", "write"}
+        if (not known or not isinstance(wish, bool)) and not self._params_told:
+            self._params_told = True
+            logger.warning(
+                "kvlake: kv_transfer_params[%r]=%r of a request is not understood, which is taken "
+                "as false; it may hold read and write, each true or false (told once)",
+                PARAMS,
+                wishes,
+            )
+        return known and wish is True
 
     def _adapter(self, lora: Any) -> str | None:
         """What tells a LoRA adapter's KV from others'; None if its files cannot be read."""

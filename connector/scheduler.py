@@ -104,7 +104,7 @@ class SchedulerRole:
         """Hash the prompt, and ask for what the object store alone holds."""
         state = self._requests.track(request)
         session = self._client.session
-        if state is None or session is None or not self._settings.reads:
+        if state is None or session is None or not (self._settings.reads and state.reads):
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
@@ -118,7 +118,8 @@ class SchedulerRole:
             return 0
         state.local_tokens = local_tokens
         session = self._client.session
-        if not self._settings.reads or state.load_failed or session is None:
+        reads = self._settings.reads and state.reads
+        if not reads or state.load_failed or session is None:
             return 0
         if len(self._loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message, and with it everything else of its step.
@@ -271,7 +272,7 @@ class SchedulerRole:
         if self._settings.writes:
             for request_id, num_tokens in scheduled.items():
                 state = self._requests.get(request_id)
-                if state is not None and not state.void:
+                if state is not None and state.writes and not state.void:
                     self._store_scheduled(state, num_tokens, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
         plan.waiting = bool(self._lookups or self._loading or self.stores_outstanding)
@@ -312,7 +313,8 @@ class SchedulerRole:
         if state is None:
             return
         self._release(state)
-        if state.load is not None or state.void or not self._settings.writes:
+        writes = self._settings.writes and state.writes
+        if state.load is not None or state.void or not writes:
             # Aborted while loading: vLLM already counts tokens that never came.
             return
         if request.num_tokens > state.chain.num_tokens:

@@ -106,6 +106,8 @@ def vllm_config(
     batch_tokens: int = 512,
     max_seqs: int = 16,
     kv_role: str = "kv_both",
+    prefix_caching: bool = True,
+    policy: str = "fcfs",
     **extra: Any,
 ) -> VllmConfig:
     """A real configuration of a CPU engine with our connector."""
@@ -113,13 +115,14 @@ def vllm_config(
         model_config=ModelConfig(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
         ),
-        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=prefix_caching),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=batch_tokens,
             max_num_seqs=max_seqs,
             max_model_len=2048,
             is_encoder_decoder=False,
             async_scheduling=False,
+            policy=cast("Any", policy),
         ),
         parallel_config=ParallelConfig(
             tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None

@@ -1,0 +1,166 @@
+"""Features of vLLM that meet the cache: on vLLM's own scheduler, with a model that checks its KV.
+
+Which of them were also run on a real engine is in `docs/support.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connector.vllm import KVLakeConnector
+from tests.connector.engine import (
+    BLOCK_TOKENS,
+    Engine,
+    kv_cache_config,
+    request_of,
+    vllm_config,
+    write_model,
+)
+
+PROMPT = [number % 89 for number in range(300)]
+CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def engine_of(**options: Any) -> Engine:
+        engines.append(Engine(model, **options))
+        return engines[-1]
+
+    yield engine_of
+    for engine in engines:
+        engine.close()
+
+
+def test_prefix_caching_off_in_the_engine(make: Callable[..., Engine]) -> None:
+    """Then kvlake is the only prefix cache there is."""
+    engine = make(prefix_caching=False)
+    engine.run(request_of("a", PROMPT, max_tokens=1))
+    engine.run(request_of("b", PROMPT, max_tokens=1))
+    assert engine.computed["b"] == len(PROMPT) - CACHED
+    engine.check_idle()
+
+
+def test_several_samples_of_one_prompt(make: Callable[..., Engine]) -> None:
+    """n > 1: vLLM makes a request of each sample, all of one prompt, at once."""
+    engine = make()
+    engine.run(request_of("earlier", PROMPT, max_tokens=1))
+    engine.forget()
+    samples = [engine.add(request_of(f"{n}_parent", PROMPT, max_tokens=8)) for n in range(4)]
+    engine.finish(*samples)
+    engine.settle()
+    assert all(engine.computed[one.request_id] <= len(PROMPT) - CACHED + 8 for one in samples)
+    engine.check_idle()
+
+
+def test_priority_scheduling(make: Callable[..., Engine]) -> None:
+    """Whoever matters less is preempted, with loads and stores of his under way."""
+    engine = make(policy="priority", num_blocks=42)
+    low = engine.add(request_of("low", PROMPT, max_tokens=60, priority=9))
+    engine.step()
+    other = [number + 1 for number in PROMPT]
+    high = engine.add(request_of("high", other, max_tokens=60, priority=0))
+    engine.finish(low, high)
+    engine.settle()
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+    engine.check_idle()
+
+
+class TestWishesOfARequest:
+    """`kv_transfer_params={"kvlake": {...}}`."""
+
+    def wishing(self, name: str, wishes: Any, **options: Any) -> Any:
+        request = request_of(name, PROMPT, max_tokens=1, **options)
+        request.kv_transfer_params = {"kvlake": wishes}
+        return request
+
+    def test_write_false_stores_nothing(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        engine.run(self.wishing("a", {"write": False}))
+        assert not engine.sidecar.parts
+        engine.run(self.wishing("b", {"write": True}))
+        engine.forget()
+        engine.run(self.wishing("c", {"write": False}))
+        assert engine.computed["c"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_read_false_loads_nothing(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        engine.run(self.wishing("a", {}))
+        engine.forget()
+        engine.run(self.wishing("b", {"read": False}))
+        assert engine.computed["b"] == len(PROMPT)
+        engine.check_idle()
+
+    @pytest.mark.parametrize("wishes", ["no", {"read": "false"}, {"raed": False}])
+    def test_what_is_not_understood_is_taken_as_less(
+        self, make: Callable[..., Engine], wishes: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make()
+        engine.run(request_of("earlier", PROMPT, max_tokens=1))
+        engine.forget()
+        for name in ("a", "b"):
+            engine.run(self.wishing(name, wishes, salt=None))
+            engine.forget()
+            assert engine.computed[name] == len(PROMPT)
+        assert caplog.text.count("is not understood") == 1
+
+    def test_params_of_others_are_none_of_ours(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        request = request_of("a", PROMPT, max_tokens=1)
+        request.kv_transfer_params = {"do_remote_prefill": True}
+        engine.run(request)
+        assert engine.sidecar.parts
+
+
+class TestRefused:
+    """Served without the cache, with the reason in one line of the log."""
+
+    def reason(self, model: Path, change: Callable[[Any, Any], Any], caplog: Any) -> str:
+        config, kv = vllm_config(model), kv_cache_config()
+        kv = change(config, kv) or kv
+        caplog.clear()
+        connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv)
+        assert connector.get_num_new_matched_tokens(request_of("a", PROMPT), 0) == (0, False)
+        (line,) = [one.getMessage() for one in caplog.records if "without the cache" in one.message]
+        return str(line)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ],
+    )
+    def test_parallelism(self, model: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        def change(config: Any, _: Any) -> None:
+            setattr(config.parallel_config, name, 2)
+
+        assert f"{name}=2 is not supported" in self.reason(model, change, caplog)
+
+    def test_speculative_decoding(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.speculative_config = SimpleNamespace()
+
+        assert "speculative decoding" in self.reason(model, change, caplog)
+
+    def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.model_config.enable_sleep_mode = True
+
+        assert "enable_sleep_mode" in self.reason(model, change, caplog)
