@@ -1,6 +1,6 @@
 """`make bench`: every benchmark in turn, one JSON report, and what was asked of each figure.
 
-Usage: python -m benchmarks.run [--only NAME …] [--out FILE]
+Usage: python -m benchmarks.run [--only NAME …] [--out FILE] [--docs]
 
 Each benchmark is a program of its own that prints one JSON object. Nothing is asserted: what
 falls short is printed as plainly as what holds.
@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.store.bandwidth_plot import svg
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,10 +30,15 @@ BENCHMARKS = {
     "wire": "benchmarks.micro.wire_bench",
     "copy": "benchmarks.micro.copy_bench",
     "restart": "benchmarks.micro.restart",
-    "objects": "benchmarks.micro.objects_bench",
+    "objects": "benchmarks.store.objects_bench",
+    "loop": "benchmarks.store.loop_bench",
     "catalog": "benchmarks.micro.catalog_bench",
     "engine": "benchmarks.compare.engine_bench",
+    "bandwidth": "benchmarks.store.bandwidth_bench",
 }
+
+PICTURE = Path("ttft-by-bandwidth")
+"""Of `bandwidth`, as .svg and .json in `build/bench`; with --docs also where the docs show it."""
 
 
 def _at_most(name: str, field: str, limit: float) -> tuple[str, Callable[[dict[str, Any]], bool]]:
@@ -90,10 +97,24 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
 
 
+def draw(report: dict[str, Any], *, docs: bool) -> None:
+    """Leave the picture of `bandwidth`, and its figures beside it."""
+    found = report["bandwidth"]
+    text = json.dumps({"machine": report["machine"], **found}, indent=1) + "\n"
+    places = [(Path("build/bench"), Path("build/bench"))]
+    if docs:
+        places.append((Path("docs"), Path("benchmarks/results")))
+    for picture, figures in places:
+        picture.mkdir(parents=True, exist_ok=True)
+        (picture / PICTURE.with_suffix(".svg")).write_text(svg(found))
+        (figures / PICTURE.with_suffix(".json")).write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=sorted(BENCHMARKS), default=None)
     parser.add_argument("--out", type=Path, default=None, help="also write the report to this file")
+    parser.add_argument("--docs", action="store_true", help="put the picture into docs/")
     options = parser.parse_args()
     report: dict[str, Any] = {"machine": machine()}
     for name, module in BENCHMARKS.items():
@@ -103,6 +124,8 @@ def main() -> None:
         print(f"{name} …", file=sys.stderr, flush=True)
         report[name] = run_one(module)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    if "points" in report.get("bandwidth", {}):
+        draw(report, docs=options.docs)
     report["targets"] = verdicts(report)
     text = json.dumps(report, indent=1)
     if options.out is not None:

@@ -200,9 +200,11 @@ class SigningKeys:
 
     async def __call__(self) -> Keys:
         """Keys that are good now. Raises what the provider raises."""
+        # Every read comes here, and hardly one has to wait.
+        if self._keys is not None and not self._ended():
+            return self._keys
         async with self._lock:
-            ended = self._until is not None and dt.datetime.now(dt.UTC) >= self._until
-            if self._keys is None or ended:
+            if self._keys is None or self._ended():
                 found = self._provider()
                 if inspect.isawaitable(found):
                     found = await found
@@ -211,6 +213,9 @@ class SigningKeys:
                 )
                 self._until = found["expires_at"]
             return self._keys
+
+    def _ended(self) -> bool:
+        return self._until is not None and dt.datetime.now(dt.UTC) >= self._until
 
 
 def default_region() -> str:

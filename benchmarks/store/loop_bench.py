@@ -1,0 +1,155 @@
+"""How late the event loop of a real sidecar runs a task while it reads from the store at full rate.
+
+A worker stores chunks of 4 MiB, which the sidecar writes; then a scheduler asks for one run of
+them after the other. Host memory holds fewer than there are, so every one is read again: from a
+server that costs next to nothing, as fast as the sidecar can. Lags are those of a task in its own
+loop that wants to run every millisecond, of the time in which reads were running, and, for
+comparison, of as long a time in which nothing was asked. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.store.plain_server import plain_server
+from sidecar.demo.sidecars import SidecarProcess
+from sidecar.protocol import Outcome, Release
+from tests.sidecar.client import BLOCK_TOKENS, BLOCKS_PER_CHUNK, Scheduler, Worker, key_of
+from tiers.layout import KVLayout, Segment
+
+LAYERS, HEADS, CONTENT_BYTES = 8, 8, 1024
+CHUNKS: Final = 96
+RUN: Final = 24
+HOST_SIZE: Final = "224MiB"
+"""Two runs of 24 chunks of 4 MiB, and a little."""
+LOOKUP_MS: Final = 20_000
+LAG_MS_MAX: Final = 5.0
+
+Lags = npt.NDArray[np.float64]
+
+
+def layout_of(num_blocks: int) -> KVLayout:
+    """Blocks of 1 MiB."""
+    head = CONTENT_BYTES * BLOCK_TOKENS
+    block = head * HEADS
+    layer = block * num_blocks
+    return KVLayout(
+        segment=Segment(0, LAYERS, 0, HEADS),
+        num_blocks=num_blocks,
+        block_tokens=BLOCK_TOKENS,
+        content_bytes=CONTENT_BYTES,
+        dtype="float16",
+        encoding="plain",
+        size_bytes=layer * LAYERS,
+        layer_offsets_bytes=tuple(layer * number for number in range(LAYERS)),
+        block_stride_bytes=block,
+        head_stride_bytes=head,
+        token_stride_bytes=CONTENT_BYTES,
+    )
+
+
+def fill_store(sidecar: SidecarProcess, keys: list[bytes]) -> None:
+    """Store every chunk, one after the other, and see it written."""
+    layout = layout_of(BLOCKS_PER_CHUNK)
+    with Worker(Path(sidecar.socket), layout=layout) as worker:
+        rng = np.random.default_rng(1)
+        for number, key in enumerate(keys, start=1):
+            worker.memory[:] = rng.integers(0, 256, worker.memory.nbytes, dtype=np.uint8)
+            outcome = worker.store(number, key, range(BLOCKS_PER_CHUNK))
+            assert outcome is Outcome.OK, outcome
+            # One at a time: host memory does not hold all of them until they are written.
+            _wait_written(sidecar, number)
+
+
+def _wait_written(sidecar: SidecarProcess, count: int) -> None:
+    def written(status: dict[str, Any]) -> bool:
+        return bool(status["counters"]["chunks_written"] >= count)
+
+    sidecar.wait("the chunk is written", written)
+
+
+def measure(sidecar: SidecarProcess, keys: list[bytes], seconds: float) -> dict[str, Any]:
+    """Read run after run for so long; when, how many bytes, and at what cost."""
+    assert sidecar.process is not None
+    pid = sidecar.process.pid
+    runs = [keys[first : first + RUN] for first in range(0, len(keys), RUN)]
+    layout = layout_of(BLOCKS_PER_CHUNK)
+    with (
+        # A worker is what tells the geometry of the chunks.
+        Worker(Path(sidecar.socket), layout=layout),
+        Scheduler(Path(sidecar.socket)) as scheduler,
+    ):
+        sidecar.wait("the store is listed", lambda now: now["tiers"]["store"]["chunks"] >= CHUNKS)
+        idle_from = time.monotonic()
+        time.sleep(seconds)
+        before = sidecar.status()["tiers"]["store"]["verbs"]["read"]["num_bytes"]
+        cpu, start, number = _cpu_seconds(pid), time.monotonic(), 0
+        while time.monotonic() < start + seconds:
+            number += 1
+            ready = scheduler.lookup(number, runs[number % len(runs)], LOOKUP_MS).ready
+            assert ready == RUN, f"{ready} of {RUN} chunks came"
+            scheduler.send(Release(scheduler.epoch, [], [number]))
+        end = time.monotonic()
+        cpu = _cpu_seconds(pid) - cpu
+        read = sidecar.status()["tiers"]["store"]["verbs"]["read"]["num_bytes"] - before
+    return {"idle": idle_from, "start": start, "end": end, "bytes": read, "cpu": cpu}
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _percentiles(lags: Lags) -> dict[str, float]:
+    p50, p99 = np.percentile(1000 * lags, [50, 99])
+    return {
+        "p50_ms": round(float(p50), 3),
+        "p99_ms": round(float(p99), 3),
+        "max_ms": round(float(1000 * lags.max()), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(plain_server())
+        keys = [key_of("loop", number) for number in range(CHUNKS)]
+        config = {
+            "host": {"size": HOST_SIZE},
+            "limits": {"lookup_wait": "20s"},
+            "store": {"url": server.url, "refresh_seconds": "1s", **server.settings},
+        }
+        lags = folder / "lags"
+        program = ("-m", "benchmarks.store.watched_sidecar", str(lags))
+        with SidecarProcess(folder / "side", config, program=program) as sidecar:
+            fill_store(sidecar, keys)
+            found = measure(sidecar, keys, options.seconds)
+        moments, late = np.fromfile(lags).reshape(-1, 2).T
+        reading = late[(moments >= found["start"]) & (moments <= found["end"])]
+        idle = late[(moments >= found["idle"]) & (moments < found["start"])]
+    gigabytes, seconds = found["bytes"] / 1e9, found["end"] - found["start"]
+    report: dict[str, Any] = {
+        "gb_per_second": round(gigabytes / seconds, 3),
+        "sidecar_cpu_seconds_per_gb": round(found["cpu"] / gigabytes, 3),
+        "reading": _percentiles(reading),
+        "idle": _percentiles(idle),
+    }
+    p99 = report["reading"]["p99_ms"]
+    print(json.dumps({**report, "holds": {f"reading.p99_ms <= {LAG_MS_MAX}": p99 <= LAG_MS_MAX}}))
+
+
+if __name__ == "__main__":
+    main()
