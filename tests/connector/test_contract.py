@@ -221,7 +221,7 @@ class TestFound:
             "allowed = {'sidecar', 'sidecar.protocol', 'tiers', 'tiers.errors', 'tiers.fence',\n"
             "           'tiers.index', 'tiers.layout', 'tiers.memfd', 'tiers.cuda',\n"
             "           'tiers.cuda.driver', 'tiers.cuda.errors', 'tiers.cuda.fencing',\n"
-            "           'tiers.cuda.sharing'}\n"
+            "           'tiers.cuda.sharing', 'tiers.packing'}\n"
             "assert set(ours) <= allowed, set(ours) - allowed\n"
             "assert sys.modules['tiers.cuda.driver']._driver is None, 'the driver was loaded'\n"
             "import connector.plugin\n"
