@@ -124,7 +124,7 @@ def close(one: Generation, other: Generation) -> bool:
     return all(abs(expected[token] - given[token]) < CLOSE for token in both)
 
 
-def check_equal(measured: Measured, oracle: Measured) -> None:
+def check_equal(measured: Measured, oracle: Measured, *, block_tokens: int = BLOCK_TOKENS) -> None:
     """Assert that a hit is what the engine's own hit of as many tokens is."""
     assert measured.generation.cached_tokens == oracle.generation.cached_tokens
     assert measured.generation.tokens == oracle.generation.tokens
@@ -132,7 +132,7 @@ def check_equal(measured: Measured, oracle: Measured) -> None:
     assert len(measured.blocks) == len(oracle.blocks)
     for worker, expected in zip(measured.blocks, oracle.blocks, strict=True):
         assert not worker - expected, "a block holds bytes that no block of the oracle holds"
-        assert worker.total() >= measured.generation.cached_tokens // BLOCK_TOKENS
+        assert worker.total() >= measured.generation.cached_tokens // block_tokens
 
 
 def check_hit(

@@ -1,7 +1,8 @@
 """Two clusters share a bucket: one cuts the model over two ranks, the other does not cut it.
 
-What one stored is assembled for the other from the segments that overlap. The oracle is a bucket
-that holds the same KV cut by numpy the way the reader wants it.
+One engine of the latter has blocks of twice the tokens. What one stored is assembled for the others
+from the segments that overlap, in blocks of their own size. The oracle is a bucket that holds the
+same KV, cut by numpy the way the reader wants it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.e2e.arms import (
     same_output,
     words,
 )
+from tests.tiers.packed import packed
 from tiers.arrow import SlotTemplates
 from tiers.arrow_file import Descriptor, find_descriptor
 from tiers.catalog.names import object_name, parse_name
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
+
+    from sidecar.demo.engine import Generation
+
+    Bytes = npt.NDArray[np.uint8]
 
 pytestmark = pytest.mark.engine
 
@@ -56,6 +62,8 @@ class Cluster(NamedTuple):
     folder: Path
     engines: tuple[Engine, Engine]
     ranks: int
+    block_tokens: tuple[int, int]
+    """Of each engine. Two sizes: they share no host memory, only the bucket."""
 
 
 @contextlib.contextmanager
@@ -97,10 +105,10 @@ def proven(engine: Engine, sidecar: SidecarProcess) -> None:
 
 @pytest.fixture(scope="module")
 def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
-    """TP=1 and TP=2, two engines each."""
+    """TP=1 and TP=2, two engines each; one engine has blocks of another size."""
     with contextlib.ExitStack() as stack:
         made: list[Cluster] = []
-        for name, ranks in (("one", 1), ("two", 2)):
+        for name, ranks, sizes in (("one", 1, (32, 64)), ("two", 2, (32, 32))):
             place = folder / name
             place.mkdir()
             args = {
@@ -109,12 +117,17 @@ def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
                 "max_model_len": 4096,
             }
             bind = "|".join(str(core) for core in range(ranks))
-            spec = EngineSpec(model, SidecarProcess(place, {}).socket, args, threads_bind=bind)
+            socket = SidecarProcess(place, {}).socket
             first, second = (
-                stack.enter_context(Engine(spec, place / f"engine{number}.log"))
-                for number in range(2)
+                stack.enter_context(
+                    Engine(
+                        EngineSpec(model, socket, args | {"block_size": size}, threads_bind=bind),
+                        place / f"engine{number}.log",
+                    )
+                )
+                for number, size in enumerate(sizes)
             )
-            made.append(Cluster(place, (first, second), ranks))
+            made.append(Cluster(place, (first, second), ranks, sizes))
         for cluster in made:
             for engine in cluster.engines:
                 engine.wait_ready()
@@ -122,13 +135,17 @@ def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
 
 
 def told(sidecar: SidecarProcess, chunks: int) -> None:
-    """Wait until the catalog was read whole, and has so many chunks."""
+    """Wait until the catalog was read whole, for every kind of engine, and has so many chunks."""
 
     def whole(status: dict[str, Any]) -> bool:
-        store = status["tiers"]["store"]
-        return bool(store["listings"] and store["chunks"] >= chunks)
+        return bool(status["tiers"]["store"]["listings"]) and in_catalog(status) >= chunks
 
     sidecar.wait("the catalog is read", whole)
+
+
+def in_catalog(status: dict[str, Any]) -> int:
+    """Chunks that every kind of engine here knows to be in the bucket."""
+    return min(int(realm["chunks_in_store"]) for realm in status["realms"])
 
 
 def written(sidecar: SidecarProcess, chunks: int) -> None:
@@ -155,31 +172,65 @@ def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
         written(sidecar, before + CHUNKS)
         with serving(theirs, bucket) as other:
             # What attaching left is in the catalog, too.
-            told(other, sidecar.status()["tiers"]["store"]["chunks"])
+            told(other, in_catalog(sidecar.status()))
             read = counters(other)["chunks_read"]
             first = hit(theirs.engines[0], call, salt)
             assert first.generation.cached_tokens == WHOLE_TOKENS
             assert counters(other)["chunks_read"] - read == CHUNKS
-            # The other engine finds in host memory what the first one brought there.
+            # The other engine finds in host memory what the first one brought there, if its blocks
+            # are of the same size; else it has it made anew.
+            times = len(set(theirs.block_tokens))
             second = hit(theirs.engines[1], call, salt)
-            assert counters(other)["chunks_read"] - read == CHUNKS
-            check_equal(second, first)
+            assert counters(other)["chunks_read"] - read == CHUNKS * times
+            assert second.generation.cached_tokens == WHOLE_TOKENS
             assert counters(other)["reads_unreadable"] == 0
             assert counters(other)["chunks_written"] < CHUNKS, "the bucket has it, cut otherwise"
     # Ranks add up in another order: equal but for rounding.
-    assert first.generation.tokens == computed.tokens
-    for one, two in zip(first.generation.logprobs, computed.logprobs, strict=True):
-        for token in one.keys() & two.keys():
-            assert math.isclose(one[token], two[token], abs_tol=0.2)
-    wanted = HALVES if theirs.ranks == 2 else WHOLE
-    with serving(theirs, recut(bucket, folder / f"oracle{writer}", wanted)) as oracle:
+    check_close(first.generation, computed)
+    check_close(second.generation, computed)
+    cut = HALVES if theirs.ranks == 2 else WHOLE
+    for number, found in enumerate((first, second)):
+        size = theirs.block_tokens[number]
+        place = recut(bucket, folder / f"oracle{writer}{number}", cut, size)
+        with serving(theirs, place) as oracle:
+            told(oracle, CHUNKS)
+            expected = hit(theirs.engines[number], call, salt)
+        check_equal(found, expected, block_tokens=size)
+        assert same_output(found.generation, expected.generation)
+
+
+def test_blocks_of_another_size_are_a_hit_in_the_same_cluster(
+    folder: Path, clusters: tuple[Cluster, Cluster]
+) -> None:
+    cluster = clusters[0]
+    narrow, wide = cluster.engines
+    bucket, call, salt = folder / "bucket-sizes", Call(words(TOKENS, 20)), fresh_salt()
+    with serving(cluster, bucket) as sidecar:
+        before, read = counters(sidecar)["chunks_written"], counters(sidecar)["chunks_read"]
+        computed = narrow.generate(call.prompt, cache_salt=salt)
+        empty(narrow)
+        written(sidecar, before + CHUNKS)
+        told(sidecar, max(one["chunks_in_store"] for one in sidecar.status()["realms"]))
+        found = hit(wide, call, salt)
+        assert found.generation.cached_tokens == WHOLE_TOKENS
+        assert counters(sidecar)["chunks_read"] - read == CHUNKS
+        assert counters(sidecar)["quarantined_store"] == 0
+    check_close(found.generation, computed)
+    with serving(cluster, recut(bucket, folder / "oracle-sizes", WHOLE, 64)) as oracle:
         told(oracle, CHUNKS)
-        expected = hit(theirs.engines[0], call, salt)
-    check_equal(first, expected)
-    assert same_output(first.generation, expected.generation)
+        expected = hit(wide, call, salt)
+    check_equal(found, expected, block_tokens=64)
 
 
-def recut(bucket: Path, oracle: Path, wanted: tuple[Segment, ...]) -> Path:
+def check_close(one: Generation, other: Generation) -> None:
+    """The same tokens, with log probabilities that only rounding tells apart."""
+    assert one.tokens == other.tokens
+    for given, wanted in zip(one.logprobs, other.logprobs, strict=True):
+        for token in given.keys() & wanted.keys():
+            assert math.isclose(given[token], wanted[token], abs_tol=0.2)
+
+
+def recut(bucket: Path, oracle: Path, wanted: tuple[Segment, ...], block_tokens: int) -> Path:
     """A bucket with the KV of every chunk in `bucket`, cut by numpy into `wanted` segments."""
     chunks: dict[tuple[str, bytes], dict[Segment, Path]] = {}
     for path in bucket.rglob("*.arrow"):
@@ -188,14 +239,19 @@ def recut(bucket: Path, oracle: Path, wanted: tuple[Segment, ...]) -> Path:
             chunks.setdefault((name.namespace, name.key), {})[name.segment] = path
     for (_, key), parts in chunks.items():
         if len({segment.num_heads for segment in parts}) == 1:
-            _recut_chunk(oracle, key, parts, wanted)
+            _recut_chunk(oracle, key, parts, wanted, block_tokens)
     return oracle
 
 
 def _recut_chunk(
-    oracle: Path, key: bytes, parts: dict[Segment, Path], wanted: tuple[Segment, ...]
+    oracle: Path,
+    key: bytes,
+    parts: dict[Segment, Path],
+    wanted: tuple[Segment, ...],
+    block_tokens: int,
 ) -> None:
-    whole: dict[int, npt.NDArray[np.uint8]] = {}
+    # Of each head [layers, tokens, content bytes], K and V of a token side by side.
+    whole: dict[int, Bytes] = {}
     layout, digest, parent, tokens = None, b"", b"", b""
     for segment, path in parts.items():
         raw = path.read_bytes()
@@ -207,18 +263,33 @@ def _recut_chunk(
         parent = row.column("parent_hash")[0].as_py()
         tokens = np.array(row.column("token_ids")[0].as_py(), dtype="<i4").tobytes()
         layout = descriptor_layout(descriptor, segment)
-        blocks = len(tokens) // 4 // layout.block_tokens
         # [1, blocks, layers, heads, tokens, content elements]
         held = np.ascontiguousarray(row.column("kv").to_numpy_ndarray())[0]
-        assert held.shape[:3] == (blocks, segment.num_layers, segment.num_heads)
+        assert held.shape[:4] == (
+            descriptor.blocks, LAYERS, segment.num_heads, descriptor.block_tokens,
+        )  # fmt: skip
+        places = _places(layout)
+        raw_bytes = held.view(np.uint8).reshape(*held.shape[:3], -1)
+        content = np.empty_like(raw_bytes)
+        content[..., places] = raw_bytes
         for head in range(segment.num_heads):
-            values = np.ascontiguousarray(held[:, :, head])
-            whole[segment.first_head + head] = values.view(np.uint8).reshape(blocks, LAYERS, -1)
+            values = content[:, :, head].transpose(1, 0, 2)
+            whole[segment.first_head + head] = values.reshape(LAYERS, -1, layout.content_bytes)
     assert layout is not None
+    num_tokens = len(tokens) // 4
+    if num_tokens % block_tokens:
+        return
     for segment in wanted:
-        own = msgspec.structs.replace(layout, segment=segment)
-        heads = [whole[segment.first_head + head] for head in range(segment.num_heads)]
-        payload = np.stack(heads, axis=2)
+        own = msgspec.structs.replace(
+            layout,
+            segment=segment,
+            block_tokens=block_tokens,
+            blocks_per_chunk=max(1, num_tokens // block_tokens),
+        )
+        heads = np.stack([whole[segment.first_head + head] for head in range(segment.num_heads)])
+        # [heads, layers, blocks, bytes of a block] -> [blocks, layers, heads, bytes of a block]
+        blocks = heads.reshape(*heads.shape[:2], num_tokens // block_tokens, -1)
+        payload = blocks.transpose(2, 1, 0, 3)[..., _places(own)]
         template = SlotTemplates(own, digest)[payload.shape[0]]
         image = np.zeros(template.image_bytes, dtype=np.uint8)
         template.prepare(image)
@@ -227,6 +298,13 @@ def _recut_chunk(
         path = oracle / object_name(digest, key, segment)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image.tobytes())
+
+
+def _places(layout: ChunkLayout) -> npt.NDArray[np.int64]:
+    """Which byte of `[tokens, content]` each byte of a (block, head) is."""
+    shape = layout.block_tokens, layout.content_bytes
+    content = np.arange(math.prod(shape)).reshape(shape)
+    return packed(content, layout.encoding, layout.itemsize)
 
 
 def descriptor_layout(descriptor: Descriptor, segment: Segment) -> ChunkLayout:
