@@ -161,7 +161,7 @@ class World:
             "host": {"size": "256MiB", "prefault": False},
             "store": {
                 "url": self.server.url,
-                "storage_options": self.server.options_at(self.proxy.endpoint),
+                **self.server.settings_at(self.proxy.endpoint),
                 "refresh_seconds": "200ms",
                 "deadline_seconds_max": store_seconds_max,
                 # This model computes sooner than any store is read: wait for it all the same.

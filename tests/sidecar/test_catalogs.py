@@ -30,7 +30,7 @@ QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with s3_server(tmp_path_factory.mktemp("seaweed")) as server:
-        yield {"url": server.url, "storage_options": server.storage_options}
+        yield {"url": server.url, **server.settings}
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import time
 from typing import TYPE_CHECKING
 
@@ -90,6 +92,22 @@ async def test_one_connection_serves_one_read_after_the_other() -> None:
     assert told.connections == 1
     assert told.requests[0].startswith(b"GET /bucket/some%20prefix/a%3Db HTTP/1.1\r\n")
     assert b"range: bytes=0-400000\r\n" in told.requests[0]
+
+
+async def test_descriptors_may_be_many() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    whole = OK + IMAGE.tobytes()
+    try:
+        async with telling(whole, whole) as (told, tier):
+            for _ in range(2):
+                assert await tier.read("name", slot()) == IMAGE.nbytes
+        assert told.connections == 1
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
