@@ -187,9 +187,11 @@ class Planner:
         """When the last of a run's objects would be there; 0 where nothing was measured yet."""
         if not self._samples:
             return 0.0
-        latency_seconds = min(sample.seconds for sample in self._samples)
-        behind_bytes = read_bytes / reads * (queued + reads - 1)
-        return latency_seconds + behind_bytes / self._rate(queued + reads)
+        # Not their sum: where reads share a link each takes as long as all of them, and the sum
+        # would count them twice. A measured rate has the latency of its reads in it.
+        quickest_seconds = min(sample.seconds for sample in self._samples)
+        wanted_bytes = read_bytes / reads * (queued + reads)
+        return max(quickest_seconds, wanted_bytes / self._rate(queued + reads))
 
     def _rate(self, wanted: int) -> float:
         """Bytes per second that `wanted` reads together may be expected to have."""

@@ -113,6 +113,17 @@ def test_a_fast_store_is_read_and_a_slow_one_is_not() -> None:
         assert plan.read is expected, (latency, rate)
 
 
+def test_reads_that_share_a_link_are_not_counted_twice() -> None:
+    planner = make()
+    # Sixteen at once, each with a sixteenth of 32 MiB a second: all of them end together.
+    starts = [planner.read_started(0.0) for _ in range(16)]
+    for number, start in enumerate(starts):
+        planner.read_ended(start, 0.5 + number * 1e-6, CHUNK_BYTES)
+    # 0.5 s to read what takes 0.7 s to compute, and 0.5 s of reading for 0.45 s of computing.
+    assert plan_of(planner, 16, prefill=16 * CHUNK_TOKENS / 0.7).read
+    assert not plan_of(planner, 16, prefill=16 * CHUNK_TOKENS / 0.45).read
+
+
 def test_a_long_queue_makes_a_store_slow() -> None:
     planner, store = make(), StoreModel(0.02, 1e8)
     store.read(planner, 16)
