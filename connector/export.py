@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -89,10 +90,14 @@ class MemfdAllocation(TorchFunctionMode):
 class ExportedMemory:
     """KV memory with its layout, its description for the wire, and a descriptor if it has one."""
 
-    def __init__(self, fd: int, size_bytes: int, layout: KVLayout) -> None:
+    def __init__(
+        self, fd: int, size_bytes: int, layout: KVLayout, others: Sequence[KVLayout] = ()
+    ) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self.layout = layout
+        self.layouts = (layout, *others)
+        """Of each KV cache group."""
         self.shared = Memory(KIND_MEMFD, size_bytes)
 
     @property
@@ -115,10 +120,10 @@ class ExportedGpuMemory(ExportedMemory):
     """KV memory on a GPU; `stream` is the handle of the stream that is current at a step."""
 
     def __init__(
-        self, found: SharedAllocation, layout: KVLayout, stream: Callable[[], int]
+        self, found: SharedAllocation, layouts: Sequence[KVLayout], stream: Callable[[], int]
     ) -> None:
         kind = KIND_CUDA_IPC if found.handle else KIND_CUDA_VMM
-        super().__init__(found.fd, found.size_bytes, layout)
+        super().__init__(found.fd, found.size_bytes, layouts[0], layouts[1:])
         self.shared = Memory(kind, found.size_bytes, found.device_uuid, found.handle)
         self._context = found.context
         self._stream = stream
@@ -132,28 +137,37 @@ def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTensors:
+    """What a worker holds of one KV cache group.
+
+    `tensors` have the shape [blocks, heads, tokens, content], in layer order; `encoding` is from
+    `namespace.encoding_of`.
+    """
+
+    tensors: list[torch.Tensor]
+    segment: Segment
+    encoding: str
+
+
 def export(
-    kv_caches: dict[str, torch.Tensor],
+    groups: Sequence[GroupTensors],
     allocation: MemfdAllocation | None,
-    segment: Segment,
-    encoding: str,
     *,
     stream: Callable[[], int] = _current_stream,
 ) -> ExportedMemory:
     """Describe and share the KV cache that vLLM registered.
 
     Args:
-        kv_caches: layer name to tensor of shape [blocks, heads, tokens, content], in layer order.
+        groups: every KV cache group; their tensors may lie over each other.
         allocation: the context in which they were allocated, if there was one.
-        segment: this rank's layers and heads.
-        encoding: from `namespace.encoding_of`.
         stream: handle of the CUDA stream that the engine's work is queued on, asked at each step.
 
     Raises:
         ExportRefused: the memory is not one allocation, or cannot be shared where it is.
         LayoutError: the tensors do not form a layout.
     """
-    tensors = list(kv_caches.values())
+    tensors = [tensor for group in groups for tensor in group.tensors]
     kinds = {tensor.device.type for tensor in tensors}
     if kinds not in ({"cpu"}, {"cuda"}):
         raise ExportRefused(
@@ -166,45 +180,43 @@ def export(
             f"KV cache in {len(storages)} allocations: kvlake shares one allocation per worker"
         )
     if kinds == {"cuda"}:
-        return _export_gpu(tensors, segment, encoding, stream)
+        return _export_gpu(groups, stream)
     if allocation is not None and allocation.fd >= 0 and storages == {allocation.address}:
         fd, size_bytes, base = allocation.fd, allocation.size_bytes, allocation.address
     else:
         fd, size_bytes, base = _move_to_shared(tensors[0])
-    layout = _layout(tensors, segment, encoding, base, size_bytes)
-    return ExportedMemory(fd, size_bytes, layout)
+    layout, *others = [_layout(group, base, size_bytes) for group in groups]
+    return ExportedMemory(fd, size_bytes, layout, others)
 
 
-def _export_gpu(
-    tensors: list[torch.Tensor], segment: Segment, encoding: str, stream: Callable[[], int]
-) -> ExportedMemory:
+def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> ExportedMemory:
+    tensors = groups[0].tensors
     storage = tensors[0].untyped_storage()
     try:
         found = share(storage.data_ptr(), storage.nbytes())
     except (ShareRefused, CudaFailed) as error:
         raise ExportRefused(f"KV cache on {tensors[0].device}: {error}") from error
     try:
-        layout = _layout(tensors, segment, encoding, found.base, found.size_bytes)
+        layouts = [_layout(group, found.base, found.size_bytes) for group in groups]
     except BaseException:
         if found.fd >= 0:
             os.close(found.fd)
         raise
-    return ExportedGpuMemory(found, layout, stream)
+    return ExportedGpuMemory(found, layouts, stream)
 
 
-def _layout(
-    tensors: list[torch.Tensor], segment: Segment, encoding: str, base: int, size_bytes: int
-) -> KVLayout:
+def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
+    tensors = group.tensors
     views = [
         (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor))
         for tensor in tensors
     ]
     return KVLayout.from_views(
-        segment,
+        group.segment,
         views,
         itemsize=tensors[0].element_size(),
         dtype=str(tensors[0].dtype).removeprefix("torch."),
-        encoding=encoding,
+        encoding=group.encoding,
         size_bytes=size_bytes,
     )
 

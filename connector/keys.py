@@ -62,6 +62,7 @@ class KeyChain:
         chunk_tokens: tokens per full chunk.
         block_tokens: tokens per engine block; partial chunks are whole blocks.
         media: multimodal inputs in order of offset.
+        beside: a chain of the same tokens, which keeps them for both; see `follow`.
     """
 
     __slots__ = (
@@ -75,13 +76,19 @@ class KeyChain:
     )
 
     def __init__(
-        self, root: bytes, chunk_tokens: int, block_tokens: int, media: Sequence[MediaItem] = ()
+        self,
+        root: bytes,
+        chunk_tokens: int,
+        block_tokens: int,
+        media: Sequence[MediaItem] = (),
+        *,
+        beside: KeyChain | None = None,
     ) -> None:
         self._root = root
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._media = tuple(media)
-        self._tokens = bytearray()
+        self._tokens: bytearray = bytearray() if beside is None else beside._tokens  # noqa: SLF001 (a chain too)
         self._keys: list[bytes] = []
         self._partials: dict[tuple[int, int], bytes] = {}
 
@@ -98,6 +105,10 @@ class KeyChain:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append token ids (int32 range) and hash the chunks that they complete."""
         self._tokens += array("i", token_ids).tobytes()
+        self.follow()
+
+    def follow(self) -> None:
+        """Hash the chunks that were completed since, in this chain or the one that it is beside."""
         chunk_bytes = self._chunk_tokens * _TOKEN_BYTES
         for index in range(len(self._keys), len(self._tokens) // chunk_bytes):
             self._keys.append(self._key(index, self._chunk_tokens))

@@ -1,22 +1,34 @@
 """Reading the shared index for one request: how far a hit reaches, and under which keys.
 
-Owns the arithmetic between tokens, chunks and pieces of a chunk. Sends nothing and decides
-nothing; every method costs microseconds and reads the index as it is at that moment.
+Owns the arithmetic between tokens, chunks and pieces of a chunk, in every KV cache group; what a
+hit needs of each is in `groups.py`. Sends nothing and decides nothing; every method costs
+microseconds and reads the index as it is at that moment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from connector.groups import aligned, longest_hit
 from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from connector.client import Session
-    from connector.requests import Geometry, RequestState
+    from connector.groups import Geometry
+    from connector.requests import GroupState, RequestState
+
+
+class Wanted(NamedTuple):
+    """A chunk that only the store holds, or that is behind one."""
+
+    group: int
+    key: bytes
 
 
 @dataclass(slots=True)
@@ -24,8 +36,8 @@ class Hit:
     """The external run beyond the engine's own hit, as the index shows it now."""
 
     end_tokens: int
-    wanted: list[bytes]
-    """Keys right behind the run that only the store holds."""
+    wanted: list[Wanted]
+    """What the run lacks in host memory to reach further, of each group in order."""
     first_wanted_tokens: int
     """Where the first of them begins."""
     wanted_tokens: int
@@ -35,78 +47,189 @@ class Hit:
 class HitFinder:
     """Looks requests up in the index of a session."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
+    def __init__(self, geometries: Sequence[Geometry]) -> None:
+        self._geometries = geometries
+        self._full = [one for one, each in enumerate(geometries) if each.attention.full]
+        self._windowed = len(self._full) < len(geometries)
 
     def hit(self, state: RequestState, session: Session, local_tokens: int) -> Hit | None:
-        """The loadable run that begins in the chunk where `local_tokens` ends."""
+        """The run that can be loaded behind `local_tokens`, and the one that the store adds."""
         index = session.index
         if index is None:
             return None
-        geometry = self._geometry
-        keys = state.chain.keys
+        found = [
+            index.lookup(self._tags(group, session)[first:])
+            for group, first in zip(state.groups, self._first_chunks(local_tokens), strict=True)
+        ]
+        host = [flags & np.uint8(FLAG_HOST) for flags in found]
+        end_tokens = self._reach(state, session, local_tokens, host, FLAG_HOST)
+        anywhere = FLAG_HOST | FLAG_STORE
+        wanted_tokens = self._reach(state, session, local_tokens, found, anywhere)
+        if wanted_tokens <= end_tokens:
+            return Hit(end_tokens, [], end_tokens, end_tokens)
+        wanted, first_wanted_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
+        return Hit(end_tokens, wanted, first_wanted_tokens, wanted_tokens)
+
+    def _first_chunks(self, local_tokens: int) -> list[int]:
+        return [local_tokens // geometry.chunk_tokens for geometry in self._geometries]
+
+    def _reach(
+        self,
+        state: RequestState,
+        session: Session,
+        local_tokens: int,
+        flags: list[npt.NDArray[np.uint8]],
+        tiers: int,
+    ) -> int:
+        """How far `tiers` reach, where `flags` are those of the full chunks."""
+        firsts = self._first_chunks(local_tokens)
+        ends: list[int] = []
+        for number in self._full:
+            group, geometry = state.groups[number], self._geometries[number]
+            last = firsts[number] + _leading(flags[number])
+            blocks, _ = self._partial(group, session, last, tiers)
+            ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
+        if not self._windowed:
+            return max(local_tokens, aligned(self._geometries, min(ends)))
+        # The last token is always computed. vLLM takes a whole prompt and goes back by one token,
+        # but its window may then begin in a block that it did not allocate.
+        ends.append(state.request.num_tokens - 1)
+        end_tokens = max(local_tokens, aligned(self._geometries, min(ends)))
+        held = [
+            self._held(group, session, local_tokens, end_tokens, chunks, tiers)
+            for group, chunks in zip(state.groups, flags, strict=True)
+        ]
+        return longest_hit(self._geometries, held, local_tokens, end_tokens)
+
+    def _held(
+        self,
+        group: GroupState,
+        session: Session,
+        local_tokens: int,
+        end_tokens: int,
+        flags: npt.NDArray[np.uint8],
+        tiers: int,
+    ) -> npt.NDArray[np.bool_]:
+        """Which blocks of a group can be loaded, from the one at `local_tokens` on.
+
+        A chunk that is not held whole may be in pieces: looked for where the run ends, or, of a
+        group that alone decides where that is, behind the last chunk that is held.
+        """
+        geometry = self._geometries[group.group]
+        per_chunk = geometry.blocks_per_chunk
         first = local_tokens // geometry.chunk_tokens
-        flags = index.lookup(self._tags(state, session)[first:])
-        last = first + _leading(flags & FLAG_HOST)
-        blocks, _ = self._partial(state, session, last, FLAG_HOST)
-        end_tokens = last * geometry.chunk_tokens + blocks * geometry.block_tokens
-        reach = last + _leading(flags[last - first :])
-        wanted = keys[last:reach]
-        wanted_tokens = reach * geometry.chunk_tokens
-        tail_blocks, tail_key = self._partial(state, session, reach, FLAG_HOST | FLAG_STORE)
-        if tail_key is not None and (wanted or tail_blocks > blocks):
-            wanted = [*wanted, tail_key]
-            wanted_tokens += tail_blocks * geometry.block_tokens
-        first_wanted_tokens = last * geometry.chunk_tokens
-        return Hit(max(end_tokens, local_tokens), wanted, first_wanted_tokens, wanted_tokens)
+        whole = flags != 0
+        if self._full:
+            chunk = end_tokens // geometry.chunk_tokens
+        else:
+            chunk = first + int(np.flatnonzero(whole)[-1]) + 1 if whole.any() else first
+        blocks = np.zeros((max(len(whole), chunk - first + 1), per_chunk), dtype=np.bool_)
+        blocks[: len(whole)] = whole[:, np.newaxis]
+        if not blocks[chunk - first, 0]:
+            blocks[chunk - first, : self._partial(group, session, chunk, tiers)[0]] = True
+        held: npt.NDArray[np.bool_] = blocks.ravel()
+        return held[local_tokens // geometry.block_tokens - first * per_chunk :]
+
+    def _wanted(
+        self, state: RequestState, session: Session, local_tokens: int, end_tokens: int
+    ) -> tuple[list[Wanted], int]:
+        """Keys that a hit of `end_tokens` needs, and the token where the first of them begins.
+
+        Of each group those from the first on that is not in host memory.
+        """
+        assert session.index is not None
+        wanted: list[Wanted] = []
+        begins = end_tokens
+        # A window is of no use without the run that it is the tail of: full attention first.
+        order = sorted(range(len(self._geometries)), key=lambda one: one not in self._full)
+        for number in order:
+            group, geometry = state.groups[number], self._geometries[number]
+            pieces = list(pieces_of(geometry, local_tokens, end_tokens))
+            anywhere = FLAG_HOST | FLAG_STORE
+            keys = [
+                self.loaded_key(group, session, piece.chunk, piece.end, tiers=anywhere)
+                for piece in pieces
+            ]
+            in_host = session.index.lookup(tags_of(keys, session.index_salt)) & FLAG_HOST
+            there = _leading(in_host)
+            if there < len(keys):
+                begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
+            wanted += [Wanted(number, key) for key in keys[there:]]
+        return wanted, begins
 
     def _partial(
-        self, state: RequestState, session: Session, index: int, tiers: int
+        self, group: GroupState, session: Session, index: int, tiers: int
     ) -> tuple[int, bytes | None]:
         """The longest piece of chunk `index` that one of `tiers` holds under a key of its own."""
         assert session.index is not None
-        blocks = min(state.chain.partial_blocks(index), self._geometry.blocks_per_chunk - 1)
+        geometry = self._geometries[group.group]
+        blocks = min(group.chain.partial_blocks(index), geometry.blocks_per_chunk - 1)
         if blocks < 1:
             return 0, None
-        tags = state.partial_tags.get(index)
+        tags = group.partial_tags.get(index)
         if tags is None or len(tags) != blocks:
-            keys = [state.chain.partial(index, count) for count in range(blocks, 0, -1)]
-            tags = state.partial_tags[index] = tags_of(keys, session.index_salt)
+            keys = [group.chain.partial(index, count) for count in range(blocks, 0, -1)]
+            tags = group.partial_tags[index] = tags_of(keys, session.index_salt)
         found = np.flatnonzero(session.index.lookup(tags) & tiers)
         if not len(found):
             return 0, None
         best = blocks - int(found[0])
-        return best, state.chain.partial(index, best)
+        return best, group.chain.partial(index, best)
 
     def loaded_key(
-        self, state: RequestState, session: Session | None, chunk: int, blocks: int
+        self,
+        group: GroupState,
+        session: Session | None,
+        chunk: int,
+        blocks: int,
+        *,
+        tiers: int = FLAG_HOST,
     ) -> bytes:
         """Key under which the first `blocks` blocks of a chunk were found."""
-        keys = state.chain.keys
-        if blocks == self._geometry.blocks_per_chunk:
+        keys = group.chain.keys
+        if blocks == self._geometries[group.group].blocks_per_chunk:
             return keys[chunk]
         if session is not None and session.index is not None:
             # vLLM may take fewer tokens than were offered; then a piece that lies within a full
             # or longer partial chunk is loaded from there.
             if chunk < len(keys):
                 tag = tags_of([keys[chunk]], session.index_salt)
-                if session.index.lookup(tag)[0] & FLAG_HOST:
+                if session.index.lookup(tag)[0] & tiers:
                     return keys[chunk]
-            longest, key = self._partial(state, session, chunk, FLAG_HOST)
+            longest, key = self._partial(group, session, chunk, tiers)
             if key is not None and longest >= blocks:
                 return key
-        return state.chain.partial(chunk, blocks)
+        return group.chain.partial(chunk, blocks)
 
-    def _tags(self, state: RequestState, session: Session) -> npt.NDArray[np.uint64]:
-        keys = state.chain.keys
-        if state.tags_salt != session.index_salt:
-            state.tags_salt = session.index_salt
-            state.tags = tags_of(keys, session.index_salt)
-            state.partial_tags.clear()
-        elif len(state.tags) < len(keys):
-            fresh = tags_of(keys[len(state.tags) :], session.index_salt)
-            state.tags = np.concatenate([state.tags, fresh])
-        return state.tags
+    def _tags(self, group: GroupState, session: Session) -> npt.NDArray[np.uint64]:
+        keys = group.chain.keys
+        if group.tags_salt != session.index_salt:
+            group.tags_salt = session.index_salt
+            group.tags = tags_of(keys, session.index_salt)
+            group.partial_tags.clear()
+        elif len(group.tags) < len(keys):
+            fresh = tags_of(keys[len(group.tags) :], session.index_salt)
+            group.tags = np.concatenate([group.tags, fresh])
+        return group.tags
+
+
+class Piece(NamedTuple):
+    """Blocks `first` to `end` (exclusive) of a chunk."""
+
+    chunk: int
+    first: int
+    end: int
+
+
+def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterator[Piece]:
+    """What a hit of `end_tokens` loads of one group, where `local_tokens` are there already."""
+    per_chunk = geometry.blocks_per_chunk
+    block = max(local_tokens // geometry.block_tokens, geometry.first_block(end_tokens))
+    last = end_tokens // geometry.block_tokens
+    while block < last:
+        chunk, first = divmod(block, per_chunk)
+        block = min(last, (chunk + 1) * per_chunk)
+        yield Piece(chunk, first, block - chunk * per_chunk)
 
 
 def _leading(flags: npt.NDArray[np.integer[Any]]) -> int:

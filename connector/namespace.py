@@ -14,9 +14,12 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tiers.packing import BY_TOKEN, regroups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SAMPLE_BYTES: Final = 1024
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
@@ -33,7 +36,15 @@ _DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "f
 """With these the CUDA backends above keep K and V of a token side by side, scales elsewhere."""
 
 
-def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, spec: Any) -> bytes:
+def namespace_of(
+    vllm_config: Any,
+    *,
+    block_tokens: int,
+    blocks_per_chunk: int,
+    spec: Any,
+    layer_names: Sequence[str] = (),
+    kv_heads: int = 0,
+) -> bytes:
     """Canonical JSON (UTF-8, sorted keys) of an engine's namespace.
 
     Args:
@@ -42,6 +53,8 @@ def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, 
         blocks_per_chunk: blocks per full chunk.
         spec: the group's `FullAttentionSpec`; head counts are taken from the model, not from it,
             so that ranks of a tensor-parallel engine agree.
+        layer_names: the group's layers, where it is one of several.
+        kv_heads: what these layers have over all ranks, then.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -67,6 +80,8 @@ def namespace_of(vllm_config: Any, *, block_tokens: int, blocks_per_chunk: int, 
     }
     if not regroups(encoding, kv_dtype):
         description["block_tokens"] = block_tokens
+    if layer_names:
+        description |= {"group": list(layer_names), "kv_heads": kv_heads}
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -16,6 +16,7 @@ class LoadPiece:
     key: bytes
     first_block: int
     block_ids: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class StorePiece:
     parent: bytes
     token_ids: bytes
     block_ids: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True)

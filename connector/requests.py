@@ -1,4 +1,4 @@
-"""What the scheduler role knows of each request, and the geometry and counts it shares.
+"""What the scheduler role knows of each request, and the settings and counts it shares.
 
 Owns the making of a request's key chain from what vLLM says of it, and the rule of which requests
 are cached at all. Does not own any decision about loading or storing.
@@ -18,7 +18,10 @@ from connector.namespace import adapter_identity
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from connector.client import Session
+    from connector.groups import CachedGroup, Geometry
     from connector.plan import Load
 
 logger = logging.getLogger("vllm.kvlake")
@@ -26,19 +29,6 @@ logger = logging.getLogger("vllm.kvlake")
 
 PARAMS: Final = "kvlake"
 """Our part of a request's `kv_transfer_params`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Tokens per engine block and per full chunk."""
-
-    block_tokens: int
-    chunk_tokens: int
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of a full chunk."""
-        return self.chunk_tokens // self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +77,30 @@ class PendingLookup:
 
 
 @dataclass(slots=True)
-class RequestState:
-    """One request, from its arrival to its end."""
+class GroupState:
+    """What is known of one request in one KV cache group."""
 
-    request: Any
+    group: int
+    geometry: Geometry
     chain: KeyChain
-    tenant: bytes
-    """Whose it is, as the sidecar is told: made from the cache salt, which stays here."""
     tags: npt.NDArray[np.uint64]
     tags_salt: bytes = b""
     partial_tags: dict[int, npt.NDArray[np.uint64]] = field(
         default_factory=dict[int, npt.NDArray[np.uint64]]
     )
     """Chunk index to the tags of its pieces, longest first."""
+    next_chunk: int = 0
+    """Chunks before this one were considered for storing."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request, from its arrival to its end."""
+
+    request: Any
+    groups: list[GroupState]
+    tenant: bytes
+    """Whose it is, as the sidecar is told: made from the cache salt, which stays here."""
     local_tokens: int = 0
     lookup: PendingLookup | None = None
     asked_tokens: int = -1
@@ -112,8 +113,6 @@ class RequestState:
     load_failed: bool = False
     void: bool = False
     """The cache was reset while this request ran: its KV is of the old weights."""
-    next_chunk: int = 0
-    """Chunks before this one were considered for storing."""
     prompt_tail_done: bool = False
     reads: bool = True
     """Whether the request itself lets chunks be loaded for it (`kv_transfer_params`)."""
@@ -124,14 +123,26 @@ class RequestState:
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and through it from the object store."""
 
+    @property
+    def chain(self) -> KeyChain:
+        """Keys of its chunks in the first group, and all of its tokens."""
+        return self.groups[0].chain
+
+    def extend(self) -> None:
+        """Hash what its tokens have grown by."""
+        chain = self.chain
+        if self.request.num_tokens > chain.num_tokens:
+            chain.extend(self.request.all_token_ids[chain.num_tokens :])
+            for other in self.groups[1:]:
+                other.chain.follow()
+
 
 class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
-    def __init__(self, namespace_digest: bytes, geometry: Geometry) -> None:
+    def __init__(self, groups: Sequence[CachedGroup]) -> None:
         super().__init__()
-        self._namespace_digest = namespace_digest
-        self._geometry = geometry
+        self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
         self._params_told = False
         self.generation = b""
@@ -148,30 +159,41 @@ class Requests(dict[str, RequestState]):
             adapter = self._adapter(request.lora_request)
             if adapter is None:
                 return None
-            root = root_key(
-                self._namespace_digest,
-                salt=request.cache_salt or "",
-                lora=adapter,
-                generation=self.generation,
-            )
-            media = [
-                MediaItem(item.identifier, item.mm_position.offset, item.mm_position.length)
-                for item in request.mm_features
-            ]
-            geometry = self._geometry
             state = RequestState(
                 request=request,
-                chain=KeyChain(root, geometry.chunk_tokens, geometry.block_tokens, media),
+                groups=self._group_states(request, adapter),
                 tenant=tenant_id(request.cache_salt or ""),
-                tags=np.empty((0, 2), dtype=np.uint64),
                 reads=self._wish(request, "read"),
                 writes=self._wish(request, "write"),
             )
             self[request.request_id] = state
-        known = state.chain.num_tokens
-        if request.num_tokens > known:
-            state.chain.extend(request.all_token_ids[known:])
+        state.extend()
         return state
+
+    def _group_states(self, request: Any, adapter: str) -> list[GroupState]:
+        media = [
+            MediaItem(item.identifier, item.mm_position.offset, item.mm_position.length)
+            for item in request.mm_features
+        ]
+        states: list[GroupState] = []
+        for number, group in enumerate(self._groups):
+            geometry = group.geometry
+            root = root_key(
+                group.namespace_digest,
+                salt=request.cache_salt or "",
+                lora=adapter,
+                generation=self.generation,
+            )
+            chain = KeyChain(
+                root,
+                geometry.chunk_tokens,
+                geometry.block_tokens,
+                media,
+                beside=states[0].chain if states else None,
+            )
+            tags = np.empty((0, 2), dtype=np.uint64)
+            states.append(GroupState(number, geometry, chain, tags))
+        return states
 
     def _wish(self, request: Any, name: str) -> bool:
         """What `kv_transfer_params={"kvlake": {"read": ..., "write": ...}}` says; true without.

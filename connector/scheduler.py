@@ -7,7 +7,8 @@ What is known of a request is in `requests.py`, outstanding stores are in `stori
 Invariants:
 
 * `matched_tokens` changes nothing that another call would see differently, and costs microseconds.
-* A load covers exactly the blocks between the engine's own hit and the end of the external one.
+* A load covers exactly the blocks between the engine's own hit and the end of the external one,
+  in every KV cache group; of a group that reads a window, those that its window still reads.
 * A block whose store is outstanding has one reference of ours in vLLM's block pool, whatever
   becomes of its request (finished, aborted, preempted), and loses it when all ranks reported.
 * Tokens that were to be loaded but were not are never stored.
@@ -22,18 +23,18 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.lookup import HitFinder
+from connector.lookup import HitFinder, pieces_of
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
 from connector.requests import (
-    Geometry,
+    GroupState,
     PendingLookup,
     Requests,
     RequestState,
     Settings,
     Stats,
 )
-from connector.storing import Stores
+from connector.storing import Part, Stores
 from sidecar.protocol import (
     Events,
     Lease,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from connector.client import Client, Session
+    from connector.groups import CachedGroup
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -61,28 +63,30 @@ class SchedulerRole:
 
     Args:
         client: a session with the sidecar that comes and goes.
-        namespace_digest: 32 bytes, from `namespace.digest_of`.
+        groups: the engine's KV cache groups, in vLLM's order.
         world_size: ranks that report each store.
     """
 
     def __init__(
         self,
         client: Client,
-        namespace_digest: bytes,
-        geometry: Geometry,
+        groups: Sequence[CachedGroup],
         settings: Settings,
         world_size: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
-        self._geometry = geometry
+        geometries = [group.geometry for group in groups]
+        # The group that says what an external hit is worth: one that reads all tokens, if any does.
+        full = [number for number, each in enumerate(geometries) if each.attention.full]
+        self._main = full[0] if full else 0
         self._settings = settings
         self._clock = clock
-        self._requests = Requests(namespace_digest, geometry)
-        self._finder = HitFinder(geometry)
+        self._requests = Requests(groups)
+        self._finder = HitFinder(geometries)
         self._rate = PrefillRate()
-        self._stores = Stores(geometry, world_size, clock=clock)
+        self._stores = Stores(geometries, world_size, clock=clock)
         self._lookups: dict[int, RequestState] = {}
         self._plan = StepPlan()
         self._next_id = 1
@@ -108,7 +112,7 @@ class SchedulerRole:
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
-        if not request.skip_reading_prefix_cache and not self._engine_holds(request, 0):
+        if not request.skip_reading_prefix_cache and not self._engine_holds_start(state):
             self._ask_store(state, session, 0)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
@@ -155,28 +159,34 @@ class SchedulerRole:
             return
         lookup_id = self._new_id()
         wait_ms = session.limits.lookup_wait_ms_max
+        keys, groups = [one.key for one in hit.wanted], [one.group for one in hit.wanted]
         lookup = Lookup(
             session.epoch,
             lookup_id,
-            hit.wanted,
+            keys,
             wait_ms,
             state.tenant,
             hit.wanted_tokens - hit.first_wanted_tokens,
             self._rate.tokens_per_second,
+            groups if any(groups) else [],
         )
         if self._client.send(session, lookup):
             self.stats.lookups_sent += 1
-            state.from_store_keys.update(hit.wanted)
+            state.from_store_keys.update(keys)
             deadline = self._clock() + wait_ms / 1000
             state.lookup = PendingLookup(lookup_id, deadline, session)
             self._lookups[lookup_id] = state
 
-    def _engine_holds(self, request: Any, token: int) -> bool:
-        """Whether the engine's own prefix cache has the block that holds position `token`."""
-        block = token // self._geometry.block_tokens
-        if self._block_pool is None or block >= len(request.block_hashes):
+    def _engine_holds_start(self, state: RequestState) -> bool:
+        """Whether the engine's own prefix cache has a request's first block."""
+        pool, hashes = self._block_pool, state.request.block_hashes
+        if pool is None:
             return False
-        return self._block_pool.get_cached_block(request.block_hashes[block], [0]) is not None
+        # Hashes may be of smaller blocks: of a block it is that of its last part.
+        first = state.groups[self._main].geometry.block_tokens // pool.hash_block_size - 1
+        if first >= len(hashes):
+            return False
+        return pool.get_cached_block(hashes[first], [self._main]) is not None
 
     def _lookup_over(self, state: RequestState) -> bool:
         lookup = state.lookup
@@ -191,9 +201,12 @@ class SchedulerRole:
     # --- load ----------------------------------------------------------------------------------
 
     def allocated(
-        self, request: Any, block_ids: Callable[[], Sequence[int]], external_tokens: int
+        self, request: Any, block_ids: Callable[[], Sequence[Sequence[int]]], external_tokens: int
     ) -> None:
-        """Plan the load of `external_tokens` behind the engine's own hit into its new blocks."""
+        """Plan the load of `external_tokens` behind the engine's own hit into its new blocks.
+
+        `block_ids` gives the request's block table of each KV cache group.
+        """
         state = self._requests.get(request.request_id)
         if state is None:
             return
@@ -201,24 +214,20 @@ class SchedulerRole:
             self.stats.requests_missed += not state.counted
             state.counted = True
             return
-        all_ids = block_ids()
+        tables = block_ids()
         session = self._client.session
-        geometry = self._geometry
-        first_block = state.local_tokens // geometry.block_tokens
-        last_block = (state.local_tokens + external_tokens) // geometry.block_tokens
+        end_tokens = state.local_tokens + external_tokens
         pieces: list[LoadPiece] = []
         stored_tokens = 0
-        block = first_block
-        while block < last_block:
-            chunk, inside = divmod(block, geometry.blocks_per_chunk)
-            end = min(last_block, (chunk + 1) * geometry.blocks_per_chunk)
-            key = self._finder.loaded_key(
-                state, session, chunk, end - chunk * geometry.blocks_per_chunk
-            )
-            pieces.append(LoadPiece(key, inside, list(all_ids[block:end])))
-            if key in state.from_store_keys:
-                stored_tokens += (end - block) * geometry.block_tokens
-            block = end
+        for number, (group, table) in enumerate(zip(state.groups, tables, strict=True)):
+            geometry = group.geometry
+            for chunk, first, last in pieces_of(geometry, state.local_tokens, end_tokens):
+                key = self._finder.loaded_key(group, session, chunk, last)
+                start = chunk * geometry.blocks_per_chunk
+                ids = list(table[start + first : start + last])
+                pieces.append(LoadPiece(key, first, ids, number))
+                if number == self._main and key in state.from_store_keys:
+                    stored_tokens += len(ids) * geometry.block_tokens
         load = Load(self._new_id(), request.request_id, pieces)
         state.load = load
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
@@ -259,13 +268,13 @@ class SchedulerRole:
     def build_plan(
         self,
         scheduled: dict[str, int],
-        block_ids_of: Callable[[str], Sequence[int]],
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
     ) -> StepPlan:
         """Jobs of the step being scheduled.
 
         Args:
             scheduled: request id to the number of tokens that it computes in this step.
-            block_ids_of: all block ids of a scheduled request, in order.
+            block_ids_of: all block ids of a scheduled request, in order, of each KV cache group.
         """
         self._poll()
         self._rate.step(self._clock(), sum(scheduled.values()))
@@ -279,35 +288,36 @@ class SchedulerRole:
         return plan
 
     def _store_scheduled(
-        self, state: RequestState, num_tokens: int, block_ids_of: Callable[[str], Sequence[int]]
+        self,
+        state: RequestState,
+        num_tokens: int,
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they are not counted as computed.
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-        geometry = self._geometry
-        full = computed // geometry.chunk_tokens
         prompt_done = not state.prompt_tail_done and computed >= request.num_prompt_tokens
-        if full <= state.next_chunk and not prompt_done:
+        if not prompt_done and all(
+            computed // group.geometry.chunk_tokens <= group.next_chunk for group in state.groups
+        ):
             return
         self._requests.track(request)
-        pieces: list[tuple[int, int, bytes]] = [
-            (chunk, geometry.blocks_per_chunk, state.chain.keys[chunk])
-            for chunk in range(state.next_chunk, full)
-        ]
-        state.next_chunk = max(state.next_chunk, full)
-        if prompt_done:
-            state.prompt_tail_done = True
-            tail, tokens = divmod(request.num_prompt_tokens, geometry.chunk_tokens)
-            blocks = tokens // geometry.block_tokens
-            if blocks and tail >= full:
-                pieces.append((tail, blocks, state.chain.partial(tail, blocks)))
-        self._plan_store(state, pieces, lambda: block_ids_of(request.request_id))
+        parts: list[Part] = []
+        for group in state.groups:
+            parts += _full_parts(group, computed)
+            if prompt_done:
+                tail = _tail_part(group, request.num_prompt_tokens)
+                # A later token of the same step may have completed its chunk.
+                if tail is not None and tail.chunk >= group.next_chunk:
+                    parts.append(tail)
+        state.prompt_tail_done |= prompt_done
+        self._plan_store(state, parts, lambda: block_ids_of(request.request_id))
 
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> None:
+    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Store what a finished request computed beyond its last full chunk, and forget it.
 
-        `block_ids` cover its computed tokens. Its blocks are freed right after this call; those
-        of outstanding stores stay alive by our references.
+        `block_ids` cover its computed tokens in each KV cache group. Its blocks are
+        freed right after this call; those of outstanding stores stay alive by our references.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -317,31 +327,27 @@ class SchedulerRole:
         if state.load is not None or state.void or not writes:
             # Aborted while loading: vLLM already counts tokens that never came.
             return
-        if request.num_tokens > state.chain.num_tokens:
-            state.chain.extend(request.all_token_ids[state.chain.num_tokens :])
-        geometry = self._geometry
+        state.extend()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = min(max(0, request.num_computed_tokens - in_flight), request.num_tokens)
-        full, tokens = divmod(computed, geometry.chunk_tokens)
-        pieces = [
-            (chunk, geometry.blocks_per_chunk, state.chain.keys[chunk])
-            for chunk in range(state.next_chunk, full)
-        ]
-        blocks = tokens // geometry.block_tokens
-        if blocks:
-            pieces.append((full, blocks, state.chain.partial(full, blocks)))
-        self._plan_store(state, pieces, lambda: block_ids)
+        parts: list[Part] = []
+        for group in state.groups:
+            parts += _full_parts(group, computed)
+            tail = _tail_part(group, computed)
+            if tail is not None:
+                parts.append(tail)
+        self._plan_store(state, parts, lambda: block_ids)
 
     def _plan_store(
         self,
         state: RequestState,
-        pieces: list[tuple[int, int, bytes]],
-        block_ids: Callable[[], Sequence[int]],
+        parts: list[Part],
+        block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
         session = self._client.session
         if session is None:
             return
-        store = self._stores.plan(session, state, pieces, block_ids, self.stats, self._new_id)
+        store = self._stores.plan(session, state, parts, block_ids, self.stats, self._new_id)
         if store is not None:
             self._plan.stores.append(store)
 
@@ -423,3 +429,23 @@ class SchedulerRole:
         # One sequence for all jobs: `tiers.fence` revokes by order of id.
         self._next_id += 1
         return self._next_id
+
+
+def _full_parts(group: GroupState, computed_tokens: int) -> list[Part]:
+    """The full chunks of a group that were not considered for storing yet; now they were."""
+    full = computed_tokens // group.geometry.chunk_tokens
+    parts = [
+        Part(group.group, chunk, group.geometry.blocks_per_chunk, group.chain.keys[chunk])
+        for chunk in range(group.next_chunk, full)
+    ]
+    group.next_chunk = max(group.next_chunk, full)
+    return parts
+
+
+def _tail_part(group: GroupState, num_tokens: int) -> Part | None:
+    """The whole blocks of `num_tokens` behind the last full chunk."""
+    chunk, tokens = divmod(num_tokens, group.geometry.chunk_tokens)
+    blocks = tokens // group.geometry.block_tokens
+    if not blocks:
+        return None
+    return Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from connector.plan import Store, StorePiece
 from tiers.index import FLAG_HOST, tags_of
@@ -18,11 +18,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from connector.client import Session
+    from connector.groups import Geometry
     from connector.plan import StepReport
-    from connector.requests import Geometry, RequestState, Stats
+    from connector.requests import RequestState, Stats
 
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
 """How long the engine waits, without any store ending, for blocks rather than preempt."""
+
+
+class Part(NamedTuple):
+    """The first `blocks` blocks of a chunk, in one KV cache group, and the key they have."""
+
+    group: int
+    chunk: int
+    blocks: int
+    key: bytes
 
 
 @dataclass(slots=True)
@@ -41,12 +51,12 @@ class Stores:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometries: Sequence[Geometry],
         world_size: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._geometry = geometry
+        self._geometries = geometries
         self._world_size = world_size
         self._clock = clock
         self._jobs: dict[int, _StoreJob] = {}
@@ -62,38 +72,33 @@ class Stores:
         self,
         session: Session,
         state: RequestState,
-        pieces: list[tuple[int, int, bytes]],
-        block_ids: Callable[[], Sequence[int]],
+        parts: list[Part],
+        block_ids: Callable[[], Sequence[Sequence[int]]],
         stats: Stats,
         new_id: Callable[[], int],
     ) -> Store | None:
-        """A job for those `(chunk, blocks, key)` pieces that nobody holds or is storing."""
-        if not pieces or session.index is None or self._block_pool is None:
+        """A job for those parts of chunks that nobody holds or is storing.
+
+        `block_ids` gives the request's block table of each group.
+        """
+        if not parts or session.index is None or self._block_pool is None:
             return None
-        tags = tags_of([key for _, _, key in pieces], session.index_salt)
+        tags = tags_of([part.key for part in parts], session.index_salt)
         in_host = session.index.lookup(tags) & FLAG_HOST
         wanted = [
-            piece
-            for piece, held in zip(pieces, in_host, strict=True)
-            if not held and piece[2] not in self._keys
+            part
+            for part, held in zip(parts, in_host, strict=True)
+            if not held and part.key not in self._keys
         ]
         if not wanted:
             return None
         if len(self._jobs) >= session.limits.jobs_inflight_max:
             stats.stores_skipped += len(wanted)
             return None
-        all_ids = block_ids()
-        job_id = new_id()
-        per_chunk = self._geometry.blocks_per_chunk
-        stores: list[StorePiece] = []
-        for chunk, blocks, key in wanted:
-            ids = list(all_ids[chunk * per_chunk : chunk * per_chunk + blocks])
-            if len(ids) < blocks:
-                continue
-            tokens = state.chain.tokens(chunk, blocks)
-            stores.append(StorePiece(key, state.chain.parent(chunk), tokens, ids))
+        stores = self._pieces(state, wanted, block_ids())
         if not stores:
             return None
+        job_id = new_id()
         held_blocks = [
             self._block_pool.blocks[block_id] for piece in stores for block_id in piece.block_ids
         ]
@@ -103,6 +108,24 @@ class Stores:
         self._jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
         stats.chunks_stored += len(stores)
         return Store(job_id, stores, state.tenant)
+
+    def _pieces(
+        self, state: RequestState, parts: list[Part], tables: Sequence[Sequence[int]]
+    ) -> list[StorePiece]:
+        """The parts of which all blocks are there."""
+        pieces: list[StorePiece] = []
+        for part in parts:
+            first = part.chunk * self._geometries[part.group].blocks_per_chunk
+            ids = list(tables[part.group][first : first + part.blocks])
+            # What no token to come reads any more has lost its block to vLLM's null block.
+            gone = any(self._block_pool.blocks[block_id].is_null for block_id in ids)
+            if len(ids) < part.blocks or gone:
+                continue
+            chain = state.groups[part.group].chain
+            tokens = chain.tokens(part.chunk, part.blocks)
+            parent = chain.parent(part.chunk)
+            pieces.append(StorePiece(part.key, parent, tokens, ids, part.group))
+        return pieces
 
     def ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""

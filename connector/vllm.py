@@ -1,15 +1,15 @@
 """`KVLakeConnector`: the class that vLLM loads, and the only file that subclasses vLLM.
 
 Delegates by role to `SchedulerRole` or `WorkerRole`. Where an engine cannot be cached safely
-(several KV cache groups, ranks that replicate heads, pipeline stages, drafts), it serves without
-the cache and says so once. No method raises for a fault of the cache.
+(KV cache groups of an unknown kind, ranks that replicate heads, pipeline stages, drafts), it serves
+without the cache and says so once. No method raises for a fault of the cache.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +26,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connector.client import Attempt, Client
-from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
+from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
+from connector.groups import FULL, Attention, CachedGroup, Geometry, chunk_tokens_of
 from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.plan import StepPlan, StepReport
-from connector.requests import Geometry, Settings, Stats
+from connector.requests import Settings, Stats
 from connector.scheduler import SchedulerRole
 from connector.worker import TransferResults, WorkerRole
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
+from sidecar.protocol import GROUPS_MAX, PROTOCOL_VERSION, Attach, Group, Memory, Role
 from tiers.errors import LayoutError
-from tiers.layout import Segment, head_segment
+from tiers.layout import head_segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from tiers.layout import KVLayout, Segment
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -124,6 +132,21 @@ class KVLakePromMetrics(KVConnectorPromMetrics):
                 self._counters[name][engine_idx].inc(count)
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One KV cache group, as both roles must see it."""
+
+    layer_names: list[str]
+    geometry: Geometry
+    num_heads: int
+    encoding: str
+    namespace: bytes
+
+    def segment(self, rank: int, tp_size: int) -> Segment:
+        """Layers and heads of a tensor-parallel rank. Raises `LayoutError`."""
+        return head_segment(len(self.layer_names), self.num_heads, rank, tp_size)
+
+
 class _Engine:
     """What both roles must agree on, read from vLLM's configuration once."""
 
@@ -141,19 +164,38 @@ class _Engine:
         self.refusal = self._refusal(vllm_config, kv_cache_config, chunk_tokens)
         if self.refusal:
             return
-        group = kv_cache_config.kv_cache_groups[0]
-        self.spec = group.kv_cache_spec
-        self.layer_names: list[str] = list(group.layer_names)
-        block_tokens = int(self.spec.block_size)
-        self.geometry = Geometry(block_tokens, chunk_tokens)
-        self.num_heads = int(vllm_config.model_config.get_total_num_kv_heads())
-        self.encoding = encoding_of(vllm_config, block_tokens, self.spec)
-        self.namespace = namespace_of(
+        groups = kv_cache_config.kv_cache_groups
+        self.groups = [
+            self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
+            for group in groups
+        ]
+
+    def _group(self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool) -> _Group:
+        spec = group.kv_cache_spec
+        layer_names: list[str] = list(group.layer_names)
+        attention = _attention(spec)
+        assert attention is not None, "refused before"
+        block_tokens = int(spec.block_size)
+        own_tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
+        geometry = Geometry(block_tokens, own_tokens, attention)
+        num_heads = self._num_heads(vllm_config, spec)
+        namespace = namespace_of(
             vllm_config,
             block_tokens=block_tokens,
-            blocks_per_chunk=self.geometry.blocks_per_chunk,
-            spec=self.spec,
+            blocks_per_chunk=geometry.blocks_per_chunk,
+            spec=spec,
+            # Of a group that is the whole model, the model says it all.
+            layer_names=() if alone else layer_names,
+            kv_heads=num_heads,
         )
+        encoding = encoding_of(vllm_config, block_tokens, spec)
+        return _Group(layer_names, geometry, num_heads, encoding, namespace)
+
+    def _num_heads(self, vllm_config: Any, spec: Any) -> int:
+        """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
+        total = int(vllm_config.model_config.get_total_num_kv_heads())
+        # Where heads are replicated the product would count them twice; that is refused.
+        return total if self.tp_size > total else int(spec.num_kv_heads) * self.tp_size
 
     def _refusal(self, vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
         """Why this engine cannot be cached safely, or nothing."""
@@ -167,9 +209,18 @@ class _Engine:
             return "enable_sleep_mode is not supported by this release"
         parallel = vllm_config.parallel_config
         groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-            return f"its KV cache is of {len(groups)} groups of {kinds}, not one of full attention"
+        unknown = {
+            type(group.kv_cache_spec).__name__
+            for group in groups
+            if _attention(group.kv_cache_spec) is None
+            or not getattr(group, "enable_kv_transfer", True)
+        }
+        if unknown or not 0 < len(groups) <= GROUPS_MAX:
+            kinds = f", {', '.join(sorted(unknown))} among them" if unknown else ""
+            return (
+                f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
+                "sliding-window and chunked local attention"
+            )
         for name in (
             "pipeline_parallel_size",
             "decode_context_parallel_size",
@@ -179,22 +230,29 @@ class _Engine:
                 return f"{name}={getattr(parallel, name)} is not supported by this release"
         if vllm_config.speculative_config is not None:
             return "speculative decoding is not supported by this release"
-        block_tokens = groups[0].kv_cache_spec.block_size
-        if chunk_tokens % block_tokens:
-            return f"chunk_tokens={chunk_tokens} is not a multiple of the block size {block_tokens}"
-        try:
-            self.segment(len(groups[0].layer_names), vllm_config, 0)
-        except LayoutError as error:
-            return str(error)
+        for group in groups:
+            spec = group.kv_cache_spec
+            if chunk_tokens % spec.block_size:
+                return (
+                    f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
+                    f"{spec.block_size}"
+                )
+            try:
+                heads = self._num_heads(vllm_config, spec)
+                head_segment(len(group.layer_names), heads, 0, self.tp_size)
+            except LayoutError as error:
+                return str(error)
         return ""
 
-    def segment(self, num_layers: int, vllm_config: Any, rank: int) -> Segment:
-        """Layers and heads of a tensor-parallel rank."""
-        heads = int(vllm_config.model_config.get_total_num_kv_heads())
-        return head_segment(num_layers, heads, rank, self.tp_size)
-
-    def attach(self, role: Role, rank: int, **parts: Any) -> Attach:
-        """The attach message of one role of this engine."""
+    def attach(
+        self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
+    ) -> Attach:
+        """The attach message of one role of this engine; of a worker, with its memory."""
+        first, *others = self.groups
+        layouts: Sequence[KVLayout | None] = [None] * len(self.groups)
+        if exported is not None:
+            layouts = exported.layouts
+            parts |= {"segment": exported.layout.segment, "layout": exported.layout}
         return Attach(
             version=PROTOCOL_VERSION,
             role=role,
@@ -202,10 +260,20 @@ class _Engine:
             rank=rank,
             world_size=self.world_size,
             topology=f"tp{self.tp_size}",
-            namespace=self.namespace,
-            block_tokens=self.geometry.block_tokens,
-            blocks_per_chunk=self.geometry.blocks_per_chunk,
+            namespace=first.namespace,
+            block_tokens=first.geometry.block_tokens,
+            blocks_per_chunk=first.geometry.blocks_per_chunk,
             pid=os.getpid(),
+            groups=tuple(
+                Group(
+                    namespace=group.namespace,
+                    block_tokens=group.geometry.block_tokens,
+                    blocks_per_chunk=group.geometry.blocks_per_chunk,
+                    segment=None if layout is None else layout.segment,
+                    layout=layout,
+                )
+                for group, layout in zip(others, layouts[1:], strict=True)
+            ),
             **parts,
         )
 
@@ -253,9 +321,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             writes=transfer.is_kv_producer,
             load_tokens_min=engine.load_tokens_min,
         )
-        return SchedulerRole(
-            client, digest_of(engine.namespace), engine.geometry, settings, engine.world_size
-        )
+        groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
+        return SchedulerRole(client, groups, settings, engine.world_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -284,22 +351,35 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe and share the cache; without it the worker serves uncached."""
         engine = self._engine
         if engine.refusal:
+            if any(
+                isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+                for group in self._kv_cache_config.kv_cache_groups
+            ):
+                # The scheduler is shown one layer of such a group, and so did not refuse it.
+                logger.warning(
+                    "kvlake: this worker is served without the cache, because %s", engine.refusal
+                )
             return
         from vllm.distributed import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank()
         try:
-            layers = {name: kv_caches[name] for name in engine.layer_names}
-            segment = engine.segment(len(layers), self._vllm_config, rank)
-            memory = export(layers, self._allocation, segment, engine.encoding)
+            groups = [
+                GroupTensors(
+                    [kv_caches[name] for name in group.layer_names],
+                    group.segment(rank, engine.tp_size),
+                    group.encoding,
+                )
+                for group in engine.groups
+            ]
+            memory = export(groups, self._allocation)
+            _require_blocks(memory, engine.groups)
         except (ExportRefused, LayoutError, KeyError) as error:
             logger.warning("kvlake: this worker is served without the cache, because %s", error)
             return
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
-            return engine.attach(
-                Role.WORKER, rank, segment=segment, layout=exported.layout, memory=shared
-            )
+            return engine.attach(Role.WORKER, rank, exported, memory=shared)
 
         self._worker = WorkerRole(
             memory,
@@ -375,9 +455,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the blocks that were allocated for it."""
         if self._scheduler is not None:
-            self._scheduler.allocated(
-                request, lambda: blocks.get_block_ids()[0], num_external_tokens
-            )
+            self._scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's jobs."""
@@ -385,9 +463,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return KVLakeMetadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
 
-        def block_ids_of(request_id: str) -> list[int]:
+        nothing: list[list[int]] = [[] for _ in self._engine.groups]
+
+        def block_ids_of(request_id: str) -> Sequence[list[int]]:
             ids = state.get_block_ids(request_id) if state is not None else None
-            return ids[0] if ids is not None else []
+            return ids if ids is not None else nothing
 
         plan = self._scheduler.build_plan(scheduler_output.num_scheduled_tokens, block_ids_of)
         plan.idle = scheduler_output.total_num_scheduled_tokens == 0
@@ -407,16 +487,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Store the tail. Never delays the request's blocks: references of ours hold them."""
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        return False, None
+        """As `request_finished_all_groups`, of an engine with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`; engines that are served have one group."""
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        """Store the tail. Never delays the request's blocks: references of ours hold them."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request, block_ids)
+        return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""
@@ -444,6 +524,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or not self._wants_events:
             return ()
         stored, removed = self._scheduler.take_events()
+        several = len(self._engine.groups) > 1
         events: list[KVCacheEvent] = [
             BlockStored(
                 block_hashes=[event.key],
@@ -453,11 +534,17 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 lora_id=None,
                 medium=_medium(event.tier),
                 lora_name=None,
+                group_idx=event.group if several else None,
             )
             for event in stored
         ]
         events += [
-            BlockRemoved(block_hashes=[event.key], medium=_medium(event.tier)) for event in removed
+            BlockRemoved(
+                block_hashes=[event.key],
+                medium=_medium(event.tier),
+                group_idx=event.group if several else None,
+            )
+            for event in removed
         ]
         return events
 
@@ -511,6 +598,29 @@ def default_socket() -> str:
 
 def _medium(tier: str) -> str:
     return MEDIUM_CPU if tier == "host" else MEDIUM_STORAGE
+
+
+def _attention(spec: Any) -> Attention | None:
+    """What layers of a KV cache group still read of their past; None of a kind not known here."""
+    # Not subclasses: they may keep other things in a block than keys and values of its tokens.
+    if type(spec) is FullAttentionSpec:
+        return FULL
+    if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
+        return Attention(window=int(spec.sliding_window))
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return Attention(local=int(spec.attention_chunk_size))
+    return None
+
+
+def _require_blocks(memory: ExportedMemory, groups: list[_Group]) -> None:
+    """Raise `ExportRefused` where attention kernels divide the scheduler's blocks."""
+    for layout, group in zip(memory.layouts, groups, strict=True):
+        if layout.block_tokens != group.geometry.block_tokens:
+            memory.close()
+            raise ExportRefused(
+                f"its blocks of {group.geometry.block_tokens} tokens lie in memory as blocks of "
+                f"{layout.block_tokens}; set --block-size {layout.block_tokens}"
+            )
 
 
 def _unserved(plan: StepPlan) -> TransferResults:

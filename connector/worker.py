@@ -252,13 +252,18 @@ class WorkerRole:
 
 
 def _load_job(load: Load) -> LoadJob:
-    chunks = [LoadChunk(piece.key, piece.first_block, piece.block_ids) for piece in load.pieces]
+    chunks = [
+        LoadChunk(piece.key, piece.first_block, piece.block_ids, piece.group)
+        for piece in load.pieces
+    ]
     return LoadJob(load.job_id, chunks)
 
 
 def _store_job(store: Store) -> StoreJob:
     chunks = [
-        StoreChunk(piece.key, piece.parent, piece.token_ids, piece.block_ids, store.tenant)
+        StoreChunk(
+            piece.key, piece.parent, piece.token_ids, piece.block_ids, store.tenant, piece.group
+        )
         for piece in store.pieces
     ]
     return StoreJob(store.job_id, chunks)

@@ -417,8 +417,8 @@ class Engine:
                 self._tell(changes)
             for session in self._sessions.values():
                 if session.want_events and session.role is Role.SCHEDULER:
-                    realm_ids = {group.realm_id for group in session.groups}
-                    self._outbox.tell(session.session_id, realm_ids, changes)
+                    groups = {one.realm_id: number for number, one in enumerate(session.groups)}
+                    self._outbox.tell(session.session_id, groups, changes)
         return self._outbox.take()
 
     def clear(self) -> list[Command]:

@@ -12,7 +12,7 @@ from sidecar.commands import Command, IndexSet, Reply
 from sidecar.protocol import Done, Events, JobOutcome, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator, Mapping
 
     from sidecar.directory import Chunk, FlagChange
 
@@ -46,21 +46,23 @@ class Outbox:
         """Add a job's outcome to the session's next `Done`."""
         self._jobs.setdefault(session_id, []).append(outcome)
 
-    def tell(self, session_id: int, realm_ids: Collection[int], changes: list[FlagChange]) -> None:
-        """Add what a subscriber of `realm_ids` wants to hear of `changes`."""
+    def tell(self, session_id: int, groups: Mapping[int, int], changes: list[FlagChange]) -> None:
+        """Add what a subscriber wants to hear of `changes`. `groups`: realm id to group number."""
         stored: list[StoredEvent] = []
         removed: list[RemovedEvent] = []
         for change in changes:
-            if change.realm.realm_id not in realm_ids:
+            group = groups.get(change.realm.realm_id)
+            if group is None:
                 continue
             for tier, was, now in zip(_TIERS, change.was, change.now, strict=True):
                 if was and not now:
-                    removed.append(RemovedEvent(change.key, tier))
+                    removed.append(RemovedEvent(change.key, tier, group))
                 elif now and not was and change.chunk is not None and _tokens(change.chunk):
                     # A listing tells neither parent nor length, so what is known from a
                     # listing alone is not announced.
                     chunk = change.chunk
-                    stored.append(StoredEvent(change.key, chunk.parent, _tokens(chunk), tier))
+                    tokens = _tokens(chunk)
+                    stored.append(StoredEvent(change.key, chunk.parent, tokens, tier, group))
         for came in _parts(stored):
             self.emit(Reply(session_id, Events(self._epoch, came, [])))
         for went in _parts(removed):

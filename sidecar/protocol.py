@@ -348,6 +348,7 @@ class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     parent: bytes
     num_tokens: int
     tier: str
+    group: int = 0
 
 
 class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -355,6 +356,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     key: bytes
     tier: str
+    group: int = 0
 
 
 class Events(msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True):

@@ -22,9 +22,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from connector.client import Client, Session
+from connector.groups import CachedGroup, Geometry
 from connector.keys import KeyChain, root_key
 from connector.plan import StepReport
-from connector.requests import Geometry, Settings
+from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from sidecar.protocol import ClientMessage, Limits, ServerMessage, encode
 from tiers.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
@@ -97,8 +98,7 @@ class Bench:
         self.pool = BlockPool(4 * tokens // BLOCK_TOKENS, True, BLOCK_TOKENS)
         self.role = SchedulerRole(
             cast("Client", SilentClient(session)),
-            NAMESPACE,
-            Geometry(BLOCK_TOKENS, CHUNK_TOKENS),
+            [CachedGroup(NAMESPACE, Geometry(BLOCK_TOKENS, CHUNK_TOKENS))],
             Settings(reads=True, writes=True),
             world_size=1,
         )
@@ -136,10 +136,10 @@ class Bench:
             raise RuntimeError(f"{matched} and {again} of {self.tokens} tokens were found")
         blocks = self.pool.get_new_blocks(self.tokens // BLOCK_TOKENS)
         ids = [block.block_id for block in blocks]
-        self.time("allocated", lambda: self.role.allocated(request, lambda: ids, matched))
-        self.time("build_plan_load", lambda: self.role.build_plan({}, lambda _: []))
+        self.time("allocated", lambda: self.role.allocated(request, lambda: [ids], matched))
+        self.time("build_plan_load", lambda: self.role.build_plan({}, lambda _: [[]]))
         self.role.loads_ended([request.request_id], [])
-        self.role.request_finished(request, [])
+        self.role.request_finished(request, [[]])
         self.pool.free_blocks(reversed(blocks))
         for key in chain.keys:
             self.writer.set(tag_of(key, SALT), 0)
@@ -154,11 +154,13 @@ class Bench:
         blocks = self.pool.get_new_blocks(request.num_tokens // BLOCK_TOKENS)
         ids = [block.block_id for block in blocks]
         scheduled = {request.request_id: request.num_tokens}
-        plan = self.time("build_plan_store", lambda: self.role.build_plan(scheduled, lambda _: ids))
+        plan = self.time(
+            "build_plan_store", lambda: self.role.build_plan(scheduled, lambda _: [ids])
+        )
         self.time("stores_ended", lambda: self.end_stores(plan))
         request.num_computed_tokens = request.num_tokens
-        self.time("request_finished", lambda: self.role.request_finished(request, ids))
-        self.end_stores(self.role.build_plan({}, lambda _: []))
+        self.time("request_finished", lambda: self.role.request_finished(request, [ids]))
+        self.end_stores(self.role.build_plan({}, lambda _: [[]]))
         self.pool.free_blocks(reversed(blocks))
 
     def decode(self, rounds: int) -> None:
@@ -171,10 +173,10 @@ class Bench:
         scheduled = {request.request_id: 1 for request in requests}
         name = f"build_plan_decode_{RUNNING}"
         for _ in range(rounds):
-            self.time(name, lambda: self.role.build_plan(scheduled, lambda _: []))
+            self.time(name, lambda: self.role.build_plan(scheduled, lambda _: [[]]))
         for request in requests:
-            self.role.request_finished(request, [])
-        self.end_stores(self.role.build_plan({}, lambda _: []))
+            self.role.request_finished(request, [[]])
+        self.end_stores(self.role.build_plan({}, lambda _: [[]]))
 
 
 def measure(slots: int, tokens: int, rounds: int) -> dict[str, object]:

@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -38,7 +39,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -145,14 +153,26 @@ def vllm_config(
     return config
 
 
-def kv_cache_config(num_blocks: int = 256, ranks: int = 1) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2 // ranks, head_size=32, dtype=torch.bfloat16
-    )
+def spec_of(
+    kind: type[AttentionSpec] = FullAttentionSpec, block_tokens: int = BLOCK_TOKENS, **own: Any
+) -> AttentionSpec:
+    """A group's spec of a rank that has one KV head."""
+    return kind(block_size=block_tokens, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, **own)
+
+
+def kv_cache_config(
+    num_blocks: int = 256, ranks: int = 1, specs: Sequence[AttentionSpec] = ()
+) -> KVCacheConfig:
+    """One group of full attention, or one of each spec; of blocks with different tokens too."""
+    groups = [
+        KVCacheGroupSpec([f"layer.{number}.0", f"layer.{number}.1"], spec)
+        for number, spec in enumerate(specs)
+    ]
+    spec = replace(spec_of(), num_kv_heads=2 // ranks)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+        kv_cache_groups=groups or [KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
     )
 
 
@@ -170,9 +190,11 @@ def request_of(
     )
 
 
-def content_of(tokens: Iterable[int], salt: str, weights: int, rank: int) -> list[Slot]:
-    """What KV of each token is: a function of all tokens up to it, and of who asks."""
-    hasher = hashlib.blake2b(f"{salt}/{weights}/{rank}".encode(), digest_size=8)
+def content_of(
+    tokens: Iterable[int], salt: str, weights: int, rank: int, group: int = 0
+) -> list[Slot]:
+    """What KV of each token is: a function of all tokens up to it, who asks, and the layers."""
+    hasher = hashlib.blake2b(f"{salt}/{weights}/{rank}/{group}".encode(), digest_size=8)
     slots: list[Slot] = []
     for token in tokens:
         hasher.update(token.to_bytes(4, "little"))
@@ -180,15 +202,34 @@ def content_of(tokens: Iterable[int], salt: str, weights: int, rank: int) -> lis
     return slots
 
 
+def first_read(spec: Any, position: int) -> int:
+    """The first token that the query at `position` reads."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - int(spec.sliding_window) + 1)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        chunk = int(spec.attention_chunk_size)
+        return position // chunk * chunk
+    return 0
+
+
 class Rank:
     """One worker: its KV memory, its role, and the hooks in the order in which vLLM calls them."""
 
-    def __init__(self, config: VllmConfig, num_blocks: int, rank: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        num_blocks: int,
+        rank: int,
+        clock: Clock,
+        specs: Sequence[AttentionSpec] = (),
+    ) -> None:
         self.rank = rank
-        self.memory: list[Block] = [[b""] * BLOCK_TOKENS for _ in range(num_blocks)]
+        # One memory for all groups, whose pages lie over each other: a block is of one at a time.
+        tokens = max([BLOCK_TOKENS, *(spec.block_size for spec in specs)])
+        self.memory: list[Block] = [[b""] * tokens for _ in range(num_blocks)]
         self.client = DoubleClient()
         self.connector = KVLakeConnector(
-            config, KVConnectorRole.WORKER, kv_cache_config(num_blocks)
+            config, KVConnectorRole.WORKER, kv_cache_config(num_blocks, specs=specs)
         )
         self._attempt: Callable[[], Attempt] | None = None
         segment = Segment(first_layer=0, num_layers=1, first_head=0, num_heads=1)
@@ -200,7 +241,8 @@ class Rank:
             encoding="test",
             size_bytes=num_blocks * 256,
         )
-        exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout)
+        others = [layout] * (len(specs) - 1)
+        exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout, others)
         self.role = WorkerRole(exported, self._make_client, self._describe, clock=clock)
         self.connector._worker = self.role
 
@@ -209,9 +251,7 @@ class Rank:
         return self.client.as_client()
 
     def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return self.connector._engine.attach(
-            Role.WORKER, 0, segment=memory.layout.segment, layout=memory.layout, memory=shared
-        )
+        return self.connector._engine.attach(Role.WORKER, 0, memory, memory=shared)
 
     def attach(self) -> SidecarFence:
         """A new session; returns the sidecar's end of its fence page."""
@@ -252,6 +292,8 @@ class Copy:
     epoch: int
     load: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
     store: list[tuple[bytes, list[int]]] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    """Of each chunk."""
 
 
 class DoubleSidecar:
@@ -269,6 +311,8 @@ class DoubleSidecar:
         self.copies: list[Copy] = []
         self.lookups: list[Lookup] = []
         self.fences: list[SidecarFence] = []
+        self.group_of: dict[bytes, int] = {}
+        """Of each key that was ever stored."""
         self._read: Counter[int] = Counter()
         self._lookups_read = 0
 
@@ -328,10 +372,16 @@ class DoubleSidecar:
         assert fence.reached(message.fence)
         for load in message.loads:
             pieces = [(chunk.key, chunk.first_block, chunk.block_ids) for chunk in load.chunks]
-            self.copies.append(Copy(rank.rank, load.job_id, fence, message.epoch, load=pieces))
+            groups = [chunk.group for chunk in load.chunks]
+            self.copies.append(
+                Copy(rank.rank, load.job_id, fence, message.epoch, load=pieces, groups=groups)
+            )
         for store in message.stores:
             chunks = [(chunk.key, chunk.block_ids) for chunk in store.chunks]
-            self.copies.append(Copy(rank.rank, store.job_id, fence, message.epoch, store=chunks))
+            groups = [chunk.group for chunk in store.chunks]
+            self.copies.append(
+                Copy(rank.rank, store.job_id, fence, message.epoch, store=chunks, groups=groups)
+            )
 
     def run(self, copy: Copy, outcome: Outcome = Outcome.OK) -> None:
         """Carry out one job, or fail it, and answer."""
@@ -352,8 +402,10 @@ class DoubleSidecar:
 
     def _load(self, copy: Copy) -> Outcome:
         memory = self.engine.ranks[copy.rank].memory
-        if not all(self.hold(key) for key, _, _ in copy.load):
-            return Outcome.MISSING
+        for (key, _, _), group in zip(copy.load, copy.groups, strict=True):
+            if not self.hold(key):
+                return Outcome.MISSING
+            assert self.group_of[key] == group, "a key is of one group"
         for key, first, block_ids in copy.load:
             blocks = self.parts[key][copy.rank]
             for index, block_id in enumerate(block_ids, first):
@@ -362,7 +414,8 @@ class DoubleSidecar:
 
     def _store(self, copy: Copy) -> Outcome:
         memory = self.engine.ranks[copy.rank].memory
-        for key, block_ids in copy.store:
+        for (key, block_ids), group in zip(copy.store, copy.groups, strict=True):
+            assert self.group_of.setdefault(key, group) == group, "a key is of one group"
             blocks = [list(memory[block_id]) for block_id in block_ids]
             held = self.parts.setdefault(key, {}).setdefault(copy.rank, blocks)
             # The KV under a key is decided by the key.
@@ -389,24 +442,32 @@ class Engine:
     """vLLM's scheduler, its ranks, and what it believes about every request's KV."""
 
     def __init__(
-        self, model: Path, *, num_blocks: int = 256, ranks: int = 1, **options: Any
+        self,
+        model: Path,
+        *,
+        num_blocks: int = 256,
+        ranks: int = 1,
+        specs: Sequence[AttentionSpec] = (),
+        **options: Any,
     ) -> None:
+        self.specs = specs or [spec_of()]
         self.clock = Clock()
         self.client = DoubleClient()
         config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, **options)
         with patch.object(connector.vllm, "Client", lambda *_: self.client):
             self.scheduler = Scheduler(
                 config,
-                kv_cache_config(num_blocks, ranks),
+                kv_cache_config(num_blocks, ranks, specs),
                 StructuredOutputManager(config),
-                block_size=BLOCK_TOKENS,
+                block_size=lcm(*(spec.block_size for spec in self.specs)),
+                hash_block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
         self.connector = cast("KVLakeConnector", self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler
         self.role._clock = self.role._stores._clock = self.clock
-        self.ranks = [Rank(config, num_blocks, rank, self.clock) for rank in range(ranks)]
+        self.ranks = [Rank(config, num_blocks, rank, self.clock, specs) for rank in range(ranks)]
         self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self.sidecar = DoubleSidecar(self)
         self.weights = 0
@@ -435,7 +496,7 @@ class Engine:
             for request_id, count in output.num_scheduled_tokens.items()
         ]
         tables = {
-            request.request_id: self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            request.request_id: self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
             for request, _ in work
         }
 
@@ -465,20 +526,25 @@ class Engine:
         self.sidecar.receive()
         return output
 
-    def _compute(self, rank: Rank, request: Request, count: int, table: list[int]) -> None:
+    def _compute(
+        self, rank: Rank, request: Request, count: int, tables: tuple[list[int], ...]
+    ) -> None:
         end = request.num_computed_tokens
         start = end - count
         tokens = list(request.all_token_ids[:end])
-        expected = content_of(tokens, request.cache_salt or "", self.weights, rank.rank)
-        for position in range(end):
-            block = rank.memory[table[position // BLOCK_TOKENS]]
-            slot = position % BLOCK_TOKENS
-            if position >= start:
-                block[slot] = expected[position]
-                continue
-            assert block[slot] == expected[position], (
-                f"{request.request_id} reads wrong KV at {position} of {end} (rank {rank.rank})"
-            )
+        for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
+            expected = content_of(tokens, request.cache_salt or "", self.weights, rank.rank, group)
+            for position in range(first_read(spec, start), end):
+                block_id = table[position // spec.block_size]
+                assert block_id, f"{request.request_id} reads the null block at {position}"
+                block, slot = rank.memory[block_id], position % spec.block_size
+                if position >= start:
+                    block[slot] = expected[position]
+                    continue
+                assert block[slot] == expected[position], (
+                    f"{request.request_id} reads wrong KV at {position} of {end} "
+                    f"(rank {rank.rank}, group {group})"
+                )
 
     @staticmethod
     def _sample(request: Request) -> list[int]:
@@ -520,7 +586,7 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
         for rank in self.ranks:
             for block in rank.memory:
-                block[:] = [b"poison"] * BLOCK_TOKENS
+                block[:] = [b"poison"] * len(block)
 
     def check_idle(self) -> None:
         """No reference, request, lookup or job of ours is left."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from connector.export import ExportedMemory, ExportRefused, MemfdAllocation, export
+from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from tiers.errors import LayoutError
 from tiers.layout import Segment
 from tiers.memfd import check_sealed
@@ -27,6 +27,11 @@ def caches_over(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """[blocks, heads, tokens, content] per layer over one flat allocation, as vLLM makes them."""
     whole = buffer[:SIZE_BYTES].view(DTYPE).view(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
     return {f"layer.{index}": whole[index] for index in range(LAYERS)}
+
+
+def whole(caches: dict[str, torch.Tensor]) -> list[GroupTensors]:
+    """All of them as one KV cache group."""
+    return [GroupTensors(list(caches.values()), SEGMENT, "test")]
 
 
 def through(memory: ExportedMemory) -> npt.NDArray[np.uint8]:
@@ -61,7 +66,7 @@ class TestMemfdAllocation:
         assert os.fstat(allocation.fd).st_size == allocation.size_bytes >= SIZE_BYTES
         assert not os.get_inheritable(allocation.fd)
         caches = caches_over(buffer)
-        memory = export(caches, allocation, SEGMENT, "test")
+        memory = export(whole(caches), allocation)
         assert memory.fd == allocation.fd
         check_shared(memory, caches)
         memory.close()
@@ -127,12 +132,33 @@ class TestMemfdAllocation:
         with MemfdAllocation() as allocation:
             caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
         assert allocation.fd >= 0, "vLLM's KV cache is no longer one torch.zeros of int8"
-        memory = export(caches, allocation, SEGMENT, "test")
+        memory = export(whole(caches), allocation)
         assert memory.fd == allocation.fd
         assert memory.layout.num_blocks == BLOCKS
         assert memory.layout.block_tokens == 32
         assert memory.layout.size_bytes >= size
         memory.close()
+
+
+def test_groups_that_lie_over_each_other() -> None:
+    """As in a hybrid model: other layers in the same bytes, with pages of their own."""
+    with MemfdAllocation() as allocation:
+        buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
+    caches = caches_over(buffer)
+    # Of blocks with twice the tokens and half the heads; a quarter of each page is padding.
+    shape, strides = (BLOCKS, 1, 24, CONTENT), (HEADS * TOKENS * CONTENT, 0, CONTENT, 1)
+    over = [torch.as_strided(buffer.view(DTYPE), shape, strides, layer * 640) for layer in (0, 2)]
+    groups = [*whole(caches), GroupTensors(over, Segment(0, 2, 0, 1), "other")]
+    memory = export(groups, allocation)
+    assert memory.layouts[0] == memory.layout
+    assert memory.layouts[1].block_tokens == 24
+    assert memory.layouts[1].size_bytes == memory.layout.size_bytes
+    over[1][3, 0, 23] = 1.0
+    place = memory.layouts[1].offset(1, 3, 0, 23)
+    assert (
+        through(memory)[place : place + 2 * CONTENT].view(np.int16).tolist() == [0x3F80] * CONTENT
+    )
+    memory.close()
 
 
 class TestFallback:
@@ -141,7 +167,7 @@ class TestFallback:
         kept = torch.arange(HEADS * TOKENS * CONTENT, dtype=torch.int16).view(DTYPE)
         caches["layer.1"][2] = kept.view(HEADS, TOKENS, CONTENT)
         before = caches["layer.1"].clone()
-        memory = export(caches, None, SEGMENT, "test")
+        memory = export(whole(caches), None)
         assert torch.equal(caches["layer.1"].view(torch.int16), before.view(torch.int16))
         check_sealed("memory", memory.fd, memory.size_bytes)
         check_shared(memory, caches)
@@ -153,7 +179,7 @@ class TestFallback:
 
         before = mapped()
         caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
-        export(caches, None, SEGMENT, "test").close()
+        export(whole(caches), None).close()
         assert mapped() == before + 1
         caches.clear()
         assert mapped() == before
@@ -162,7 +188,7 @@ class TestFallback:
         with MemfdAllocation() as allocation:
             torch.zeros(64, dtype=torch.int8)
             caches = caches_over(torch.zeros(SIZE_BYTES, dtype=torch.int8))
-        memory = export(caches, allocation, SEGMENT, "test")
+        memory = export(whole(caches), allocation)
         assert memory.fd != allocation.fd
         check_shared(memory, caches)
         memory.close()
@@ -175,15 +201,15 @@ class TestRefused:
             for index in range(LAYERS)
         }
         with pytest.raises(ExportRefused, match="3 allocations"):
-            export(caches, None, SEGMENT, "test")
+            export(whole(caches), None)
 
     def test_a_device(self) -> None:
         caches = {"layer.0": torch.zeros(1, 1, 1, 1, device="meta")}
         with pytest.raises(ExportRefused, match="meta"):
-            export(caches, None, SEGMENT, "test")
+            export(whole(caches), None)
 
     def test_tensors_that_are_no_layout(self) -> None:
         buffer = torch.zeros(SIZE_BYTES, dtype=torch.int8)
         same = caches_over(buffer)["layer.0"]
         with pytest.raises(LayoutError):
-            export({"a": same, "b": same[:, :1], "c": same}, None, SEGMENT, "test")
+            export(whole({"a": same, "b": same[:, :1], "c": same}), None)

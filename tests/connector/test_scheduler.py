@@ -74,7 +74,7 @@ def engine(make: Callable[..., Engine]) -> Engine:
 
 def chain_of(engine: Engine, tokens: list[int], salt: str = "") -> KeyChain:
     """The keys that these tokens have in this engine."""
-    root = root_key(digest_of(engine.connector._engine.namespace), salt=salt)
+    root = root_key(digest_of(engine.connector._engine.groups[0].namespace), salt=salt)
     chain = KeyChain(root, CHUNK_TOKENS, BLOCK_TOKENS)
     chain.extend(tokens)
     return chain

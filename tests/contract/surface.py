@@ -215,18 +215,20 @@ USED: Final[dict[str, Used]] = {
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": Used(
         _attributes("attention_chunk_size")
     ),
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": Used(_attributes("kv_cache_specs")),
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": Used(_attributes("block_size head_size")),
     "vllm.v1.kv_cache_interface:MambaSpec": Used(_attributes("shapes dtypes")),
     "vllm.v1.kv_cache_layout:KVCacheLayout": Used(_attributes("BLHNC LBHNC")),
     "vllm.v1.core.block_pool:BlockPool": Used(
         {
             "blocks": ATTRIBUTE,
+            "hash_block_size": ATTRIBUTE,
             "touch": "(blocks)",
             "free_blocks": "(ordered_blocks)",
             "get_cached_block": "(block_hash, kv_cache_group_ids)",
         }
     ),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": Used(_attributes("block_id ref_cnt")),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": Used(_attributes("block_id ref_cnt is_null")),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": Used({"get_block_ids": "(allow_none=)"}),
     "vllm.v1.request:Request": Used(
         _attributes(

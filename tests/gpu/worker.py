@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from connector.client import Client
-from connector.export import ExportedMemory, export
+from connector.export import ExportedMemory, GroupTensors, export
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import WorkerRole
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
@@ -66,7 +66,11 @@ def share(gpu: Device, base: int, layout: KVLayout) -> ExportedMemory:
         f"layer.{layer}": DeviceTensor(base, layout, layer)
         for layer in range(layout.segment.num_layers)
     }
-    return export(tensors, None, layout.segment, "double", stream=lambda: int(gpu.stream))
+    return export(
+        [GroupTensors(list(tensors.values()), layout.segment, "double")],
+        None,
+        stream=lambda: int(gpu.stream),
+    )
 
 
 class Rank:

@@ -16,6 +16,7 @@ import pytest
 
 from sidecar import realms
 from sidecar.protocol import (
+    Events,
     Group,
     LoadChunk,
     LoadJob,
@@ -92,6 +93,10 @@ def store_of(group: int, key: bytes, blocks: Sequence[int]) -> StoreChunk:
     return StoreChunk(key, ROOT, tokens.tobytes(), list(blocks), group=group)
 
 
+def told_of(message: object) -> bool:
+    return isinstance(message, Events)
+
+
 def hybrid_scheduler(path: Path, **changes: Any) -> Scheduler:
     return Scheduler(path, groups=(other_group(Role.SCHEDULER),), **changes)
 
@@ -122,6 +127,22 @@ def test_one_job_stores_and_loads_chunks_of_both_groups(sidecar: RunningSidecar)
         page = other_layout().layer_offsets_bytes[0] + 20 * other_layout().block_stride_bytes
         assert (worker.memory[page + 2048 : page + 4096] == 0xEE).all()
         sidecar.wait_until(lambda status: not status["leases"])
+
+
+def test_events_name_the_group(sidecar: RunningSidecar) -> None:
+    with (
+        HybridWorker(sidecar.path) as worker,
+        hybrid_scheduler(sidecar.path, want_events=True) as scheduler,
+    ):
+        # Until it has spoken nothing comes to it unasked.
+        assert scheduler.lookup(1, []).ready == 0
+        key = key_of("window")
+        worker.submit(stores=[StoreJob(1, [store_of(1, key, [9, 8])])])
+        assert worker.outcome(1) is Outcome.OK
+        told = scheduler.wait_for(told_of)
+        assert isinstance(told, Events)
+        (stored,) = told.stored
+        assert (stored.key, stored.group, stored.num_tokens) == (key, 1, 2 * OTHER_BLOCK_TOKENS)
 
 
 def test_a_key_is_of_its_group_alone(sidecar: RunningSidecar) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from connector.groups import Geometry
 from connector.keys import KeyChain, root_key
-from connector.requests import Geometry
 from tests.simulation.clock import Violation
 from tiers.arrow import SlotTemplates
 from tiers.layout import ChunkLayout, KVLayout, Segment

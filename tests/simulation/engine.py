@@ -24,9 +24,11 @@ import numpy as np
 
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory
+from connector.groups import CachedGroup
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
+from connector.storing import Part
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
 from tests.simulation.clock import Violation, World
@@ -56,10 +58,13 @@ class Block:
     ref_cnt: int = 0
     digest: bytes = b""
     """Of the tokens up to its end, while the prefix cache may find it."""
+    is_null: bool = False
 
 
 class BlockPool:
     """Blocks with reference counts, and the engine's own prefix cache."""
+
+    hash_block_size = BLOCK_TOKENS
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -279,8 +284,7 @@ class SimEngine:
         self.wire = Wire(node, f"{name}.s", lambda: Attempt(attach))
         self.role = SchedulerRole(
             self.wire.as_client(),
-            model.digest,
-            GEOMETRY,
+            [CachedGroup(model.digest, GEOMETRY)],
             Settings(reads=True, writes=True, load_tokens_min=BLOCK_TOKENS),
             model.ranks,
             clock=world.clock,
@@ -351,7 +355,7 @@ class SimEngine:
         scheduled = self._schedule()
         plan = self.role.build_plan(
             {request.request_id: count for request, count in scheduled.items()},
-            lambda request_id: [block.block_id for block in self.requests[request_id].blocks],
+            lambda request_id: [[block.block_id for block in self.requests[request_id].blocks]],
         )
         plan.idle = not scheduled
         seconds = IDLE_SECONDS
@@ -425,7 +429,7 @@ class SimEngine:
                 break
             request.num_computed_tokens = start
             ids = [block.block_id for block in request.blocks]
-            self.role.allocated(request, lambda ids=ids: ids, external)  # type: ignore[misc]
+            self.role.allocated(request, lambda ids=ids: [ids], external)  # type: ignore[misc]
             if external:
                 request.loading = True
                 continue
@@ -499,15 +503,13 @@ class SimEngine:
             other.num_computed_tokens = other.local_tokens = 0
             other.loaded = False
 
-    def _plan_store(
-        self, session: Any, state: Any, pieces: list[tuple[int, int, bytes]], *rest: Any
-    ) -> Store | None:
+    def _plan_store(self, session: Any, state: Any, parts: list[Part], *rest: Any) -> Store | None:
         """Note what the keys of a planned store must hold, from the tokens."""
-        store = self._really_plan_store(session, state, pieces, *rest)
+        store = self._really_plan_store(session, state, parts, *rest)
         if store is None:
             return None
         request: Request = state.request
-        places = {key: (chunk, blocks) for chunk, blocks, key in pieces}
+        places = {part.key: (part.chunk, part.blocks) for part in parts}
         owner = owner_of(self.model, request.cache_salt or "", self.weights)
         digests = request.digests(request.all_token_ids)
         for piece in store.pieces:
@@ -605,7 +607,7 @@ class SimEngine:
 
     def _finish(self, request: Request) -> None:
         request.finished = True
-        self.role.request_finished(request, [block.block_id for block in request.blocks])
+        self.role.request_finished(request, [[block.block_id for block in request.blocks]])
         del self.requests[request.request_id]
         for queue in (self._waiting, self._running):
             if request in queue:
