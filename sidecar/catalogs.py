@@ -16,17 +16,15 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Row
+from tiers.catalog.rows import NO_TENANT
 
 if TYPE_CHECKING:
     from sidecar.realms import Realm
-    from tiers.catalog.rows import Rows
+    from tiers.catalog.rows import Row
     from tiers.objects import ObjectTier
 
 
@@ -98,7 +96,7 @@ class Catalogs:
             self._readers[realm.realm_id] = reader
         return reader
 
-    def note(self, realm: Realm, rows: Rows) -> None:
+    def note(self, realm: Realm, bytes_by_tenant: Counter[bytes]) -> None:
         """Count what rows say of tenants; those of a namespace are counted for one realm only."""
         usage = self._usage.setdefault(realm.namespace_digest, _Usage(realm.realm_id))
         if usage.realm_id != realm.realm_id:
@@ -108,7 +106,7 @@ class Catalogs:
             usage.generation = manifest.generation
             held = {bytes.fromhex(name): size for name, size in manifest.tenants.items()}
             usage.tenant_bytes = Counter(held)
-        usage.add(rows)
+        usage.tenant_bytes.update(bytes_by_tenant)
 
     @property
     def stored_bytes(self) -> int:
@@ -140,13 +138,3 @@ class _Usage:
         self.realm_id = realm_id
         self.generation = -1
         self.tenant_bytes: Counter[bytes] = Counter()
-
-    def add(self, rows: Rows) -> None:
-        tenants, places = np.unique(
-            np.ascontiguousarray(rows.tenants).view(f"V{TENANT_BYTES}").ravel(),
-            return_inverse=True,
-        )
-        sums = np.zeros(len(tenants), dtype=np.int64)
-        np.add.at(sums, places, rows.size_bytes)
-        for tenant, num_bytes in zip(tenants, sums.tolist(), strict=True):
-            self.tenant_bytes[tenant.tobytes()] += num_bytes

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sidecar.listed import Keys, ListedRows
     from sidecar.protocol import Lookup, Role, ServerMessage, Submit
     from tiers.layout import ChunkLayout
     from tiers.layout import Segment as LayoutSegment
@@ -178,24 +179,12 @@ class ReadDone:
     """The bit of the source that the outcome is about; -1: the rank's own segment."""
 
 
-class ListedRow(NamedTuple):
-    """One line of the catalog."""
-
-    key: bytes
-    mask: int
-    """Ranks whose segment it names, as bits, or the bit of a segment of another cut."""
-    written_at: int
-    """By the writer's clock: microseconds since 1970."""
-    withdrawn: bool
-    """The segments are not in the store any more, unless they were written later than that."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
     """Lines of the catalog that are new to one realm; any of them may come again."""
 
     realm_id: int
-    rows: Sequence[ListedRow]
+    rows: ListedRows
     foreign: Sequence[LayoutSegment] = ()
     """Segments of other cuts, by bit from the world size on."""
 
@@ -345,7 +334,16 @@ class IndexSet:
     in_store: bool
 
 
-Command = Gather | Scatter | Write | Read | Quarantine | Withdraw | Reply | IndexSet
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexOffer:
+    """The shared index shall say of these chunks that the store holds them, and the host not."""
+
+    realm_id: int
+    keys: Keys
+    """Shape [n, 32], all different."""
+
+
+Command = Gather | Scatter | Write | Read | Quarantine | Withdraw | Reply | IndexSet | IndexOffer
 
 
 @dataclass(slots=True)

@@ -19,11 +19,19 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from sidecar.cuts import FOREIGN_MAX, Cuts
-from sidecar.stored import StoredChunks
+import numpy as np
+
+from sidecar.cuts import Cuts
+from sidecar.stored import StoredChunks, distinct, widened
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from sidecar.listed import Offers
+    from sidecar.stored import Masks
     from tiers.layout import ChunkLayout
+
+    Flags = npt.NDArray[np.bool_]
 
 STORY_LINES_MAX: Final = 4096
 """Transitions that are remembered, over all chunks, to explain an illegal one."""
@@ -176,7 +184,7 @@ class Realm:
         """Geometry of each rank's segment, once a worker of that rank attached."""
         self.slot_classes: list[int] = [-1] * world_size
         self.chunks: dict[bytes, Chunk] = {}
-        self.stored = StoredChunks(world_size + FOREIGN_MAX)
+        self.stored = StoredChunks(world_size)
         """Which ranks' segments of a chunk are in the store, and since when."""
         self.hosted_chunks = 0
         self.stored_chunks = 0
@@ -194,6 +202,12 @@ class Realm:
         """Ranks whose segment the store holds, or holds the parts of, as bits."""
         mask = self.stored.get(key)
         return self.cuts.obtainable(mask) if mask else 0
+
+    def readable_in(self, masks: Masks) -> Flags:
+        """Of which of these masks every rank's segment can be read; shape [n]."""
+        values, places = distinct(masks)
+        whole = [bool(mask) and self.cuts.obtainable(mask) == self.full_mask for mask in values]
+        return np.array(whole, dtype=np.bool_)[places] & self.readable
 
     def stored_rank(self, key: bytes, rank: int) -> bool:
         """Whether the store holds the segment of `rank`."""
@@ -290,6 +304,18 @@ class Directory:
         if realm.stored.get(key) != mask:
             self._touch(realm, key)
         realm.stored.set(key, mask, time)
+
+    def offered(self, realm: Realm, offers: Offers) -> Flags:
+        """Add to what the store holds of chunks that have no object here; shape [n].
+
+        Returns which of them the store holds whole now, and did not before. They are not among the
+        changes that are told by `take_changes`.
+        """
+        before = realm.stored.offer(offers.high, offers.low, offers.masks, offers.written_at)
+        masks = before | widened(offers.masks, before.shape[1])
+        came = realm.readable_in(masks) & ~realm.readable_in(before)
+        realm.stored_chunks += int(np.count_nonzero(came))
+        return came
 
     def _touch(self, realm: Realm, key: bytes) -> None:
         touched = (realm.realm_id, key)

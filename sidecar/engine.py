@@ -30,6 +30,7 @@ from sidecar.commands import (
     Counters,
     Draining,
     Event,
+    IndexOffer,
     IndexSet,
     LeaseTaken,
     Listed,
@@ -60,6 +61,7 @@ from sidecar.writes import WritePolicy, Writes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sidecar.listed import Keys
     from tiers.policy.policy import Policy
 
 __all__ = ["Engine", "EngineLimits", "EngineSnapshot", "PendingWork", "SlotAllocator"]
@@ -156,7 +158,8 @@ class Engine:
         policy: the order of eviction of all chunks.
         tenants: limits of tenants; none where it is left out.
         admit_write: whether a tenant may have so many bytes more in the store.
-        tell: hears of every chunk that became available in a tier, or went from it.
+        tell: hears of every chunk that became available in a tier, or went from it; except
+        tell_listed: of those in the store that nothing but the catalog is known of.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class Engine:
         tenants: Tenants | None = None,
         admit_write: Callable[[bytes, int], bool] = _always,
         tell: Callable[[list[FlagChange]], None] | None = None,
+        tell_listed: Callable[[Realm, Keys], None] | None = None,
     ) -> None:
         self.counters = Counters()
         self._limits = limits
@@ -177,6 +181,7 @@ class Engine:
         self._sessions: dict[int, SessionOpened] = {}
         self._draining = False
         self._tell = tell
+        self._tell_listed = tell_listed
         self._outbox = Outbox(epoch)
         self.directory = self._directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
@@ -198,6 +203,7 @@ class Engine:
             self.counters,
             self.tenants,
             self._outbox.emit,
+            self._chunks_listed,
             quarantine_keys_max=limits.quarantine_keys_max,
             announces=limits.write is not WritePolicy.OFF,
         )
@@ -383,6 +389,11 @@ class Engine:
         self._lookups.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
             self._leases.close_session(session.session_id, (session.realm_id, session.engine_id))
+
+    def _chunks_listed(self, realm: Realm, keys: Keys) -> None:
+        self._outbox.emit(IndexOffer(realm.realm_id, keys))
+        if self._tell_listed is not None:
+            self._tell_listed(realm, keys)
 
     def _chunk_complete(self, chunk: Chunk) -> None:
         self._writes.completed(chunk)

@@ -32,6 +32,7 @@ from sidecar.kvevents import (
     encode,
     name_of,
 )
+from sidecar.listed import key_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from sidecar.directory import Chunk, Directory, FlagChange
     from sidecar.directory import Realm as Held
     from sidecar.kvevents import CacheEvent
+    from sidecar.listed import Keys
     from sidecar.realms import Realms
 
 EVENTS_PER_BATCH_MAX: Final = 512
@@ -139,6 +141,12 @@ class EventStream:
     def changed(self, changes: Iterable[FlagChange]) -> None:
         """Tell what became available in, and what went from, the tiers."""
         self.tell(list(self._events(changes)))
+
+    def listed(self, realm: Held, keys: Keys) -> None:
+        """Tell of chunks (keys of shape [n, 32]) that the catalog told of."""
+        if realm.readable:
+            names = map(name_of, key_list(keys))
+            self.tell([self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX)])
 
     def snapshot(self) -> Iterator[bytes]:
         """Payloads of batches that say what is cached, for a subscriber that knows nothing.

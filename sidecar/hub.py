@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
     from sidecar.config import Config
     from sidecar.directory import FlagChange
+    from sidecar.directory import Realm as Held
     from sidecar.eventsockets import EventSockets
+    from sidecar.listed import Keys
     from tiers.pool import HostPool
     from tiers.wrap import Metered
 
@@ -99,6 +101,7 @@ class Hub:
             tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
             admit_write=self._admits,
             tell=self._tell,
+            tell_listed=self._tell_listed,
         )
         self.events: EventStream | None = None
         self.event_sockets: EventSockets | None = None
@@ -147,6 +150,7 @@ class Hub:
             reconcile_seconds=settings.reconcile_every,
             feed=self.feed,
             held=self.engine.stored_mask,
+            index_settled=self._index_settled,
         )
 
     def _new_collector(self) -> Collector | None:
@@ -184,6 +188,10 @@ class Hub:
     def _tell(self, changes: list[FlagChange]) -> None:
         if self.events is not None and not self._over:
             self.events.changed(changes)
+
+    def _tell_listed(self, realm: Held, keys: Keys) -> None:
+        if self.events is not None and not self._over:
+            self.events.listed(realm, keys)
 
     def handshakes_refused(self) -> Mapping[str, int]:
         """Connections for jobs that failed to prove a welcome key, by what failed."""
@@ -344,6 +352,9 @@ class Hub:
             "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")
         )
         session.connection.hang_up()
+
+    async def _index_settled(self, realm: Realm) -> None:
+        await self.mover.indexing.settled(realm.indexed_in)
 
     def _index_moved(self, realm: Realm) -> None:
         moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))

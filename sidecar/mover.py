@@ -1,7 +1,7 @@
 """The mover: carries the engine's commands out on the tiers and tells it how each ended.
 
 Owns no state of its own beyond what is running: copies go to `copies.py`, objects to the store,
-index entries to the realm's index, messages to the server. Does not decide anything: what to
+index entries to `indexing.py`, messages to the server. Does not decide anything: what to
 copy, when to write and what to do about a failure is the engine's.
 
 Invariants:
@@ -29,6 +29,7 @@ from sidecar.commands import (
     CopyOutcome,
     Event,
     Gather,
+    IndexOffer,
     IndexSet,
     Quarantine,
     Read,
@@ -41,6 +42,7 @@ from sidecar.commands import (
     Written,
 )
 from sidecar.copyqueue import Group
+from sidecar.indexing import Indexing
 from sidecar.logs import fields
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
@@ -53,7 +55,6 @@ from tiers.errors import (
     TierUnavailable,
 )
 from tiers.filesystems import run_to_end
-from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -109,7 +110,7 @@ class Mover:
         self._store_deadline_seconds = store_deadline_seconds
         self._feed = feed
         self._reply = reply
-        self._index_moved = index_moved
+        self.indexing = Indexing(index_moved, self._grow)
         self._store_failed = store_failed
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._assembler = None if store is None else Assembler(store, self._verifying)
@@ -138,7 +139,9 @@ class Mover:
                 case Reply():
                     self._reply(command.session_id, command.message)
                 case IndexSet():
-                    self._set_index(command)
+                    self.indexing.set(self._realms[command.realm_id].indexed_in, command)
+                case IndexOffer():
+                    self.indexing.offer(self._realms[command.realm_id].indexed_in, command)
                 case Write():
                     self._start(self._write, command)
                 case Read():
@@ -177,17 +180,9 @@ class Mover:
             part=session.realms.index(realm),
         )
 
-    def _set_index(self, command: IndexSet) -> None:
-        realm = self._realms[command.realm_id].indexed_in
-        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
-        realm.index.set(tag_of(command.key, realm.index_salt), flags)
-        if not realm.index.needs_growth:
-            return
-        smaller = realm.index
-        realm.index = smaller.grown()
-        self._index_moved(realm)
-        # Readers of the old mapping miss until they take the new one; that is what `close` says.
-        smaller.close()
+    def _grow(self, realm: Realm) -> None:
+        assert self._tasks is not None, "commands come only while run() runs"
+        self._tasks.start_soon(self.indexing.grow, realm)
 
     def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[Rank, str]:
         realm = self._realms[realm_id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from sidecar.commands import Command, IndexSet, Reply
+from sidecar.commands import Command, IndexOffer, IndexSet, Reply
 from sidecar.protocol import Done, Events, JobOutcome, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Outbox:
 
     def emit(self, command: Command) -> None:
         """Add one command."""
-        if isinstance(command, IndexSet):
+        if isinstance(command, IndexSet | IndexOffer):
             self._index.append(command)
         elif isinstance(command, Reply):
             self._replies.append(command)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sidecar.commands import (
     Command,
     Counters,
@@ -21,11 +23,15 @@ from sidecar.commands import (
     Withdraw,
     Written,
 )
+from sidecar.listed import ListedRow, ListedRows, offers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
     from sidecar.directory import Directory, Realm, Segment
+    from sidecar.listed import Keys
     from sidecar.tenants import Tenants
 
 
@@ -38,6 +44,7 @@ class StoreTier:
         counters: Counters,
         tenants: Tenants,
         emit: Callable[[Command], None],
+        came: Callable[[Realm, Keys], None],
         *,
         quarantine_keys_max: int,
         announces: bool,
@@ -46,6 +53,8 @@ class StoreTier:
         self._counters = counters
         self._tenants = tenants
         self._emit = emit
+        # Told of chunks that have no object here, and that can be read from the store now.
+        self._came = came
         self._quarantine_keys_max = quarantine_keys_max
         self._announces = announces
         # (realm_id, key) -> ranks, and the newest writing that does not count for them.
@@ -66,15 +75,16 @@ class StoreTier:
             return
         realm, key = chunk.realm, chunk.key
         self._heal(realm, key, segment.rank)
-        mask = realm.stored.get(key) | 1 << segment.rank
-        self._directory.set_stored(realm, key, mask, max(realm.stored.time(key), event.written_at))
+        held, time = realm.stored.held(key)
+        mask = held | 1 << segment.rank
+        self._directory.set_stored(realm, key, mask, max(time, event.written_at))
         if mask & realm.full_mask == realm.full_mask:
             self._counters.chunks_written += 1
 
     def unusable(self, realm: Realm, key: bytes, bit: int) -> int:
         """A read found an object that is no use here; returns when it was written, if known."""
-        mask, time = 1 << bit, realm.stored.time(key)
-        self._directory.set_stored(realm, key, realm.stored.get(key) & ~mask, time)
+        mask, (held, time) = 1 << bit, realm.stored.held(key)
+        self._directory.set_stored(realm, key, held & ~mask, time)
         self._remember(realm, key, mask, time)
         return time
 
@@ -110,26 +120,48 @@ class StoreTier:
     def listed(self, event: Listed) -> None:
         """Take over lines of the catalog.
 
-        Millions come by when a sidecar starts, so this loop does for each only what it must.
+        Millions come by when a sidecar starts, so those of chunks of which nothing else is known
+        here are taken over by columns. They are of other chunks than the rest, so it does not
+        matter which come first.
         """
         realm = self._directory.realms.get(event.realm_id)
         if realm is None:
             self._counters.stale_messages += 1
             return
         realm.cuts.learn_foreign(event.foreign)
-        known = realm.cuts.known_mask
-        stored, gone, set_stored = realm.stored, self._gone, self._directory.set_stored
-        for key, named, written_at, withdrawn in event.rows:
-            mask = named & known
-            held, time = stored.get(key), stored.time(key)
-            if withdrawn:
-                self._remember(realm, key, mask, written_at)
-                if held & mask and time <= written_at:
-                    set_stored(realm, key, held & ~mask, time)
-                continue
-            if gone:
-                lost, until = gone.get((realm.realm_id, key), (0, 0))
-                if written_at <= until:
-                    mask &= ~lost
-            if mask & ~held or (mask and written_at > time):
-                set_stored(realm, key, held | mask, max(time, written_at))
+        rows = event.rows.within(realm.cuts.known_mask)
+        apart = self._apart(realm, rows)
+        for row in rows.take(apart):
+            self._listed_one(realm, row)
+        rest = rows.take(~apart)
+        if not len(rest):
+            return
+        offers = offers_of(rest)
+        came = self._directory.offered(realm, offers)
+        if came.any():
+            self._came(realm, offers.keys[came])
+
+    def _apart(self, realm: Realm, rows: ListedRows) -> npt.NDArray[np.bool_]:
+        """Lines of chunks that are withdrawn, were so before, or have an object; shape [n]."""
+        chunks, gone, realm_id = realm.chunks, self._gone, realm.realm_id
+        withdrawn = set(rows.take(rows.withdrawn).key_list())
+        if not (chunks or gone or withdrawn):
+            return np.zeros(len(rows), dtype=np.bool_)
+        found = [
+            key in chunks or (realm_id, key) in gone or key in withdrawn for key in rows.key_list()
+        ]
+        return np.array(found, dtype=np.bool_)
+
+    def _listed_one(self, realm: Realm, row: ListedRow) -> None:
+        key, mask, written_at, withdrawn = row
+        held, time = realm.stored.held(key)
+        if withdrawn:
+            self._remember(realm, key, mask, written_at)
+            if held & mask and time <= written_at:
+                self._directory.set_stored(realm, key, held & ~mask, time)
+            return
+        lost, until = self._gone.get((realm.realm_id, key), (0, 0))
+        if written_at <= until:
+            mask &= ~lost
+        if mask & ~held or (mask and written_at > time):
+            self._directory.set_stored(realm, key, held | mask, max(time, written_at))

@@ -92,7 +92,7 @@ def du(config: Config, namespace: str | None) -> Document:
     async def command(store: ObjectTier) -> Document:
         told: list[Document] = []
         for prefix in await chosen(store, namespace):
-            census = await _census(store, prefix)
+            census = await census_of(store, prefix)
             told.append(
                 {
                     "namespace": prefix.rpartition("/")[2],
@@ -116,7 +116,8 @@ def du(config: Config, namespace: str | None) -> Document:
     return run(config, command)
 
 
-async def _census(store: ObjectTier, prefix: str) -> Census:
+async def census_of(store: ObjectTier, prefix: str) -> Census:
+    """What a namespace's catalog offers. Raises the tier's errors."""
     census = Census()
     files = Files(store, catalog_folder(prefix), Counts())
     async for _, rows, _ in Shards(files, await load(files, time.time())).rows():

@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
 
-from sidecar.commands import CaughtUp, Event, Listed, ListedRow
+from sidecar.commands import CaughtUp, Event, Listed
+from sidecar.listed import ListedRows, by_key
 from sidecar.logs import fields
 from sidecar.reconcile import Reconciler
+from tiers.catalog.merge import bytes_by_tenant
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from sidecar.catalogs import Catalogs
     from sidecar.realms import Realm, Realms
@@ -34,7 +38,10 @@ if TYPE_CHECKING:
     from tiers.objects import ObjectTier
 
 ROWS_PER_SLICE: Final = 1024
-"""Some 5 ms of the event loop."""
+"""One or two milliseconds of the event loop, where rows are next to each other."""
+ROWS_PER_SLICE_SPARSE: Final = 256
+DENSE_ROWS: Final = 65_536
+"""Rows of a file with so many are next to each other in what is known, once they are sorted."""
 ANNOUNCE_POLL_SECONDS_MAX: Final = 0.5
 FLUSH_PAUSE_SECONDS: Final = 1.0
 """Between two tries to announce, while the store is unwell."""
@@ -61,7 +68,10 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes, reads and announces. `feed` takes the `Listed` and `CaughtUp` events."""
+    """Probes, reads and announces. `feed` takes the `Listed` and `CaughtUp` events.
+
+    `index_settled` waits while a realm's index grows, so that few entries wait for room in it.
+    """
 
     def __init__(
         self,
@@ -76,6 +86,7 @@ class StoreWatch:
         reconcile_seconds: float,
         feed: Callable[[Event], None],
         held: Callable[[int, bytes], int],
+        index_settled: Callable[[Realm], Awaitable[None]],
     ) -> None:
         self._store = store
         self._realms = realms
@@ -84,6 +95,7 @@ class StoreWatch:
         self._writes = writes
         self._reads = reads
         self._feed = feed
+        self._index_settled = index_settled
         self._catalogs = catalogs
         self._due: set[int] = set()
         self._caught_up: set[int] = set()
@@ -189,7 +201,8 @@ class StoreWatch:
         try:
             reader = self._catalogs.reader(realm)
             async for rows in reader.changes():
-                self._catalogs.note(realm, rows)
+                held = await anyio.to_thread.run_sync(bytes_by_tenant, rows)
+                self._catalogs.note(realm, held)
                 await self._feed_rows(realm, rows)
             if reader.take_doubt():
                 self.reconciler.doubt(realm)
@@ -208,23 +221,13 @@ class StoreWatch:
         # What is left out has nothing that a rank here could use.
         masks = [known.get(name, 0) for name in rows.segments]
         foreign = [rank.layout.segment for rank in realm.foreign]
-        for first in range(0, len(rows), ROWS_PER_SLICE):
-            part = slice(first, first + ROWS_PER_SLICE)
-            columns = zip(
-                rows.key_list(part.start, part.stop),
-                rows.segment_ids[part].tolist(),
-                rows.written_at[part].tolist(),
-                (rows.size_bytes[part] == 0).tolist(),
-                strict=True,
-            )
-            listed = [
-                ListedRow(key, masks[segment], written_at, withdrawn)
-                for key, segment, written_at, withdrawn in columns
-                if masks[segment]
-            ]
-            if listed:
-                self._feed(Listed(realm.realm_id, listed, foreign))
+        listed = await anyio.to_thread.run_sync(_lines, rows, masks)
+        size = ROWS_PER_SLICE if len(listed) >= DENSE_ROWS else ROWS_PER_SLICE_SPARSE
+        for first in range(0, len(listed), size):
+            part = listed.take(slice(first, first + size))
+            self._feed(Listed(realm.realm_id, part, foreign))
             await anyio.lowlevel.checkpoint()
+            await self._index_settled(realm)
 
     def _judge(self, reason: str | None) -> None:
         before = self.health.state
@@ -240,3 +243,12 @@ class StoreWatch:
                 "the store is unwell; the host tier works without it",
                 extra=fields(url=self._store.url, reason=reason),
             )
+
+
+def _lines(rows: Rows, masks: Sequence[int]) -> ListedRows:
+    """Rows as lines for the engine, sorted by key; those without a mask are left out."""
+    lines = ListedRows(
+        rows.keys, tuple(masks), rows.segment_ids, rows.written_at, rows.size_bytes == 0
+    )
+    named = np.array([bool(mask) for mask in masks], dtype=np.bool_)
+    return by_key(lines if named.all() else lines.take(named[rows.segment_ids]))

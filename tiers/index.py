@@ -6,8 +6,9 @@ topology, so that equal keys of two realms do not meet. Each tag has two buckets
 lives in one slot of one of them; a bucket's states are one cache line. A slot's state word is
 56 bits of check over its tag, then 8 bits of flags; 0 is an empty slot.
 
-Does not own: what the flags mean to a request, growth (the owner calls `grown` when
-`needs_growth` says so and sends the new descriptor), or the death of the writer. A writer that is
+Does not own: what the flags mean to a request, growth (the owner calls `grown`, or takes its time
+with `index_growth.py`, when `needs_growth` says so, and sends the new descriptor), or the death of
+the writer. A writer that is
 killed leaves its last words readable; its clients learn of that from their socket and drop the
 reader.
 
@@ -55,6 +56,8 @@ KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
 CAPACITY_ENTRIES_MAX: Final = 1 << 30
 FLAGS_MAX: Final = 0xFF
+SLOTS_PER_PASS: Final = 1 << 14
+"""So many are copied in about a millisecond while a table grows."""
 
 _MAGIC: Final = 0x3158_4449_454B_564B  # "KVKEIDX1"
 _VERSION: Final = 1
@@ -64,10 +67,11 @@ _SLOT_WORDS: Final = 3
 _BUCKET_SLOTS: Final = 8
 _HEADER_MAGIC, _HEADER_VERSION, _HEADER_SLOTS, _HEADER_CLOSED = range(4)
 
-# Entries that come and go found both buckets full in none of 2 million insertions at this load,
+# Entries that come and go found both buckets full in none of 2 million insertions at a load of 1/2,
 # in 1 of 28,000 at 5/8 and in 1 of 120 at 3/4 (131,072 buckets).
-_SLOTS_PER_ENTRY: Final = 2
-_GROW_SLOTS_PER_PASS: Final = 1 << 18
+_LOAD: Final = (5, 8)
+_ENTRIES_PER_OVERFLOW: Final = 1 << 16
+_SET_ONE_BY_ONE: Final = 16
 
 _TAG: Final = struct.Struct("<QQ")
 _BUCKET: Final = struct.Struct(f"={_BUCKET_SLOTS}Q")
@@ -101,13 +105,18 @@ def tag_of(key: bytes, salt: bytes) -> bytes:
 
 def tags_of(keys: Sequence[bytes], salt: bytes) -> Words:
     """Tags of many keys as uint64 of shape (len(keys), 2): row i holds the bytes of `tag_of`."""
-    _check_salt(salt)
     joined = b"".join(keys)
     if len(joined) != KEY_BYTES * len(keys):
         raise ValueError(
             f"{len(keys)} keys have {len(joined)} bytes together: a chunk key has {KEY_BYTES}"
         )
-    words = np.frombuffer(joined, dtype="<u8").reshape(len(keys), KEY_BYTES // _WORD_BYTES)
+    return tags_in(np.frombuffer(joined, dtype=np.uint8).reshape(len(keys), KEY_BYTES), salt)
+
+
+def tags_in(keys: npt.NDArray[np.uint8], salt: bytes) -> Words:
+    """`tags_of` keys as the rows of an array of shape (n, 32)."""
+    _check_salt(salt)
+    words = np.ascontiguousarray(keys).view("<u8")
     tags: Words = np.bitwise_xor(words[:, :2], np.frombuffer(salt, dtype="<u8"))
     return tags
 
@@ -152,7 +161,7 @@ def _size_bytes(slots: int) -> int:
 
 
 def _slots_for(capacity_entries: int) -> int:
-    slots = capacity_entries * _SLOTS_PER_ENTRY
+    slots = -(-capacity_entries * _LOAD[1] // _LOAD[0])
     return max(_BUCKET_SLOTS * 2, 1 << (slots - 1).bit_length())
 
 
@@ -174,7 +183,7 @@ class IndexWriter:
 
     Args:
         capacity_entries: entries that fit before `needs_growth`; rounded up to what a power of two
-            of slots holds when it is half full.
+            of slots holds when five eighths of them are full.
 
     Raises:
         LayoutError: the capacity is out of range.
@@ -193,6 +202,7 @@ class IndexWriter:
         self._entries = 0
         # Entries whose two buckets are full: known here, invisible to readers until growth.
         self._overflow: dict[bytes, int] = {}
+        self._changes: list[tuple[bytes, int]] | None = None
         self._map, self.fd = _create_mapping(self.size_bytes)
         self._columns = _Columns(self._map, self.slots)
         # Item access through a memoryview costs a third of that through a numpy array.
@@ -210,18 +220,20 @@ class IndexWriter:
     @property
     def capacity_entries(self) -> int:
         """Entries above which `needs_growth` is True."""
-        return self.slots // _SLOTS_PER_ENTRY
+        return self.slots * _LOAD[0] // _LOAD[1]
 
     @property
     def needs_growth(self) -> bool:
         """Whether lookups start to lose entries: call `grown` and hand out the new descriptor.
 
-        An entry that found both its buckets full asks for growth only in a table that is at least
-        a quarter full: tags crafted to collide must not double the mapping again and again.
+        Entries that found both their buckets full ask for growth where they are one in 65,536, and
+        only in a table that is at least a quarter full: tags crafted to collide must not double
+        the mapping again and again.
         """
         if len(self) > self.capacity_entries:
             return True
-        return bool(self._overflow) and self._entries * 4 >= self.slots
+        lost = len(self._overflow) * _ENTRIES_PER_OVERFLOW > self._entries
+        return lost and self._entries * 4 >= self.slots
 
     def set(self, tag: bytes, flags: int) -> None:
         """Publish `flags` (1 to 255) for `tag` (16 bytes), or withdraw it with 0.
@@ -233,6 +245,8 @@ class IndexWriter:
                 f"tag of {len(tag)} bytes, flags={flags}: a tag has {TAG_BYTES} bytes (tag_of), "
                 f"flags are 0 to {FLAGS_MAX}"
             )
+        if self._changes is not None:
+            self._changes.append((tag, flags))
         low, high = _TAG.unpack(tag)
         mixed = _mix(low, high)
         check = _check(mixed)
@@ -267,30 +281,108 @@ class IndexWriter:
     def _holds(self, slot: int, low: int, high: int) -> bool:
         return self._tags[2 * slot] == low and self._tags[2 * slot + 1] == high
 
+    def set_many(self, tags: Words, flags: int) -> None:
+        """`set` for many tags (shape (n, 2), see `tags_of`), which may repeat, with equal flags."""
+        if not 0 <= flags <= FLAGS_MAX:
+            raise ValueError(f"flags={flags}: flags are 0 to {FLAGS_MAX}")
+        left = tags
+        while len(left) > _SET_ONE_BY_ONE:
+            before = len(left)
+            left = self._set_some(left, flags)
+            if len(left) > before // 2:
+                # Many that want the same few slots.
+                break
+        for tag in np.ascontiguousarray(left):
+            self.set(tag.tobytes(), flags)
+
+    def _set_some(self, tags: Words, flags: int) -> Words:
+        """Set those that do not get into each other's way; returns the others."""
+        if self._changes is not None:
+            self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
+        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        checks = _check_words(mixed)
+        buckets = np.empty((len(tags), 2), dtype=np.uint64)
+        buckets[:, 0] = mixed
+        buckets[:, 1] = mixed >> np.uint64(32)
+        buckets &= np.uint64(self._bucket_mask)
+        bases = buckets.view(np.int64) * _BUCKET_SLOTS
+        rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
+        states = rows.take(buckets.view(np.int64).ravel(), axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
+        hits = np.flatnonzero((states ^ checks[:, np.newaxis]) <= np.uint64(FLAGS_MAX))
+        numbers, places = hits >> 4, hits & 15
+        slots = bases[numbers, places >> 3] + (places & 7)
+        same = np.all(self._columns.tags[slots] == tags[numbers], axis=1)
+        numbers, slots = numbers[same], slots[same]
+        news = np.uint64(flags)
+        # A tag that is given twice is counted once.
+        first, counted = np.unique(slots, return_index=True)
+        self._columns.states[first] = (checks[numbers[counted]] | news) if flags else 0
+        self._entries -= 0 if flags else len(first)
+        absent = np.ones(len(tags), dtype=np.bool_)
+        absent[numbers] = False
+        if self._overflow:
+            # Few, and theirs is the dict as much as the table.
+            return tags[absent]
+        if not flags:
+            return tags[:0]
+        others = np.flatnonzero(absent)
+        empty = states[others].reshape(-1, 2, _BUCKET_SLOTS) == 0
+        free = empty.sum(axis=2)
+        side = (free[:, 1] > free[:, 0]).astype(np.intp)
+        row = np.arange(len(others))
+        room = free[row, side] > 0
+        slots = bases[others, side] + empty[row, side].argmax(axis=1)
+        chosen, winners = np.unique(slots[room], return_index=True)
+        winning = others[room][winners]
+        self._columns.tags[chosen] = tags[winning]
+        self._columns.states[chosen] = checks[winning] | news
+        self._entries += len(chosen)
+        absent[winning] = False
+        return tags[absent]
+
     def grown(self) -> IndexWriter:
         """A copy with twice the slots. This one stays as it is until `close`.
 
         Takes about 50 ms per million slots. From now on only the copy is to be written.
         """
         larger = IndexWriter(self.capacity_entries * 2)
-        assert larger.slots == 2 * self.slots
-        for start in range(0, self.slots, _GROW_SLOTS_PER_PASS):
-            larger._adopt(self._columns, start, min(start + _GROW_SLOTS_PER_PASS, self.slots))
+        for start in range(0, self.slots, SLOTS_PER_PASS):
+            larger.adopt(self, start)
         for tag, flags in self._overflow.items():
             larger.set(tag, flags)
         return larger
 
-    def _adopt(self, source: _Columns, start: int, stop: int) -> None:
-        """Take over the entries in slots `start:stop` of a table of half the size."""
+    def follow(self) -> list[tuple[bytes, int]]:
+        """From now on every `set`, also in `set_many`, is added to this list."""
+        self._changes = []
+        return self._changes
+
+    @property
+    def waiting(self) -> dict[bytes, int]:
+        """Entries that readers see only after growth: tag -> flags."""
+        return self._overflow
+
+    def replace(self, tag: bytes, flags: int) -> None:
+        """`set` where `adopt` may have taken the same tag over from several slots."""
+        entries = -1
+        while entries != self._entries:
+            entries = self._entries
+            self.set(tag, 0)
+        self.set(tag, flags)
+
+    def adopt(self, smaller: IndexWriter, start: int) -> None:
+        """Take over what is in up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
+        source = smaller._columns
+        stop = min(start + SLOTS_PER_PASS, smaller.slots)
         used = np.flatnonzero(source.states[start:stop]) + start
         tags = source.tags[used]
         mixed = _mix_words(tags[:, 0], tags[:, 1])
         mask = np.uint64(self._bucket_mask)
-        half = np.uint64(self._bucket_mask >> 1)
+        fewer = np.uint64(smaller._bucket_mask)
         buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
-        # An entry of bucket b goes to b or b + half of the buckets, by one more bit of the hash
-        # that brought it there, and keeps its place in the bucket: two never meet.
-        by_first = (mixed & half) == buckets
+        # What was in bucket b goes to one of those whose number ends with the bits of b, by more
+        # bits of the hash that brought it there, and keeps its place in the bucket: two never meet.
+        by_first = (mixed & fewer) == buckets
         target = np.where(by_first, mixed & mask, (mixed >> np.uint64(32)) & mask)
         slots = (target * np.uint64(_BUCKET_SLOTS)).astype(np.intp) + used % _BUCKET_SLOTS
         self._columns.tags[slots] = tags

@@ -1,141 +1,235 @@
-"""The catalog at ten million chunks: memory of one, time to compact, to read and to refresh.
+"""The catalog at ten million chunks: memory of one, time to read, refresh, look up and compact.
 
 Prints one JSON object. The store is a folder on this machine, so requests cost next to nothing and
-the times are those of the work around them. What a chunk takes is the sidecar's own table; the
-shared index has its own benchmark. Times are those of this machine at this moment.
+the times are those of the work around them. Each part runs in a process of its own, so that what it
+takes in memory is its own; times in the processor (`cpu`) are of all threads, and say more than
+those of a clock on a machine that has other work. Lookups at this size are compared with those at
+ten thousand chunks, in turn.
 
-    python -m benchmarks.micro.catalog_bench [--chunks 10000000] [--keys 400] [--directory DIR]
+    python -m benchmarks.micro.catalog_bench [--chunks 10000000] [--directory DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import resource
+import subprocess
+import sys
 import tempfile
 import time
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import numpy as np
 
-from benchmarks.micro.directory_bench import LIMITS, NoSlots
-from sidecar.commands import Listed, ListedRow, SessionOpened
-from sidecar.engine import Engine
-from sidecar.protocol import Role
+from benchmarks.micro.catalog_world import LagProbe, Reading, World, rss_bytes
+from sidecar.storecommands import census_of
 from tiers.catalog.compaction import Plan, compact
-from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import Bounds
-from tiers.catalog.names import catalog_folder, namespace_prefix
-from tiers.catalog.reader import CatalogReader
-from tiers.catalog.rows import Rows
-from tiers.objects import UrlObjects
-from tiers.policy import make
+from tiers.index import IndexReader, tags_of
 
-PREFIX: Final = namespace_prefix(bytes(32))
-FOLDER: Final = catalog_folder(PREFIX)
-ROWS_PER_ROUND: Final = 1_000_000
-ROWS_PER_SLICE: Final = 1024
-NEWS: Final = 1000
-PLAN: Final = Plan(Bounds(), grace_seconds=300.0, keep_seconds=0.0)
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+SMALL: Final = 10_000
+NEWS: Final = 10_000
+KEYS: Final = 400
+ROUNDS: Final = 1000
+IDLE_SECONDS: Final = 2.0
+SAMPLE_PER_FILE: Final = 1000
+SAMPLE_FILE: Final = "sample-{}"
+PLAN: Final = Plan(Bounds(), grace_seconds=300.0, keep_seconds=0.0, whole=True)
+
 BYTES_PER_CHUNK_MAX: Final = 100.0
+US_PER_ROW_MAX: Final = 2.0
+LAG_P99_MS_MAX: Final = 5.0
+
+Report = dict[str, Any]
 
 
-def rows_of(generator: np.random.Generator, count: int) -> Rows:
-    """Rows of as many chunks, with keys as hashes give them."""
-    return Rows(
-        keys=generator.integers(0, 256, (count, 32), dtype=np.uint8),
-        parents=np.zeros((count, 32), dtype=np.uint8),
-        segments=("0-32.0-8",),
-        segment_ids=np.zeros(count, dtype=np.int32),
-        num_blocks=np.full(count, 16, dtype=np.int32),
-        size_bytes=np.full(count, 1 << 20, dtype=np.int64),
-        written_at=np.full(count, 1_700_000_000_000_000, dtype=np.int64),
-        tenants=np.zeros((count, 8), dtype=np.uint8),
-    )
-
-
-def feed(engine: Engine, rows: Rows) -> None:
-    """Tell the engine, as `sidecar/watch.py` does it."""
-    for first in range(0, len(rows), ROWS_PER_SLICE):
-        part = slice(first, first + ROWS_PER_SLICE)
-        times = rows.written_at[part].tolist()
-        keys = rows.key_list(first, first + len(times))
-        columns = zip(keys, times, strict=True)
-        listed = [ListedRow(key, 1, written_at, withdrawn=False) for key, written_at in columns]
-        engine.handle(Listed(0, listed), 0.0)
-
-
-async def measure(directory: str, chunks: int, keys: int) -> dict[str, Any]:
-    """Write, compact, read, refresh, look up."""
-    generator, dice = np.random.default_rng(1), random.Random(1)
-    tier = UrlObjects(f"file://{directory}")
-    log = LogWriter(tier, FOLDER, new_writer(), rows_max=1, seconds_max=0.0)
-    compact_seconds = 0.0
-    sample: list[bytes] = []
-    for done in range(0, chunks, ROWS_PER_ROUND):
-        rows = rows_of(generator, min(ROWS_PER_ROUND, chunks - done))
-        sample += rows.key_list(0, keys)
-        await log.write(rows)
-        started = time.perf_counter()
-        await compact(tier, PREFIX, PLAN, time.time())
-        compact_seconds += time.perf_counter() - started
+async def fill(directory: Path, chunks: int) -> Report:
+    """Write both catalogs, and some of their keys for the parts that look them up."""
     started = time.perf_counter()
-    await compact(tier, PREFIX, PLAN._replace(whole=True), time.time())
-    whole_seconds = time.perf_counter() - started
+    for count in (SMALL, chunks):
+        sample = await World(str(directory / "store"), count).fill(SAMPLE_PER_FILE)
+        (directory / SAMPLE_FILE.format(count)).write_bytes(b"".join(sample))
+    return {"fill_seconds": round(time.perf_counter() - started, 1)}
 
-    engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
-    engine.handle(SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, 0, False, None), 0.0)
-    reader = CatalogReader(tier, FOLDER, Counts())
-    started = time.perf_counter()
-    async for found in reader.changes():
-        feed(engine, found)
-    first_seconds = time.perf_counter() - started
-    known = engine.snapshot().chunks_in_store
-    if known != chunks:
-        raise RuntimeError(f"{known} of {chunks} chunks were read")
-    started = time.perf_counter()
-    async for _ in reader.changes():
-        raise RuntimeError("a refresh without news told some")
-    idle_ms = (time.perf_counter() - started) * 1e3
-    await log.write(rows_of(generator, NEWS))
-    started = time.perf_counter()
-    async for found in reader.changes():
-        feed(engine, found)
-    news_ms = (time.perf_counter() - started) * 1e3
-    stored = engine._directory.realms[0].stored  # noqa: SLF001
-    times: list[float] = []
-    for _ in range(1000):
-        asked = dice.choices(sample, k=keys)
-        started = time.perf_counter()
-        held = sum(map(stored.get, asked))
-        times.append((time.perf_counter() - started) * 1e6)
-        if held != keys:
-            raise RuntimeError("the table lost a chunk")
-    per_chunk = stored.size_bytes / len(stored)
+
+async def read(directory: Path, chunks: int) -> Report:
+    """The first read, refreshes, and lookups."""
+    small = await _read_small(directory)
+    world = World(str(directory / "store"), chunks)
+    reading, probe, idle = Reading(world), LagProbe(), LagProbe()
+    async with reading.running():
+        async with idle.running():
+            await anyio.sleep(IDLE_SECONDS)
+        before = rss_bytes()
+        async with probe.running():
+            first = await _timed(reading.refresh)
+        grown = rss_bytes() - before
+        known = reading.engine.snapshot().chunks_in_store
+        if known != chunks or len(world.realm.index) != chunks:
+            raise RuntimeError(f"{known} of {chunks} chunks were read")
+        quiet = await _timed(reading.refresh)
+        await world.announce(NEWS)
+        async with (later := LagProbe()).running():
+            news = await _timed(reading.refresh)
+        if reading.engine.snapshot().chunks_in_store != chunks + NEWS:
+            raise RuntimeError("a refresh lost some news")
+    stored, index = reading.directory.stored, world.realm.index
     return {
         "chunks": chunks,
-        "bytes_per_chunk": round(per_chunk, 1),
-        "compaction_us_per_chunk": round(compact_seconds / chunks * 1e6, 2),
-        "whole_compaction_seconds": round(whole_seconds, 1),
-        "first_read_seconds": round(first_seconds, 1),
-        "refresh_without_news_ms": round(idle_ms, 1),
-        f"refresh_with_{NEWS}_ms": round(news_ms, 1),
-        f"lookup_{keys}_p50_us": round(sorted(times)[len(times) // 2], 1),
-        "holds": {f"bytes_per_chunk <= {BYTES_PER_CHUNK_MAX}": per_chunk <= BYTES_PER_CHUNK_MAX},
+        "table_bytes_per_chunk": round(stored.size_bytes / len(stored), 1),
+        "index_bytes_per_chunk": round(index.size_bytes / len(index), 1),
+        "rss_bytes_per_chunk": round(grown / chunks, 1),
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "first_read_seconds": round(first.wall, 1),
+        "us_per_row": round(first.wall / chunks * 1e6, 2),
+        "cpu_us_per_row": round(first.cpu / chunks * 1e6, 2),
+        "lag_p99_ms": probe.lag(99),
+        "idle_lag_p99_ms": idle.lag(99),
+        "held_p99_ms": probe.held(99),
+        "held_max_ms": probe.held(100),
+        "entries_without_room": len(index.waiting),
+        "refresh_without_news_ms": round(quiet.wall * 1e3, 1),
+        f"refresh_with_{NEWS}_ms": round(news.wall * 1e3, 1),
+        "refresh_held_max_ms": later.held(100),
+        **_lookups(directory, small, reading, chunks),
+    }
+
+
+async def _read_small(directory: Path) -> Reading:
+    reading = Reading(World(str(directory / "store"), SMALL))
+    async with reading.running():
+        await reading.refresh()
+    return reading
+
+
+def _lookups(directory: Path, small: Reading, large: Reading, chunks: int) -> Report:
+    """Prompts of chunks that the store holds, in both sizes in turn, by the processor's time."""
+    dice = random.Random(1)
+    readings = {SMALL: small, chunks: large}
+    samples: dict[int, list[bytes]] = {}
+    for count in readings:
+        joined = (directory / SAMPLE_FILE.format(count)).read_bytes()
+        samples[count] = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+    readers = {
+        count: IndexReader(os.dup(one.world.realm.index.fd), one.world.realm.index.size_bytes)
+        for count, one in readings.items()
+    }
+    times: dict[tuple[str, int], list[float]] = {}
+    for _ in range(ROUNDS):
+        for count, one in readings.items():
+            asked = dice.choices(samples[count], k=KEYS)
+            tags = tags_of(asked, one.world.realm.index_salt)
+            started = time.thread_time()
+            found = int(readers[count].lookup(tags).astype(bool).sum())
+            between = time.thread_time()
+            held = sum(map(bool, map(one.directory.stored.get, asked)))
+            ended = time.thread_time()
+            if (found, held) != (KEYS, KEYS):
+                raise RuntimeError(f"{found} and {held} of {KEYS} chunks were found")
+            times.setdefault(("index", count), []).append((between - started) * 1e6)
+            times.setdefault(("table", count), []).append((ended - between) * 1e6)
+    p50 = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    report: Report = {}
+    for what in ("index", "table"):
+        report[f"{what}_lookup_{KEYS}_p50_us"] = round(p50[what, chunks], 1)
+        report[f"{what}_lookup_over_that_at_{SMALL}"] = round(
+            p50[what, chunks] / p50[what, SMALL], 2
+        )
+    return report
+
+
+async def whole(directory: Path, chunks: int) -> Report:
+    """A whole round of compaction."""
+    world, probe = World(str(directory / "store"), chunks), LagProbe()
+    async with probe.running():
+        took = await _timed(lambda: compact(world.tier, world.prefix, PLAN, time.time()))
+    return {
+        "whole_compaction_seconds": round(took.wall, 1),
+        "whole_compaction_cpu_us_per_row": round(took.cpu / chunks * 1e6, 2),
+        "whole_compaction_lag_p99_ms": probe.lag(99),
+        "whole_compaction_held_p99_ms": probe.held(99),
+        "whole_compaction_held_max_ms": probe.held(100),
+        "whole_compaction_peak_rss_mib": _peak_mib(),
+    }
+
+
+async def du(directory: Path, chunks: int) -> Report:
+    """What `kvlake du` does for one namespace."""
+    world = World(str(directory / "store"), chunks)
+    took = await _timed(lambda: census_of(world.tier, world.prefix))
+    return {"du_seconds": round(took.wall, 1), "du_peak_rss_mib": _peak_mib()}
+
+
+class _Timed:
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.wall = time.perf_counter() - self._wall
+        self.cpu = time.process_time() - self._cpu
+
+
+async def _timed(work: Callable[[], Awaitable[object]]) -> _Timed:
+    timed = _Timed()
+    await work()
+    timed.stop()
+    return timed
+
+
+def _peak_mib() -> int:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+PARTS: Final[dict[str, Callable[[Path, int], Awaitable[Report]]]] = {
+    "fill": fill,
+    "read": read,
+    "du": du,
+    "whole": whole,
+}
+
+
+def holds(report: Report) -> dict[str, bool]:
+    """What was asked of the figures."""
+    per_chunk = report["table_bytes_per_chunk"] + report["index_bytes_per_chunk"]
+    return {
+        f"table + index bytes_per_chunk <= {BYTES_PER_CHUNK_MAX}": per_chunk <= BYTES_PER_CHUNK_MAX,
+        f"rss_bytes_per_chunk <= {BYTES_PER_CHUNK_MAX}": report["rss_bytes_per_chunk"]
+        <= BYTES_PER_CHUNK_MAX,
+        f"us_per_row <= {US_PER_ROW_MAX}": report["us_per_row"] <= US_PER_ROW_MAX,
+        f"cpu_us_per_row <= {US_PER_ROW_MAX}": report["cpu_us_per_row"] <= US_PER_ROW_MAX,
+        f"lag_p99_ms <= {LAG_P99_MS_MAX}": report["lag_p99_ms"] <= LAG_P99_MS_MAX,
+        f"held_p99_ms <= {LAG_P99_MS_MAX}": report["held_p99_ms"] <= LAG_P99_MS_MAX,
     }
 
 
 def main() -> None:
-    """Parse the options, measure, print."""
+    """Parse the options, measure each part in a process of its own, print."""
     parser = argparse.ArgumentParser(description="micro-benchmark of tiers/catalog")
     parser.add_argument("--chunks", type=int, default=10_000_000)
-    parser.add_argument("--keys", type=int, default=400)
     parser.add_argument("--directory", help="where the folder is made (default: the system's)")
+    parser.add_argument("--part", choices=sorted(PARTS), help="only this, in the folder itself")
     options = parser.parse_args()
+    if options.part is not None:
+        print(json.dumps(anyio.run(PARTS[options.part], Path(options.directory), options.chunks)))
+        return
+    report: Report = {}
     with tempfile.TemporaryDirectory(prefix="kvlake-catalog-", dir=options.directory) as folder:
-        print(json.dumps(anyio.run(measure, folder, options.chunks, options.keys)))
+        for part in PARTS:
+            given = ["--part", part, "--chunks", str(options.chunks), "--directory", folder]
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.micro.catalog_bench", *given],
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            report |= json.loads(done.stdout)
+    print(json.dumps(report | {"holds": holds(report)}))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from sidecar.commands import (
     Draining,
     Event,
     Gather,
+    IndexOffer,
     IndexSet,
     LeaseTaken,
     Listed,
-    ListedRow,
     LookedUp,
     Quarantine,
     Read,
@@ -40,6 +40,7 @@ from sidecar.commands import (
     Written,
 )
 from sidecar.engine import Engine, EngineLimits
+from sidecar.listed import ListedRow, listed_rows
 from sidecar.protocol import (
     Done,
     JobOutcome,
@@ -304,6 +305,11 @@ class World:
                     self.index[name] = flags
                 else:
                     del self.index[name]
+            case IndexOffer():
+                for one in command.keys:
+                    name = (command.realm_id, one.tobytes())
+                    assert name not in self.index, "told twice"
+                    self.index[name] = (False, True)
             case Quarantine():
                 self.quarantined.append(command)
             case Withdraw():
@@ -486,7 +492,7 @@ class World:
             ListedRow(key(number), sum(1 << rank for rank in ranks), written_at, withdrawn)
             for number, ranks in numbers.items()
         ]
-        return self.send(Listed(realm_id, rows))
+        return self.send(Listed(realm_id, listed_rows(rows)))
 
     def stored(
         self, session_id: int, job_id: int, numbers: Sequence[int], *, tenant: bytes = b""

@@ -590,6 +590,8 @@ class EngineMachine(RuleBasedStateMachine):
             ranks = {rank for rank in all_ranks if rank < size}
             held, time = self.stored.get(name, set()), self.times.get(name, 0)
             if withdrawn:
+                if not ranks:
+                    continue
                 self.forget(name, ranks, written_at)
                 if time <= written_at:
                     self.set_stored(name, held - ranks, time)

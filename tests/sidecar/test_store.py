@@ -7,12 +7,14 @@ import pytest
 from sidecar.commands import (
     CopyOutcome,
     Gather,
+    IndexOffer,
     IndexSet,
     Scatter,
     StoreOutcome,
     Withdraw,
     Write,
 )
+from sidecar.listed import key_list
 from sidecar.protocol import (
     Events,
     Outcome,
@@ -200,3 +202,17 @@ def test_listing_of_some_ranks_is_not_loadable() -> None:
     assert (0, key(1)) in world.index
     world.listed({1: RANK_0}, realm_id=9)
     assert world.engine.counters.stale_messages == 1
+
+
+def test_a_listing_tells_the_index_and_whoever_follows_of_what_can_be_read_now() -> None:
+    world = make_world()
+    told: list[bytes] = []
+    world.engine._tell_listed = lambda realm, keys: told.extend(key_list(keys))
+    world.open(Role.WORKER)
+    commands = world.listed({1: RANK_0, 2: RANK_0})
+    assert only(commands, IndexSet) == []
+    [offer] = only(commands, IndexOffer)
+    assert sorted(key_list(offer.keys)) == told == sorted([key(1), key(2)])
+    # Again, or later, it is no news; what has an object here is told with the others' changes.
+    assert world.listed({1: RANK_0}, written_at=9) == []
+    assert told == [key(1), key(2)]

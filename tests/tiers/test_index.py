@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tiers import index as index_module
 from tiers.errors import LayoutError
 from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, tag_of, tags_of
+from tiers.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,9 +45,12 @@ def reading(writer: IndexWriter) -> Iterator[IndexReader]:
         reader.close()
 
 
+def words_of(tags: list[bytes]) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(b"".join(tags), dtype=np.uint64).reshape(-1, 2)
+
+
 def look(reader: IndexReader, tags: list[bytes]) -> list[int]:
-    words: npt.NDArray[np.uint64] = np.frombuffer(b"".join(tags), dtype=np.uint64).reshape(-1, 2)
-    return [int(flags) for flags in reader.lookup(words)]
+    return [int(flags) for flags in reader.lookup(words_of(tags))]
 
 
 def test_tags_of_many_keys_are_the_tags_of_each() -> None:
@@ -102,24 +106,101 @@ def test_wrong_tags_and_flags_are_refused() -> None:
     writer.close()
 
 
+ONE = st.tuples(st.integers(0, 120), st.integers(0, 3))
+MANY = st.tuples(st.lists(st.integers(0, 120), max_size=80), st.integers(0, 3))
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3)), max_size=300))
-def test_reader_sees_what_a_dict_would_hold(steps: list[tuple[int, int]]) -> None:
+@given(st.lists(ONE | MANY, max_size=100), st.booleans())
+def test_reader_sees_what_a_dict_would_hold(
+    steps: list[tuple[int, int] | tuple[list[int], int]], slowly: bool
+) -> None:
     writer = IndexWriter(12)
+    growth: IndexGrowth | None = None
     model: dict[bytes, int] = {}
     tags = [tag_of(key(number), SALT) for number in range(121)]
-    for number, flags in steps:
-        writer.set(tags[number], flags)
-        model.pop(tags[number], None)
-        if flags:
-            model[tags[number]] = flags
-        while writer.needs_growth:
-            writer, before = writer.grown(), writer
-            before.close()
+    for numbers, flags in steps:
+        if isinstance(numbers, int):
+            writer.set(tags[numbers], flags)
+        else:
+            writer.set_many(words_of([tags[number] for number in numbers]), flags)
+        for number in [numbers] if isinstance(numbers, int) else numbers:
+            model.pop(tags[number], None)
+            if flags:
+                model[tags[number]] = flags
+        while writer.needs_growth and growth is None:
+            growth = IndexGrowth(writer, IndexWriter(2 * writer.capacity_entries))
+            assert growth.step()
+            if not slowly:
+                writer, growth = over(writer, growth), None
         assert len(writer) == len(model)
+        if growth is not None and flags == 3:
+            writer, growth = over(writer, growth), None
+            assert len(writer) == len(model)
+    if growth is not None:
+        writer = over(writer, growth)
+    while writer.needs_growth:
+        writer, before = writer.grown(), writer
+        before.close()
     with reading(writer) as reader:
         assert look(reader, tags) == [model.get(tag, 0) for tag in tags]
     writer.close()
+
+
+def over(before: IndexWriter, growth: IndexGrowth) -> IndexWriter:
+    larger = growth.finish()
+    before.close()
+    return larger
+
+
+def test_many_at_once_are_as_many_one_by_one() -> None:
+    writer, generator = IndexWriter(200_000), np.random.default_rng(3)
+    tags = generator.integers(0, 2**64, size=(200_000, 2), dtype=np.uint64)
+    for first in range(0, len(tags), 5000):
+        writer.set_many(tags[first : first + 5000], FLAG_STORE)
+    # Told again, or one half told to hold more and the other to be gone.
+    writer.set_many(np.concatenate([tags[:9000], tags[:9000]]), FLAG_STORE)
+    assert len(writer) == len(tags)
+    writer.set_many(tags[::2], FLAG_STORE | FLAG_HOST)
+    writer.set_many(np.concatenate([tags[1::2], tags[1::2]]), 0)
+    assert len(writer) == len(tags) // 2
+    assert not writer.waiting
+    with reading(writer) as reader:
+        flags = reader.lookup(tags)
+        assert np.all(flags[::2] == FLAG_STORE | FLAG_HOST)
+        assert not np.any(flags[1::2])
+        assert not np.any(reader.lookup(tags ^ np.uint64(1)))
+    with pytest.raises(ValueError, match="flags=256"):
+        writer.set_many(tags, 256)
+    writer.close()
+
+
+def test_what_changes_while_a_table_grows_is_in_the_larger_one() -> None:
+    """Also what was copied already and leaves its slot to another, and comes back elsewhere."""
+    writer, generator = IndexWriter(100_000), random.Random(4)
+    held = [generator.randbytes(16) for _ in range(writer.capacity_entries)]
+    writer.set_many(words_of(held), FLAG_HOST)
+    growth = IndexGrowth(writer, IndexWriter(2 * writer.capacity_entries))
+    gone: list[bytes] = []
+    while not growth.step():
+        for _ in range(2000):
+            gone.append(held.pop(generator.randrange(len(held))))
+            writer.set(gone[-1], 0)
+            held.append(gone.pop(0) if generator.random() < 0.5 else generator.randbytes(16))
+            writer.set(held[-1], FLAG_HOST)
+        writer.set_many(words_of(held[-500:]), FLAG_HOST)
+    larger = growth.finish()
+    assert len(larger) == len(held)
+    with reading(larger) as reader:
+        assert all(look(reader, held))
+        assert not any(look(reader, gone))
+    # Nothing is there twice.
+    larger.set_many(words_of(held), 0)
+    assert len(larger) == 0
+    with reading(larger) as reader:
+        assert not any(look(reader, held))
+    writer.close()
+    larger.close()
 
 
 def test_growth_keeps_every_entry_and_the_old_mapping_until_it_is_closed() -> None:

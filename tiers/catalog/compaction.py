@@ -31,7 +31,7 @@ import numpy as np
 from tiers.catalog import manifest as manifests
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
-from tiers.catalog.merge import Bounds, Census, Verdict, merged, withdrawals
+from tiers.catalog.merge import Bounds, Census, Verdict, bytes_by_tenant, merged, withdrawals
 from tiers.catalog.names import (
     catalog_folder,
     manifest_name,
@@ -193,7 +193,7 @@ class _Round:
             return self._deletes(manifest)
         held = Counter({bytes.fromhex(name): size for name, size in manifest.tenants.items()})
         live = state.log_rows.take(state.log_rows.size_bytes > 0)
-        held.update(_by_tenant(live))
+        held.update(bytes_by_tenant(live))
         if bounds.size_bytes_max is not None and held.total() > bounds.size_bytes_max:
             return True
         objects = manifest.objects + len(live)
@@ -223,7 +223,7 @@ class _Round:
         names = [await self.write(generation, part, one) for part, one in _cut(rows)]
         live = rows.take(rows.size_bytes > 0)
         tenants = Counter(before.tenants)
-        tenants.update({who.hex(): size for who, size in _by_tenant(live).items()})
+        tenants.update({who.hex(): size for who, size in bytes_by_tenant(live).items()})
         return before.after(
             generation=generation,
             snapshots=(*before.snapshots, *names),
@@ -318,7 +318,7 @@ class _Round:
             bounds.quota(bytes.fromhex(tenant)) is not None for tenant in state.manifest.tenants
         ):
             live = state.log_rows.take(state.log_rows.size_bytes > 0)
-            if not any(bounds.quota(tenant) is not None for tenant in _by_tenant(live)):
+            if not any(bounds.quota(tenant) is not None for tenant in bytes_by_tenant(live)):
                 return census
         async for _, rows, _ in Shards(self._files, state).rows():
             await self._check_alive()
@@ -498,19 +498,6 @@ def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
         and file.log.number <= merged_by[file.log.writer].number
         and file.found.modified_seconds < old
     ]
-
-
-def _by_tenant(live: Rows) -> Counter[bytes]:
-    found: Counter[bytes] = Counter()
-    if not len(live):
-        return found
-    words = np.ascontiguousarray(live.tenants).view("V8").ravel()
-    tenants, places = np.unique(words, return_inverse=True)
-    sums = np.zeros(len(tenants), dtype=np.int64)
-    np.add.at(sums, places, live.size_bytes)
-    for tenant, size_bytes in zip(tenants, sums.tolist(), strict=True):
-        found[tenant.tobytes()] += size_bytes
-    return found
 
 
 def _earlier(one: int, other: int) -> int:

@@ -1,0 +1,238 @@
+"""A catalog of many chunks in a folder, and a sidecar that reads it, without engines or sockets.
+
+Owns writing the files that a whole compaction would have left, and `Reading`: the parts of a
+sidecar that a row of the catalog goes through, on their event loop. Does not own what is measured.
+
+The catalog's files are real and whole: keys are spread as hashes are, files are sorted and hold as
+many rows as compaction gives them, and a manifest names them. Only the objects are not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import numpy as np
+
+from benchmarks.micro.directory_bench import LIMITS, NoSlots
+from sidecar.catalogs import Catalogs
+from sidecar.commands import IndexOffer, IndexSet, SessionOpened
+from sidecar.engine import Engine
+from sidecar.indexing import Indexing
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
+from sidecar.realms import Realms
+from sidecar.watch import StoreWatch
+from tiers.catalog import manifest as manifests
+from tiers.catalog.compaction import SNAPSHOT_ROWS
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import Manifest
+from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
+from tiers.catalog.rows import Rows, digest_of, encode
+from tiers.layout import ChunkLayout, Segment
+from tiers.objects import UrlObjects
+from tiers.policy import make
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    import numpy.typing as npt
+
+    from sidecar.commands import Command, Event
+
+SEGMENT: Final = Segment(0, 32, 0, 8)
+LAYOUT: Final = ChunkLayout(
+    segment=SEGMENT,
+    blocks_per_chunk=16,
+    block_tokens=16,
+    content_bytes=128,
+    dtype="bfloat16",
+    encoding="plain",
+)
+WRITTEN_AT: Final = 1_700_000_000_000_000
+LAG_PERIOD_SECONDS: Final = 0.001
+
+Keys = Any
+
+
+def attach_of(namespace: bytes) -> Attach:
+    """What the only worker of this model says."""
+    return Attach(
+        version=PROTOCOL_VERSION,
+        role=Role.WORKER,
+        engine_id="engine",
+        rank=0,
+        world_size=1,
+        topology="tp1.pp1",
+        namespace=namespace,
+        block_tokens=LAYOUT.block_tokens,
+        blocks_per_chunk=LAYOUT.blocks_per_chunk,
+        pid=os.getpid(),
+    )
+
+
+def namespace_of(chunks: int) -> bytes:
+    """A namespace of its own for each size of catalog."""
+    return b'{"model": "benchmark-%d"}' % chunks
+
+
+def rows_of(generator: np.random.Generator, count: int, first: float, last: float) -> Rows:
+    """Rows of as many chunks, sorted, whose keys are in this part of the range of all keys."""
+    keys = generator.integers(0, 256, (count, 32), dtype=np.uint8)
+    words: npt.NDArray[np.float64] = np.sort(generator.uniform(first, last, count)) * 2.0**64
+    keys[:, :8] = words.astype(np.uint64).astype(">u8").view(np.uint8).reshape(-1, 8)
+    return Rows(
+        keys=keys,
+        parents=np.zeros((count, 32), dtype=np.uint8),
+        segments=(SEGMENT.name,),
+        segment_ids=np.zeros(count, dtype=np.int32),
+        num_blocks=np.full(count, 16, dtype=np.int32),
+        size_bytes=np.full(count, 1 << 20, dtype=np.int64),
+        written_at=np.full(count, WRITTEN_AT, dtype=np.int64),
+        tenants=np.zeros((count, 8), dtype=np.uint8),
+    )
+
+
+class World:
+    """One namespace of a store in a folder."""
+
+    def __init__(self, directory: str, chunks: int) -> None:
+        self.chunks = chunks
+        self.tier = UrlObjects(f"file://{directory}")
+        self.realms = Realms()
+        [self.realm] = self.realms.join([attach_of(namespace_of(chunks))])
+        self.realm.learn(0, LAYOUT)
+        self.prefix = namespace_prefix(self.realm.namespace_digest)
+        self.folder = catalog_folder(self.prefix)
+
+    async def fill(self, sample: int) -> list[bytes]:
+        """Write the catalog; some of its keys, `sample` of each file."""
+        generator, names = np.random.default_rng(self.chunks), list[str]()
+        files = -(-self.chunks // SNAPSHOT_ROWS)
+        kept: list[bytes] = []
+        for part in range(files):
+            count = min(SNAPSHOT_ROWS, self.chunks - part * SNAPSHOT_ROWS)
+            rows = rows_of(generator, count, part / files, (part + 1) / files)
+            chosen = generator.integers(0, count, sample)
+            kept += [rows.keys[index].tobytes() for index in chosen]
+            body = encode(rows)
+            names.append(snapshot_name(self.folder, 0, part, digest_of(body)))
+            await self.tier.write(names[-1], body)
+        manifest = Manifest(
+            generation=0,
+            snapshots=tuple(names),
+            base=len(names),
+            base_seconds=WRITTEN_AT / 1e6,
+            rows=self.chunks,
+            oldest=WRITTEN_AT,
+            objects=self.chunks,
+            tenants={"0" * 16: self.chunks << 20},
+        )
+        await self.tier.write(manifest_name(self.folder, 0), manifests.encode(manifest))
+        return kept
+
+    async def announce(self, count: int, writer: str | None = None) -> Rows:
+        """Have another sidecar announce so many new chunks, in no order."""
+        generator = np.random.default_rng(count)
+        rows = rows_of(generator, count, 0.0, 1.0)
+        log = LogWriter(self.tier, self.folder, writer or new_writer(), rows_max=1, seconds_max=0.0)
+        rows = rows.take(generator.permutation(count))
+        await log.write(rows)
+        return rows
+
+
+class Reading:
+    """The parts of a sidecar between its store and its shared index."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.engine = Engine(NoSlots(), make("lru"), LIMITS, epoch=1)
+        self.engine.handle(
+            SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, world.realm.realm_id, False, None), 0.0
+        )
+        self.directory = self.engine._directory.realms[world.realm.realm_id]  # noqa: SLF001
+        self._tasks = anyio.create_task_group()
+        self.indexing = Indexing(lambda realm: None, self._grow)
+        self.watch = StoreWatch(
+            world.tier,
+            Catalogs(world.tier, rows_max=1000, flush_seconds=1.0),
+            world.realms,
+            refresh_seconds=3600.0,
+            flush_seconds=1.0,
+            writes=False,
+            reads=True,
+            reconcile_seconds=86_400.0,
+            feed=self._feed,
+            held=self.engine.stored_mask,
+            index_settled=self.indexing.settled,
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While indexes may grow."""
+        async with self._tasks:
+            yield
+            self._tasks.cancel_scope.cancel()
+
+    async def refresh(self) -> None:
+        """Take in what is new in the catalog: at first all of it."""
+        reason = await self.watch._list(self.world.realm)  # noqa: SLF001
+        if reason is not None:
+            raise RuntimeError(reason)
+        await self.indexing.settled(self.world.realm)
+
+    def _grow(self, realm: Any) -> None:
+        self._tasks.start_soon(self.indexing.grow, realm)
+
+    def _feed(self, event: Event) -> None:
+        self._execute(self.engine.handle(event, time.monotonic()))
+
+    def _execute(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, IndexSet):
+                self.indexing.set(self.world.realm, command)
+            elif isinstance(command, IndexOffer):
+                self.indexing.offer(self.world.realm, command)
+
+
+class LagProbe:
+    """How late a task of the same event loop is that wants to run every millisecond.
+
+    And what the loop's thread did in between, by the processor's time: on a machine that has other
+    work, that is what this work itself holds the loop up by.
+    """
+
+    def __init__(self) -> None:
+        self.lags_ms: list[float] = []
+        self.held_ms: list[float] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While something else runs on the loop."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            due, before = time.perf_counter() + LAG_PERIOD_SECONDS, time.thread_time()
+            await anyio.sleep(LAG_PERIOD_SECONDS)
+            self.held_ms.append((time.thread_time() - before) * 1e3)
+            self.lags_ms.append((time.perf_counter() - due) * 1e3)
+
+    def lag(self, percent: float) -> float:
+        """A percentile, in milliseconds."""
+        return round(float(np.percentile(self.lags_ms, percent)), 2)
+
+    def held(self, percent: float) -> float:
+        """A percentile, in milliseconds."""
+        return round(float(np.percentile(self.held_ms, percent)), 2)
+
+
+def rss_bytes() -> int:
+    """Memory of this process that is in use now, mapped indexes included."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
