@@ -33,6 +33,7 @@ from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
 from tiers.catalog.merge import Bounds, Census, Verdict, bytes_by_tenant, merged, withdrawals
 from tiers.catalog.names import (
+    NUMBER_MAX,
     catalog_folder,
     manifest_name,
     segment_name,
@@ -42,7 +43,7 @@ from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rows import Rows, digest_of, encode, joined
 from tiers.catalog.shards import Shards, State, Superseded, identities, load
 from tiers.catalog.sweep import rows_of_listing, slice_folder
-from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists
+from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 from tiers.filesystems import Found
 
 if TYPE_CHECKING:
@@ -159,6 +160,12 @@ class _Round:
     async def run(self) -> Report:
         """Do it."""
         state = await load(self._files, self._now)
+        if state.next_generation > NUMBER_MAX:
+            raise TierUnavailable(
+                f"{manifest_name(self._folder, NUMBER_MAX)} has the last number of all, and no "
+                "sidecar made it: nothing here is compacted or collected; delete it",
+                retryable=False,
+            )
         again = self._plan.reconcile_seconds
         if again is not None and state.manifest.reconciled_seconds + again < self._now:
             self._plan = self._plan._replace(reconcile=True)

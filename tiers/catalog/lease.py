@@ -15,14 +15,15 @@ old one again.
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
-from tiers.catalog.names import LEASE_FOLDER, lease_name, parse_lease
-from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists
+from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name, parse_lease
+from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,8 @@ class _Record(msgspec.Struct, frozen=True):
     """Empty: it was given back."""
     seconds: float
     """How long it holds without being renewed."""
+    token: str = ""
+    """Of the contender that made it."""
 
 
 _UNKNOWN: Final = _Record("somebody", LEASE_SECONDS_MAX)
@@ -67,6 +70,7 @@ class Lease:
         self._holder = holder[:HOLDER_CHARACTERS_MAX]
         self._seconds = min(seconds, LEASE_SECONDS_MAX)
         self._clock = clock or time.monotonic
+        self._token = secrets.token_hex(8)
         self._mine = -1
         self._renewed = 0.0
         # The generation of another, since when it is there, and what it says.
@@ -121,19 +125,28 @@ class Lease:
         if newest != self._seen:
             self._other = await self._read(newest)
             self._seen, self._seen_since = newest, now
-        if not self._other.holder:
+        if not self._other.holder or (self._other.token == self._token and not self.held):
+            # Given back, or made by a try of our own that seemed to have failed.
             return True
         return now - self._seen_since > min(self._other.seconds, LEASE_SECONDS_MAX)
 
-    async def _create(self, generation: int, holder: str) -> bool:
-        body = msgspec.json.encode(_Record(holder, self._seconds))
+    async def _create(self, generation: int, holder: str, *, again: bool = True) -> bool:
+        if generation > NUMBER_MAX:
+            raise TierUnavailable(
+                f"{lease_name(NUMBER_MAX)} has the last number of all, and no sidecar made it: "
+                "nothing is compacted or collected; delete it",
+                retryable=False,
+            )
+        body = msgspec.json.encode(_Record(holder, self._seconds, self._token))
         began = self._clock()
         self._mine = -1
         try:
             image = np.frombuffer(body, dtype=np.uint8)
             await self._tier.write(lease_name(generation), image, create=True)
         except ObjectExists:
-            # Another's, or our own whose answer was lost: then it runs out by itself.
+            # Another's, or our own whose answer was lost: then the next one is free.
+            if again and (await self._read(generation)).token == self._token:
+                return await self._create(generation + 1, holder, again=False)
             return False
         found = await self._generations()
         if generation not in found or max(found) > generation:

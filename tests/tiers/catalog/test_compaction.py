@@ -16,9 +16,16 @@ from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import Bounds
-from tiers.catalog.names import object_name, parse_manifest, parse_snapshot
+from tiers.catalog.names import (
+    NUMBER_MAX,
+    manifest_name,
+    object_name,
+    parse_manifest,
+    parse_snapshot,
+)
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row
+from tiers.errors import TierUnavailable
 from tiers.layout import Segment
 
 if TYPE_CHECKING:
@@ -321,3 +328,18 @@ async def test_clocks_of_writers_that_are_off_lose_nothing_that_is_young(world: 
     await world.compact(Bounds(ttl_seconds=7200.0))
     assert await world.offered() == {1, 2, 3}
     assert world.bucket.now == START_SECONDS
+
+
+async def test_a_manifest_with_the_last_number_of_all_ends_rounds_and_not_readers() -> None:
+    world = World()
+    await world.write(1, 2)
+    await world.compact()
+    foreign = manifest_name(FOLDER, NUMBER_MAX)
+    await world.tier.write(foreign, image_of(50))
+    await world.write(3)
+    with pytest.raises(TierUnavailable, match=f"{NUMBER_MAX} has the last number.*delete it"):
+        await world.compact()
+    assert await world.offered() == {1, 2, 3}
+    await world.tier.delete([foreign])
+    await world.compact()
+    assert await world.offered() == {1, 2, 3}

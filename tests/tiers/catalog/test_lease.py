@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import anyio
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,11 @@ from hypothesis import strategies as st
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.lease import KEPT, Lease
-from tiers.catalog.names import LEASE_FOLDER, lease_name
+from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name
+from tiers.errors import TierUnavailable
+
+if TYPE_CHECKING:
+    from tiers.filesystems import Bytes
 
 
 class Clock:
@@ -130,3 +136,45 @@ async def test_tries_at_once_have_one_winner() -> None:
     assert won.count(True) == 1
     with pytest.raises(Killed):
         await lease(bucket, clock, steps=0).take()
+
+
+async def test_a_try_of_its_own_that_seemed_to_fail_is_not_waited_for() -> None:
+    """The object was made and the answer was lost: nobody else has it, and nobody is asked."""
+    bucket, clock = Bucket(), Clock()
+    tier = View(bucket, steps=1, after=True)
+    one, two = Lease(tier, "one", seconds=60.0, clock=clock), lease(bucket, clock, "two")
+    with pytest.raises(Killed):
+        await one.take()
+    assert bucket.names(LEASE_FOLDER) == [lease_name(0)]
+    assert [one.held, await two.take()] == [False, False]
+    tier.steps = 1 << 30
+    assert await one.take()
+    assert [one.held, await two.take()] == [True, False]
+
+
+async def test_an_answer_that_was_lost_below_is_no_others_lease() -> None:
+    class Repeats(View):
+        """Sends each write again, as a client does that got no answer."""
+
+        async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+            await super().write(name, image, create=create)
+            if name == lease_name(0):
+                await super().write(name, image, create=create)
+
+    bucket, clock = Bucket(), Clock()
+    one = Lease(Repeats(bucket), "one", seconds=60.0, clock=clock)
+    assert await one.take()
+    assert await one.renew(at_once=True)
+    assert not await lease(bucket, clock, "two").take()
+
+
+async def test_the_last_number_of_all_is_an_error_that_says_what_to_delete() -> None:
+    bucket, clock = Bucket(), Clock()
+    await View(bucket).write(lease_name(NUMBER_MAX), image_of(50))
+    one = lease(bucket, clock)
+    assert not await one.take()
+    clock.now += 601
+    with pytest.raises(TierUnavailable, match=f"{NUMBER_MAX} has the last number.*delete it"):
+        await one.take()
+    await View(bucket).delete([lease_name(NUMBER_MAX)])
+    assert await one.take()
