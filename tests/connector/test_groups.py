@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -28,9 +30,13 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
@@ -262,15 +268,22 @@ def test_aborted_while_loading(engine: Engine) -> None:
     engine.check_idle()
 
 
-def test_random_conversations_in_a_small_cache(tmp_path: Path, specs: list[AttentionSpec]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_random_conversations_in_a_small_cache(
+    tmp_path: Path, specs: list[AttentionSpec], ranks: int
+) -> None:
     """Preemption, eviction, shared heads, stores under way: nothing wrong is ever read."""
     engine = Engine(
-        write_model(tmp_path), specs=specs, num_blocks=24 * len(specs) + 40, batch_tokens=96
+        write_model(tmp_path),
+        specs=specs,
+        ranks=ranks,
+        num_blocks=24 * len(specs) + 40,
+        batch_tokens=96,
     )
     chooser = random.Random(len(specs))
     heads = [prompt_of(chooser.randrange(60, 260), seed) for seed in range(4)]
     alive: list[Request] = []
-    for serial in range(25):
+    for serial in range(15):
         head = chooser.choice(heads)
         prompt = [
             *head[: chooser.randrange(20, len(head))],
@@ -312,6 +325,7 @@ def test_random_conversations_in_a_small_cache(tmp_path: Path, specs: list[Atten
         spec_of(SinkFullAttentionSpec, sink_len=4),
         spec_of(SlidingWindowMLASpec, sliding_window=64),
         spec_of(SlidingWindowSpec, sliding_window=64, extra_retained_tokens=2),
+        MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.bfloat16,)),
         SimpleNamespace(block_size=16),
     ],
 )
@@ -342,3 +356,22 @@ def test_a_model_with_an_unknown_group_is_served_without_the_cache(
     worker.wait_for_save()
     assert not worker.get_transfer_results(set()).finished_recving
     assert scheduler.request_finished_all_groups(request, ([1], [2])) == (False, None)
+
+
+def test_layers_of_one_group_with_pages_of_several_sizes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM shows its scheduler one layer of such a group; the worker sees all, and says it."""
+    config = vllm_config(write_model(tmp_path))
+    specs = {"a": spec_of(), "b": replace(spec_of(), head_size=64)}
+    shown = kv_cache_config(specs=[spec_of()])
+    uniform = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(BLOCK_TOKENS, specs))
+    seen = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[uniform])
+    with caplog.at_level(logging.WARNING, logger="vllm.kvlake"):
+        KVLakeConnector(config, KVConnectorRole.SCHEDULER, shown).shutdown()
+        caplog.clear()
+        worker = KVLakeConnector(config, KVConnectorRole.WORKER, seen)
+        worker.register_kv_caches({})
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if line.startswith("kvlake")]
+    assert "UniformTypeKVCacheSpecs among them" in line

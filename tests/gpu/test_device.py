@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.gpu.child import Child, ChildError
@@ -91,6 +92,39 @@ def test_blocks_come_and_go_bit_for_bit(double: Double, order: str, vmm: bool) -
         assert process.priority_lowest_streams == 2
         reader.run("leave()")
         assert process.left == {}
+
+
+def test_another_group_in_the_same_memory(double: Double) -> None:
+    """Layers of another KV cache group lie over those of the first, and are copied as their own."""
+    layout = layout_in("BLHNC")
+    last = layout.segment.num_layers - 1
+    group = msgspec.structs.replace(
+        layout,
+        segment=msgspec.structs.replace(layout.segment, num_layers=1),
+        layer_offsets_bytes=layout.layer_offsets_bytes[last:],
+    )
+    with Child(double, setup=OWNER) as owner, _reader(double) as reader:
+        handle = owner.run("result = own(layout, 7, False)", layout=layout)
+        reader.run(
+            "enter(layout, handle); other = memory.part(group)\n"
+            "ids = np.array([5, 2, 23], dtype=np.int64)\n"
+            "payload = pool[: len(ids) * group.chunk(1).block_payload_bytes]\n"
+            "other.gather(ids, payload).finish(see)\n"
+            "wanted = np.empty_like(payload); CopyPlan(group).gather(raw, ids, wanted)\n"
+            "assert np.array_equal(wanted, payload)\n"
+            "other.scatter(np.array([1, 8, 20], dtype=np.int64), payload).finish(see)\n"
+            "CopyPlan(group).scatter(raw, np.array([1, 8, 20], dtype=np.int64), payload)\n"
+            "other.close()",
+            layout=layout,
+            group=group,
+            handle=handle,
+            raw=owner.run("result = raw"),
+        )
+        assert owner.run("result = gpu.read(base, len(raw))") == reader.run(
+            "result = raw.tobytes()"
+        )
+        reader.run("leave()")
+        assert double.process(reader.pid).left == {}
 
 
 def test_runs_are_joined_before_they_are_copied(double: Double) -> None:
