@@ -43,6 +43,7 @@ PROMPTS: Final = 6
 HOST_SIZE: Final = "96MiB"
 """Two prompts of 32 MB and the slots of the next."""
 FIRST_REQUESTS: Final = 2
+REACHED_TRIES: Final = 3
 RATIO_MAX: Final = 1.05
 
 
@@ -104,12 +105,14 @@ class Bench:
     def _point(self, megabytes: int, rounds: int) -> dict[str, Any]:
         self._rest()
         self._link.set(megabytes * 1e6)
-        reached = anyio.run(self._reached)
+        reached = max(anyio.run(self._reached) for _ in range(REACHED_TRIES))
         pairs: list[tuple[float, float]] = []
         cached: list[int] = []
-        for _ in range(FIRST_REQUESTS + rounds):
-            nothing = self._request(self._nothing)[0]
-            kvlake, tokens = self._request(self._kvlake)
+        for number in range(FIRST_REQUESTS + rounds):
+            # Who begins changes: what the one leaves running falls on the other.
+            engines = (self._nothing, self._kvlake)
+            told = {engine: self._request(engine) for engine in engines[:: -1 if number % 2 else 1]}
+            nothing, (kvlake, tokens) = told[self._nothing][0], told[self._kvlake]
             pairs.append((kvlake, nothing))
             cached.append(tokens)
             self._turn += 1
