@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, ZmqEventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlake")
 
 MEDIUM_STORAGE = "STORAGE"
+EVENT_NAME_BYTES = 16
+"""Of a chunk's key, as in the sidecar's own stream."""
 
 
 class KVLakeMetadata(KVConnectorMetadata):
@@ -244,6 +246,11 @@ class _Engine:
                 return str(error)
         return ""
 
+    def owner(self, group: int) -> str:
+        """Whose chunks are told of in events."""
+        namespace = digest_of(self.groups[group].namespace)
+        return f"kvlake/{namespace.hex()[:16]}/tp{self.tp_size}"
+
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
     ) -> Attach:
@@ -312,7 +319,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
-        attempt = Attempt(engine.attach(Role.SCHEDULER, 0, want_events=self._wants_events))
+        endpoint, replay = events_endpoints(events, vllm_config.parallel_config.data_parallel_rank)
+        attempt = Attempt(
+            engine.attach(
+                Role.SCHEDULER,
+                0,
+                want_events=self._wants_events,
+                events_endpoint=endpoint,
+                events_replay=replay,
+            )
+        )
         client = Client(engine.socket, lambda: attempt)
         # Before the first request: a sidecar that is there should serve the first one too.
         client.wait_attached(engine.attach_seconds)
@@ -520,32 +536,41 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: count for source, count in sources.items() if count}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the tiers gained and lost, in vLLM's words; one hash per chunk."""
+        """What the tiers gained and lost, as the sidecar's own stream calls it, less the tokens."""
         if self._scheduler is None or not self._wants_events:
             return ()
         stored, removed = self._scheduler.take_events()
         several = len(self._engine.groups) > 1
-        events: list[KVCacheEvent] = [
-            BlockStored(
-                block_hashes=[event.key],
-                parent_block_hash=event.parent if any(event.parent) else None,
-                token_ids=[],
-                block_size=event.num_tokens,
-                lora_id=None,
-                medium=_medium(event.tier),
-                lora_name=None,
-                group_idx=event.group if several else None,
+        events: list[KVCacheEvent] = []
+        for event in stored:
+            medium, locality = _medium(event.tier)
+            events.append(
+                BlockStored(
+                    block_hashes=[event.key[:EVENT_NAME_BYTES]],
+                    parent_block_hash=event.parent[:EVENT_NAME_BYTES]
+                    if any(event.parent)
+                    else None,
+                    token_ids=[],
+                    block_size=event.num_tokens,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    locality=locality,
+                    ownership=self._engine.owner(event.group),
+                    group_idx=event.group if several else None,
+                )
             )
-            for event in stored
-        ]
-        events += [
-            BlockRemoved(
-                block_hashes=[event.key],
-                medium=_medium(event.tier),
-                group_idx=event.group if several else None,
+        for gone in removed:
+            medium, locality = _medium(gone.tier)
+            events.append(
+                BlockRemoved(
+                    block_hashes=[gone.key[:EVENT_NAME_BYTES]],
+                    medium=medium,
+                    locality=locality,
+                    ownership=self._engine.owner(gone.group),
+                    group_idx=gone.group if several else None,
+                )
             )
-            for event in removed
-        ]
         return events
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -596,8 +621,30 @@ def default_socket() -> str:
     return str(base / "default" / "attach.sock")
 
 
-def _medium(tier: str) -> str:
-    return MEDIUM_CPU if tier == "host" else MEDIUM_STORAGE
+def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
+    """Where a process of this machine subscribes to vLLM's own KV events, and has them replayed.
+
+    Empty where vLLM publishes none, or where it connects to its subscriber rather than binds.
+    """
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        return "", ""
+    places: list[str] = []
+    for given in (events.endpoint, events.replay_endpoint or ""):
+        try:
+            place = ZmqEventPublisher.offset_endpoint_port(given, data_parallel_rank) or ""
+        except ValueError:
+            # vLLM itself refuses such an endpoint for this rank, and says so.
+            place = ""
+        place = place.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
+        reached = place.startswith("ipc:///") or "*" in given or "::" in given
+        places.append(place if reached and not place.endswith(":0") else "")
+    endpoint, replay = places
+    return (endpoint, replay) if endpoint else ("", "")
+
+
+def _medium(tier: str) -> tuple[str, str]:
+    """Medium and locality of a tier."""
+    return (MEDIUM_CPU, "LOCAL") if tier == "host" else (MEDIUM_STORAGE, "REMOTE")
 
 
 def _attention(spec: Any) -> Attention | None:

@@ -194,6 +194,11 @@ class Runtime(Section):
         """Socket behind the ZMQ endpoint that replays them."""
         return self.home / "replay.sock"
 
+    @property
+    def engine_events(self) -> tuple[str, str]:
+        """Where an engine that `kvlake run` starts publishes its own events, and replays them."""
+        return f"ipc://{self.home / 'engine.sock'}", f"ipc://{self.home / 'again.sock'}"
+
 
 class Chunk(Section):
     """The unit that is stored, looked up and evicted."""

@@ -149,6 +149,8 @@ class EventSockets:
 
     def publish(self, batch: Told) -> None:
         """Give a batch to every subscriber that can take it."""
+        if self._pub.closed:
+            return
         frames = (self._topic, number_frame(batch.number), batch.payload)
         # First so that a subscriber that is full is noticed, then for all the others.
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)

@@ -2,7 +2,7 @@
 
 Owns the sequence numbers, the batches that are kept for replay, the translation of changes of the
 directory into events, and the walk over what is cached now. Does not own sockets
-(`eventsockets.py`), the engines' own streams (`engineblocks.py`), nor what changes.
+(`eventsockets.py`), what an engine's own cache holds (`engineblocks.py`), nor what changes.
 
 Invariants:
 
@@ -20,6 +20,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from sidecar.directory import ZERO_KEY, SegmentState
+from sidecar.engineblocks import EngineBlocks
+from sidecar.enginefeed import EngineFeed
 from sidecar.kvevents import (
     LOCAL,
     MEDIUM_CPU,
@@ -128,6 +130,8 @@ class EventStream:
         self._memory = memory
         self._clock = clock
         self._owners: dict[int, str] = {}
+        self.engines: dict[int, EngineFeed] = {}
+        """The engines whose own streams are followed, by session."""
         self.tell([AllBlocksCleared()])
 
     def tell(self, events: list[CacheEvent], data_parallel_rank: int | None = None) -> None:
@@ -148,6 +152,23 @@ class EventStream:
             names = map(name_of, key_list(keys))
             self.tell([self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX)])
 
+    def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
+        """Join an engine's own stream with this one."""
+        blocks = EngineBlocks(engine_id)
+        self.engines[session_id] = EngineFeed(endpoint, replay_endpoint, blocks, self.tell)
+
+    def leave(self, session_id: int) -> None:
+        """An engine is gone, and so are its blocks."""
+        feed = self.engines.pop(session_id, None)
+        if feed is not None:
+            feed.close()
+
+    def end(self) -> None:
+        """The last batch: what was told of is not there to be loaded any more."""
+        for session_id in list(self.engines):
+            self.leave(session_id)
+        self.tell([AllBlocksCleared()])
+
     def snapshot(self) -> Iterator[bytes]:
         """Payloads of batches that say what is cached, for a subscriber that knows nothing.
 
@@ -155,6 +176,8 @@ class EventStream:
         applies them, and then every batch told since the walk began, has the state after those.
         """
         yield encode(EventBatch(self._clock(), [AllBlocksCleared()]))
+        for feed in list(self.engines.values()):
+            yield from self._payload(list(feed.blocks.snapshot()), feed.blocks.data_parallel_rank)
         for realm in list(self._directory.realms.values()):
             if realm.readable:
                 for names in _parts(self._stored_names(realm), HASHES_PER_EVENT_MAX):
@@ -163,10 +186,12 @@ class EventStream:
             for keys in _parts(list(realm.chunks), EVENTS_PER_BATCH_MAX):
                 yield from self._payload(self._hosted(realm, keys))
 
-    def _payload(self, events: list[CacheEvent]) -> Iterator[bytes]:
+    def _payload(
+        self, events: list[CacheEvent], data_parallel_rank: int | None = None
+    ) -> Iterator[bytes]:
         for start in range(0, len(events), EVENTS_PER_BATCH_MAX):
             part = events[start : start + EVENTS_PER_BATCH_MAX]
-            yield encode(EventBatch(self._clock(), part))
+            yield encode(EventBatch(self._clock(), part, data_parallel_rank))
 
     def _hosted(self, realm: Held, keys: list[bytes]) -> list[CacheEvent]:
         events: list[CacheEvent] = []

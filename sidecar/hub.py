@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from sidecar.copies import Copies
 from sidecar.engine import Engine, EngineLimits
 from sidecar.eventstream import EventStream
 from sidecar.gpus import Gpus
-from sidecar.kvevents import AllBlocksCleared
 from sidecar.logs import fields
 from sidecar.mover import Mover
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
@@ -205,7 +205,7 @@ class Hub:
     def end(self) -> None:
         """Take no event from now on: the tasks that commands need are being taken down."""
         if self.events is not None and not self._over:
-            self.events.tell([AllBlocksCleared()])
+            self.events.end()
         self._over = True
 
     def close(self) -> None:
@@ -259,6 +259,18 @@ class Hub:
                 pid=session.connection.peer.pid,
             ),
         )
+        if self.events is not None and attach.events_endpoint:
+            peer = session.connection.peer.uid
+            if peer in (os.geteuid(), 0):
+                self.events.follow(
+                    session.session_id,
+                    attach.engine_id,
+                    attach.events_endpoint,
+                    attach.events_replay,
+                )
+            else:
+                # It would choose what this process connects to, and what everybody is told.
+                _logger.warning("an engine of another user is not followed", extra=fields(uid=peer))
         self.feed(session.opened_event())
 
     def end_session(self, session: Session, reason: str) -> None:
@@ -273,6 +285,8 @@ class Hub:
         )
         session.connection.hang_up()
         self.sessions.close(session)
+        if self.events is not None:
+            self.events.leave(session.session_id)
         closed = SessionClosed(session.session_id)
         if self._over:
             # Nobody is there to carry out what comes of it; what the session held is let go of.

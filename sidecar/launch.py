@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 CONNECTOR: Final = "KVLakeConnector"
 OPTION: Final = "--kv-transfer-config"
+EVENTS_OPTION: Final = "--kv-events-config"
 FORWARDED: Final = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -123,6 +124,28 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
             result[index] = f"{OPTION}={json.dumps(_merged(given, wanted, shown))}"
         return result
     return [*result, OPTION, json.dumps(wanted)]
+
+
+def with_events(command: Sequence[str], config: Config) -> list[str]:
+    """The engine's command with its own KV events on, for the sidecar to follow (`events`).
+
+    As it is where the user says something about them, and where data parallelism would start
+    several engines, whose publishers vLLM cannot tell apart over `ipc`.
+    """
+    given = [word.partition("=")[0].replace("_", "-") for word in command]
+    if not config.events.enabled or any(word.startswith(EVENTS_OPTION) for word in given):
+        return list(command)
+    if any(word.startswith("--data-parallel") or word == "-dp" for word in given):
+        say(f"data parallelism: give {EVENTS_OPTION} with tcp endpoints to have its events joined")
+        return list(command)
+    endpoint, replay_endpoint = config.runtime.engine_events
+    wanted = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
+    }
+    return [*command, EVENTS_OPTION, json.dumps(wanted)]
 
 
 def _merged(given: str, wanted: dict[str, object], shown: str) -> dict[str, object]:
@@ -328,7 +351,7 @@ def run(config: Config, serve: Sequence[str], command: Sequence[str]) -> int:
         raise LaunchError("no command; write it after --, as in: kvlake run -- vllm serve MODEL")
     if shutil.which(command[0]) is None:
         raise LaunchError(f"{command[0]}: no such command; is vLLM installed in this environment?")
-    engine_command = with_connector(command, config)
+    engine_command = with_events(with_connector(command, config), config)
     sidecar = Sidecar(config, serve)
     notifier = Notifier()
     with _signals() as wakeup:

@@ -365,6 +365,10 @@ class Reporter:
             "requests_answered": sockets.requests_answered,
             "requests_dropped": sockets.requests_dropped,
             "handshakes_refused": sockets.handshakes_refused,
+            "engines": [
+                {"owner": feed.blocks.owner, "blocks": len(feed.blocks), "gaps": feed.gaps}
+                for feed in stream.engines.values()
+            ],
         }
 
     def _host_tier(self, now: EngineSnapshot) -> dict[str, object]:

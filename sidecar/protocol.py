@@ -36,6 +36,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import re
 import struct
 from typing import Annotated, Final, TypeVar
 
@@ -170,6 +171,10 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     curve_key: bytes = b""
     """Public CURVE key (Z85) made for this session; used where jobs travel over TCP."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
+    events_endpoint: str = ""
+    """Where the engine publishes its own KV events, on this machine; empty where it does not."""
+    events_replay: str = ""
+    """Where it replays them."""
 
     @property
     def parts(self) -> tuple[Attach, ...]:
@@ -379,6 +384,9 @@ ClientMessage = Submit | Lookup | Lease | Release
 ServerMessage = Done | LookupDone | Events | Error
 AttachReply = Attached | Refused | IndexMoved
 
+_HERE: Final = re.compile(
+    r"^(ipc:///[^\0]{1,107}|tcp://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5})\Z"
+)
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
@@ -527,6 +535,13 @@ def _check_attach(message: Attach) -> None:
         0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
     )
     _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
+    for field, place in (
+        ("events_endpoint", message.events_endpoint),
+        ("events_replay", message.events_replay),
+    ):
+        _require(
+            not place or bool(_HERE.match(place)), field, place, "ipc:///PATH, or TCP on loopback"
+        )
     if message.memory is not None:
         _check_memory(message.memory)
 

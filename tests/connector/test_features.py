@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.vllm import KVLakeConnector
+from connector.vllm import KVLakeConnector, events_endpoints
 from tests.connector.engine import (
     BLOCK_TOKENS,
     Engine,
@@ -164,3 +165,25 @@ class TestRefused:
             config.model_config.enable_sleep_mode = True
 
         assert "enable_sleep_mode" in self.reason(model, change, caplog)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "rank", "expected"),
+    [
+        ("tcp://*:5557", None, 0, ("tcp://127.0.0.1:5557", "")),
+        ("tcp://*:5557", "tcp://*:5657", 2, ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659")),
+        ("ipc:///run/e", "ipc:///run/r", 0, ("ipc:///run/e", "ipc:///run/r")),
+        ("tcp://[::]:5557", None, 0, ("tcp://[::1]:5557", "")),
+        # vLLM connects to these, or takes a port that only it knows, or refuses them.
+        ("tcp://router:5557", None, 0, ("", "")),
+        ("tcp://*:0", None, 0, ("", "")),
+        ("ipc:///run/e", None, 1, ("", "")),
+    ],
+)
+def test_where_vllm_publishes_its_own_events(
+    endpoint: str, replay: str | None, rank: int, expected: tuple[str, str]
+) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)
+    assert events_endpoints(events, rank) == expected
+    assert events_endpoints(None, rank) == ("", "")
+    assert events_endpoints(KVEventsConfig(), rank) == ("", "")

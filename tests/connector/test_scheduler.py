@@ -823,8 +823,12 @@ class TestEvents:
         engine.role.build_plan({}, lambda _: [])
         first, second, gone = list(engine.connector.take_events())
         assert (first.parent_block_hash, first.block_size) == (None, 64)
-        assert (second.parent_block_hash, second.medium) == (b"a" * 32, "STORAGE")
-        assert gone.block_hashes == [b"a" * 32]
+        assert (second.parent_block_hash, second.medium) == (b"a" * 16, "STORAGE")
+        assert (second.locality, first.locality) == ("REMOTE", "LOCAL")
+        assert gone.block_hashes == [b"a" * 16]
+        assert {one.ownership for one in (first, second, gone)} == {
+            engine.connector._engine.owner(0)
+        }
 
 
 class TestIndex:

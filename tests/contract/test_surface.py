@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.calls import SCHEDULER, WORKER, departure
 from tests.contract.installed import installed
 from tests.contract.reading import Sources
 from tests.contract.surface import (
@@ -187,3 +188,22 @@ def test_the_command_says_what_moved(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert f"{BASE_CLASS} is gone" in done.stdout
     assert (tmp_path / "0.0.1.json").is_file()
+
+
+class TestOrderOfCalls:
+    STEP = "get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
+    OUTPUT = "update_connector_output get_kv_connector_stats take_events "
+
+    def test_what_keeps_it(self) -> None:
+        calls = f"bind_gpu_block_pool on_new_request {self.STEP}request_finished_all_groups "
+        assert departure(calls + self.OUTPUT + self.STEP * 2, SCHEDULER) == ""
+
+    def test_what_leaves_it_is_shown(self) -> None:
+        late = "bind_gpu_block_pool update_state_after_alloc build_connector_meta "
+        assert departure(late, SCHEDULER) == (
+            "bind_gpu_block_pool <here> update_state_after_alloc build_connector_meta"
+        )
+        told_late = "bind_gpu_block_pool take_events update_connector_output build_connector_meta "
+        assert "<here> update_connector_output" in departure(told_late, SCHEDULER)
+        early = "register_kv_caches get_transfer_results wait_for_save "
+        assert "<here> get_transfer_results" in departure(early, WORKER)

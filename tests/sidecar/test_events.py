@@ -1,14 +1,13 @@
 """The stream of KV events of a sidecar that runs, read with vLLM's own definitions.
 
-`Subscriber` is what a router would write: vLLM's decoder, a set of blocks for each medium and
-owner, a gap is asked for and what is not kept any more is taken from a snapshot.
+The subscriber is in `subscriber.py`.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,121 +17,21 @@ import zmq
 
 from sidecar import kvevents
 from sidecar.config import Events
+from sidecar.engineblocks import EngineBlocks
 from sidecar.eventstream import History
-from sidecar.kvevents import END_OF_REPLAY, SNAPSHOT, name_of, number_frame, number_of
+from sidecar.kvevents import SNAPSHOT, name_of, number_frame
 from sidecar.protocol import Outcome, StoreJob
 from tests.sidecar.client import (
     BLOCK_TOKENS,
+    RefusedError,
     RunningSidecar,
     Scheduler,
     Worker,
     config_in,
     key_of,
 )
+from tests.sidecar.subscriber import Subscriber, kv_events
 from tiers.index import FLAG_HOST, FLAG_STORE
-
-kv_events = pytest.importorskip("vllm.distributed.kv_events")
-
-WAIT_SECONDS_MAX = 20.0
-
-
-class Subscriber:
-    """A cache of what is cached, kept by events alone."""
-
-    def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
-        self.blocks: dict[tuple[str, str | None], dict[Any, Any]] = {}
-        """(medium, owner) to the blocks there, each with the event that told of it."""
-        self.last = -1
-        self.snapshots = 0
-        self.replays = 0
-        self._decoder = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
-        self._context = zmq.Context()
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-        self._sub.connect(endpoint)
-        self._replay_endpoint = replay_endpoint
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def names(self, medium: str) -> set[Any]:
-        """What is in a medium, whoever holds it."""
-        return {
-            name for (where, _), held in self.blocks.items() if where == medium for name in held
-        }
-
-    def until(self, true: Callable[[], bool]) -> None:
-        """Take what comes until something holds. Where nothing comes, ask whether it was missed."""
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while not true():
-            assert time.monotonic() < deadline, self.blocks
-            self.take(100)
-            self.recover()
-
-    def until_equal(self, expected: dict[str, set[bytes]]) -> None:
-        """Take what comes until each medium holds just this."""
-        self.until(lambda: all(self.names(where) == held for where, held in expected.items()))
-
-    def take(self, milliseconds: int = 0) -> None:
-        """Take what has come, or wait for the first batch."""
-        while self._sub.poll(milliseconds):
-            _, number, payload = self._sub.recv_multipart()
-            self._follow(number_of(number), payload)
-            milliseconds = 0
-
-    def _follow(self, number: int, payload: bytes) -> None:
-        if self.last >= 0 and number <= self.last:
-            return
-        if number != self.last + 1:
-            self.recover()
-            if number <= self.last:
-                return
-        self._apply(number, payload)
-
-    def recover(self) -> None:
-        """Ask for what is missing; if that is not kept any more, for all that is cached."""
-        answers = list(self.ask(number_frame(self.last + 1)))
-        if not answers:
-            return
-        if answers[0][0] == self.last + 1 or self._cleared(answers[0][1]):
-            self.replays += 1
-        else:
-            answers = list(self.ask(SNAPSHOT))
-            self.snapshots += 1
-        for number, payload in answers:
-            self._apply(number, payload)
-
-    def _cleared(self, payload: bytes) -> bool:
-        events = self._decoder.decode(payload).events
-        return isinstance(events[0], kv_events.AllBlocksCleared)
-
-    def ask(self, what: bytes) -> Iterator[tuple[int, bytes]]:
-        # Not REQ, which takes one answer.
-        socket = self._context.socket(zmq.DEALER)
-        try:
-            socket.connect(self._replay_endpoint)
-            socket.send_multipart((b"", what))
-            while True:
-                assert socket.poll(int(WAIT_SECONDS_MAX * 1000)), "no answer"
-                _, _, number, payload = socket.recv_multipart()
-                if number == END_OF_REPLAY:
-                    return
-                yield number_of(number), payload
-        finally:
-            socket.close(linger=0)
-
-    def _apply(self, number: int, payload: bytes) -> None:
-        self.last = number
-        for event in self._decoder.decode(payload).events:
-            if isinstance(event, kv_events.AllBlocksCleared):
-                self.blocks.clear()
-                continue
-            held = self.blocks.setdefault((event.medium, event.ownership), {})
-            for name in event.block_hashes:
-                if isinstance(event, kv_events.BlockStored):
-                    held[name] = event
-                else:
-                    held.pop(name, None)
 
 
 @pytest.fixture
@@ -261,6 +160,7 @@ def in_directory(sidecar: RunningSidecar, keys: list[bytes]) -> dict[str, set[by
     }
 
 
+@pytest.mark.slow
 def test_a_random_life_with_evictions_and_a_restart(
     short_directory: Path, subscribe: Callable[..., Subscriber]
 ) -> None:
@@ -300,11 +200,17 @@ def test_a_random_life_with_evictions_and_a_restart(
                         follower.take()
                 idle = sidecar.wait_until(lambda status: not any(status["pending"].values()))
                 evicted += idle["counters"]["chunks_evicted"]
-                expected = in_directory(sidecar, keys)
                 late = subscribe(sidecar)
                 late.recover()
-                for one in (follower, late):
-                    one.until_equal(expected)
+                expected: dict[str, set[bytes]] = {}
+
+                def equal(one: Subscriber) -> bool:
+                    # Looked at again each time: the catalog is still being read in a second life.
+                    expected.update(in_directory(sidecar, keys))  # noqa: B023
+                    return all(one.names(where) == held for where, held in expected.items())  # noqa: B023
+
+                follower.until(partial(equal, follower))
+                late.until(partial(equal, late))
                 assert expected["CPU"]
                 assert expected["STORAGE"]
                 assert late.snapshots == 1, "the first batches are not kept any more"
@@ -423,6 +329,130 @@ def test_what_would_let_strangers_read_prompts_is_refused(
 
 def test_loopback_needs_no_key() -> None:
     Events.model_validate({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://[::1]:2"})
+
+
+# --- the engines' own caches ---------------------------------------------------------------------
+
+
+def stored(*names: int, parent: int | None = None, **fields: Any) -> Any:
+    return kv_events.BlockStored(
+        block_hashes=list(names),
+        parent_block_hash=parent,
+        token_ids=[10 * name + n for name in names for n in range(2)],
+        block_size=2,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        **fields,
+    )
+
+
+@pytest.fixture
+def publisher(short_directory: Path) -> Iterator[Any]:
+    """vLLM's own publisher, in this process."""
+    made = kv_events.ZmqEventPublisher(
+        0,
+        endpoint=f"ipc://{short_directory}/engine",
+        replay_endpoint=f"ipc://{short_directory}/again",
+        buffer_steps=50,
+    )
+    yield made
+    made.shutdown()
+
+
+def publish(publisher: Any, *events: Any) -> None:
+    publisher.publish(kv_events.KVEventBatch(ts=1.0, events=list(events)))
+
+
+def test_an_engines_stream_is_joined(
+    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
+) -> None:
+    """What it told before anybody listened, what it tells then, and its end."""
+    publish(publisher, stored(1, 2))
+    config = with_events(short_directory)
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    with RunningSidecar(config) as sidecar:
+        follower = subscribe(sidecar)
+        follower.recover()
+        with Scheduler(sidecar.path, **attach), Worker(sidecar.path) as worker:
+            # One that comes again and again: subscribing takes its time.
+            while follower.names("GPU") != {1, 2, 3}:
+                publish(publisher, stored(3, parent=2))
+                follower.take(50)
+                follower.recover()
+            assert {owner for _, owner in follower.blocks} == {"engine/engine"}
+            key = key_of("chunk")
+            assert worker.store(1, key, [0, 1, 2, 3]) is Outcome.OK
+            publish(publisher, kv_events.BlockRemoved(block_hashes=[2], medium="GPU"))
+            follower.until_equal({"GPU": {1, 3}, "CPU": {name_of(key)}})
+            # What the connector told vLLM of our own tiers is told once.
+            ours = stored(9, ownership="kvlake/0/tp1")
+            publish(publisher, ours, stored(4, 5, parent=3))
+            follower.until_equal({"GPU": {1, 3, 4, 5}})
+            late = subscribe(sidecar)
+            for number, payload in late.ask(SNAPSHOT):
+                late._apply(number, payload)
+            assert late.names("GPU") == {1, 3, 4, 5}
+            five = late.blocks["GPU", "engine/engine"][5]
+            assert (five.parent_block_hash, five.token_ids) == (4, [50, 51])
+            # Its cache is cleared, and nobody else's.
+            publish(publisher, kv_events.AllBlocksCleared())
+            follower.until_equal({"GPU": set(), "CPU": {name_of(key)}})
+            publish(publisher, stored(6))
+            follower.until_equal({"GPU": {6}})
+        # The engine is gone.
+        follower.until_equal({"GPU": set(), "CPU": {name_of(key)}})
+        sidecar.wait_until(lambda status: status["events"]["engines"] == [])
+
+
+def test_what_an_engine_cannot_replay_is_forgotten(
+    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
+) -> None:
+    for number in range(80):
+        publish(publisher, stored(number))
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    with RunningSidecar(with_events(short_directory)) as sidecar, Scheduler(sidecar.path, **attach):
+        follower = subscribe(sidecar)
+        while 1000 not in follower.names("GPU"):
+            publish(publisher, stored(1000))
+            follower.take(50)
+            follower.recover()
+        assert 0 not in follower.names("GPU")
+        assert sidecar.status()["events"]["engines"][0]["gaps"] == 1
+
+
+@pytest.mark.parametrize(
+    "place", ["tcp://10.0.0.1:1", "tcp://*:1", "ipc://relative", "inproc://x", "tcp://127.0.0.1"]
+)
+def test_an_engine_elsewhere_is_refused(short_directory: Path, place: str) -> None:
+    with (
+        RunningSidecar(with_events(short_directory)) as sidecar,
+        pytest.raises(RefusedError, match="events_endpoint"),
+    ):
+        Scheduler(sidecar.path, events_endpoint=place)
+
+
+def test_an_engines_blocks_are_bounded() -> None:
+    blocks = EngineBlocks("e", blocks_max=3)
+    told = blocks.apply(
+        [
+            kvevents.decode(
+                msgspec.msgpack.encode(
+                    kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2, 3, 4, 5)])
+                )
+            ).events[0]
+        ]
+    )
+    assert len(blocks) == 3
+    assert isinstance(told[-1], kvevents.BlockRemoved)
+    assert told[-1].block_hashes == [1, 2]
+    assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
 
 
 # --- what is kept --------------------------------------------------------------------------------

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config.kv_events import KVEventsConfig
 
-from sidecar.config import Config, loads
-from sidecar.launch import LaunchError, serve_command, transfer_config, with_connector
+from sidecar.config import Config, Events, loads
+from sidecar.launch import (
+    LaunchError,
+    serve_command,
+    transfer_config,
+    with_connector,
+    with_events,
+)
 
 SOCKET = "/run/kvlake/a/attach.sock"
 
@@ -54,6 +61,25 @@ def test_the_connector_is_added_to_vllm_serve(config: Config) -> None:
 )
 def test_vllm_is_found_however_it_is_started(config: Config, command: list[str]) -> None:
     assert given(with_connector(command, config))["kv_connector"] == "KVLakeConnector"
+
+
+def test_the_engines_own_events_are_on_where_they_are_joined(config: Config) -> None:
+    command = ["vllm", "serve", "M"]
+    assert with_events(command, config) == command
+    joining = config.model_copy(update={"events": Events(enabled=True)})
+    *rest, option, value = with_events(command, joining)
+    assert (rest, option) == (command, "--kv-events-config")
+    wanted = json.loads(value)
+    assert wanted["endpoint"] == f"ipc://{config.runtime.home}/engine.sock"
+    assert KVEventsConfig(**wanted).publisher == "zmq"
+
+
+@pytest.mark.parametrize(
+    "own", [["--kv-events-config", "{}"], ["--kv_events_config={}"], ["--data-parallel-size=2"]]
+)
+def test_what_the_user_says_of_them_stands(config: Config, own: list[str]) -> None:
+    joining = config.model_copy(update={"events": Events(enabled=True)})
+    assert with_events(["vllm", "serve", *own], joining) == ["vllm", "serve", *own]
 
 
 def test_chunk_tokens_are_told_where_the_operator_set_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 
 import numpy as np
 from hypothesis import given
@@ -112,3 +113,18 @@ def test_keys_made_to_collide_take_no_more_time_than_others() -> None:
         stored.set(name, 1, 1)
     assert offer(stored, dict.fromkeys(names[1::2], (1, 1))) == [0] * (count // 2)
     assert len(stored) == sum(map(stored.get, names)) == count
+
+
+def test_names_can_be_walked_while_the_tables_change() -> None:
+    stored = StoredChunks(1)
+    stay = [key(number) for number in range(3000)]
+    for one in stay:
+        stored.set(one, 1, 1)
+    told: Counter[bytes] = Counter()
+    for count, (name, _) in enumerate(stored.names()):
+        told[name] += 1
+        # Grows every table at some time of the walk; half of it is removed again.
+        for number in range(10_000 + 4 * count, 10_004 + 4 * count if count < 3000 else 0):
+            stored.set(key(number), 1, 1)
+            stored.set(key(number), number % 2, 1)
+    assert all(told[one[:16]] == 1 for one in stay)

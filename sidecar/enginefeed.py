@@ -1,0 +1,161 @@
+"""Following one engine's own event stream: its PUB socket, and its replay socket for the gaps.
+
+Owns both sockets, the order of batches and the filling of gaps. Does not own what the batches mean
+(`engineblocks.py`) nor who is told (`eventstream.py`).
+
+Invariants:
+
+* Batches are applied in the order of their numbers, each once. Where one is missing and the engine
+  does not give it again, within `REPLAY_SECONDS_MAX`, all of the engine's blocks are forgotten:
+  a subscriber may be told too little, never something that is long gone.
+* What waits for a replay is bounded. Nothing here waits, and nothing here ends the sidecar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+
+from sidecar.kvevents import END_OF_REPLAY, SEQUENCE_BYTES, decode, number_frame, number_of
+from sidecar.logs import fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.engineblocks import EngineBlocks
+    from sidecar.kvevents import CacheEvent
+
+BATCHES_PER_WAKE_MAX: Final = 64
+BATCHES_WAITING_MAX: Final = 10_000
+BATCH_BYTES_MAX: Final = 64 << 20
+REPLAY_SECONDS_MAX: Final = 5.0
+
+_logger = logging.getLogger("kvlake.events")
+
+
+class EngineFeed:
+    """A subscription that lasts as long as the engine's session. Make it on the loop.
+
+    Args:
+        endpoint, replay_endpoint: of the engine's publisher; the second may be empty.
+        tell: takes what to tell subscribers, and the engine's data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        blocks: EngineBlocks,
+        tell: Callable[[list[CacheEvent], int | None], None],
+    ) -> None:
+        self.blocks = blocks
+        self.gaps = 0
+        """Times that batches were missing and did not come."""
+        self._tell = tell
+        self._last = -1
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._replaying: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._dealer: zmq.Socket[bytes] | None = None
+        if replay_endpoint:
+            self._dealer = self._context.socket(zmq.DEALER)
+        self._scheduled: dict[int, asyncio.Handle] = {}
+        for sock, place in ((self._sub, endpoint), (self._dealer, replay_endpoint)):
+            if sock is not None:
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
+                sock.setsockopt(zmq.IPV6, int("[" in place))
+                sock.connect(place)
+                self._loop.add_reader(int(sock.getsockopt(zmq.FD)), self._drain, sock)
+                self._check(sock)
+
+    def _check(self, sock: zmq.Socket[bytes]) -> None:
+        """The descriptor rings once: ask the socket itself whether there is more."""
+        fd = int(sock.getsockopt(zmq.FD))
+        if fd not in self._scheduled and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled[fd] = self._loop.call_soon(self._drain, sock)
+
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        handle = self._scheduled.pop(int(sock.getsockopt(zmq.FD)), None)
+        if handle is not None:
+            handle.cancel()
+        for _ in range(BATCHES_PER_WAKE_MAX):
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) < 3 or len(frames[-2]) != SEQUENCE_BYTES:
+                continue
+            if sock is self._sub:
+                self._came(number_of(frames[-2]), frames[-1])
+            elif frames[-2] == END_OF_REPLAY:
+                self._replayed()
+            elif self._replaying is not None:
+                self._follow(number_of(frames[-2]), frames[-1])
+        self._check(sock)
+
+    def _came(self, number: int, payload: bytes) -> None:
+        if self._replaying is not None:
+            self._waiting.append((number, payload))
+            if len(self._waiting) > BATCHES_WAITING_MAX:
+                self._replayed()
+        elif number > self._last + 1 and self._dealer is not None:
+            self._waiting.append((number, payload))
+            self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
+            self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._replayed)
+            self._check(self._dealer)
+        else:
+            self._follow(number, payload)
+
+    def _replayed(self) -> None:
+        """The replay is over, or took too long: go on with what has come since."""
+        if self._replaying is None:
+            return
+        self._replaying.cancel()
+        self._replaying = None
+        while self._waiting:
+            self._follow(*self._waiting.popleft())
+
+    def _follow(self, number: int, payload: bytes) -> None:
+        if number <= self._last:
+            return
+        missed = number > self._last + 1
+        self._last = number
+        if missed:
+            self._lost("batches are missing, and were not replayed")
+        try:
+            batch = decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._lost(f"a batch cannot be read: {error}")
+            return
+        self.blocks.data_parallel_rank = batch.data_parallel_rank
+        self._tell(self.blocks.apply(batch.events), batch.data_parallel_rank)
+
+    def _lost(self, reason: str) -> None:
+        self.gaps += 1
+        _logger.warning(
+            "an engine's blocks are forgotten", extra=fields(owner=self.blocks.owner, reason=reason)
+        )
+        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+
+    def close(self) -> None:
+        """Follow no more. The engine's blocks went with it."""
+        if self._replaying is not None:
+            self._replaying.cancel()
+            self._replaying = None
+        for sock in (self._sub, self._dealer):
+            if sock is not None:
+                fd = int(sock.getsockopt(zmq.FD))
+                self._loop.remove_reader(fd)
+                if fd in self._scheduled:
+                    self._scheduled.pop(fd).cancel()
+        self._context.destroy(linger=0)
+        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
