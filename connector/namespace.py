@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SAMPLE_BYTES: Final = 1024
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
 
 _CUDA_BACKENDS_BY_TOKEN: Final = (
@@ -30,6 +31,11 @@ _CUDA_BACKENDS_BY_TOKEN: Final = (
     "FLASHINFER",
     "FLEX_ATTENTION",
     "TRITON_ATTN",
+    "CUTLASS_MLA",
+    "FLASH_ATTN_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "TRITON_MLA",
 )
 _CACHE_DTYPES_BY_TOKEN: Final = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -51,26 +57,37 @@ def namespace_of(
         vllm_config: vLLM's `VllmConfig`.
         block_tokens: tokens per block of the KV cache group.
         blocks_per_chunk: blocks per full chunk.
-        spec: the group's `FullAttentionSpec`; head counts are taken from the model, not from it,
-            so that ranks of a tensor-parallel engine agree.
+        spec: the group's `FullAttentionSpec` or another; head counts are taken from the model, not
+            from it, so that ranks of a tensor-parallel engine agree. MLA has one head.
         layer_names: the group's layers, where it is one of several.
         kv_heads: what these layers have over all ranks, then.
+
+    Raises:
+        WeightsUnknown: nothing tells the weights from others.
+        OSError: the model's files are there and cannot be read.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     hf_config = model.hf_text_config
+    dummy = str(vllm_config.load_config.load_format) == "dummy"
     kv_dtype = str(spec.dtype).removeprefix("torch.")
     encoding = encoding_of(vllm_config, block_tokens, spec)
     description = {
         "format": 2,
-        "model": model_identity(model.model, model.revision, model.hf_config),
+        "model": model_identity(
+            model.model,
+            model.revision,
+            model.hf_config,
+            streamed_from=str(getattr(model, "model_weights", "") or ""),
+            dummy=dummy,
+        ),
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
-        "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
+        "dummy_weights": dummy,
         "hf_overrides": _plain(model.hf_overrides),
         "kv_dtype": kv_dtype,
         "cache_dtype": str(cache.cache_dtype),
         "layers": int(model.get_total_num_hidden_layers()),
-        "kv_heads": int(model.get_total_num_kv_heads()),
+        "kv_heads": 1 if _latent(spec) else int(model.get_total_num_kv_heads()),
         "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
         "chunk_tokens": block_tokens * blocks_per_chunk,
         "rope": _plain(getattr(hf_config, "rope_parameters", None)),
@@ -83,6 +100,12 @@ def namespace_of(
     if layer_names:
         description |= {"group": list(layer_names), "kv_heads": kv_heads}
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _latent(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return isinstance(spec, MLAAttentionSpec)
 
 
 def digest_of(namespace: bytes) -> bytes:
@@ -105,6 +128,9 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
             and str(spec.dtype).removeprefix("torch.") in _DTYPES_BY_TOKEN
         )
         return encoding + BY_TOKEN * by_token
+    if _latent(spec):
+        # Both CPU backends for MLA keep the latent vector of a token as it is.
+        return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-mla{BY_TOKEN}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # pyright: ignore[reportPrivateUsage]
 
     isa = _get_attn_isa(
@@ -113,17 +139,53 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-{isa}"
 
 
-def model_identity(model: str, revision: str | None, hf_config: Any) -> dict[str, str]:
+class WeightsUnknown(Exception):
+    """Nothing tells these weights from others; the message says why and what would help."""
+
+
+def model_identity(
+    model: str,
+    revision: str | None,
+    hf_config: Any,
+    *,
+    streamed_from: str = "",
+    dummy: bool = False,
+) -> dict[str, str]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
     A revision may be a branch, which moves; transformers notes in the configuration which commit
-    it came from.
+    it came from. Weights that are `streamed_from` a URL are told apart by the revision alone.
+
+    Raises:
+        WeightsUnknown: two different models could not be told apart. Not for `dummy` weights.
+        OSError: the files are there and cannot be read.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        commit = getattr(hf_config, "_commit_hash", None)
-        return {"name": model, "revision": str(commit or revision or "")}
-    return {"digest": folder_digest(folder)}
+    path = Path(model)
+    if streamed_from:
+        if not revision:
+            raise WeightsUnknown(
+                f"its weights are streamed from {streamed_from}, where others may be tomorrow; "
+                "name them with --revision, by another name whenever they change"
+            )
+        config = folder_digest(path) if path.is_dir() else ""
+        return {"name": streamed_from, "revision": revision, "config": config}
+    if path.is_dir():
+        if not dummy and not _weights_in(path):
+            raise WeightsUnknown(
+                f"there are no weights in {model} that kvlake knows ({', '.join(_WEIGHTS)})"
+            )
+        return {"digest": folder_digest(path)}
+    if path.is_file():
+        hasher = hashlib.sha256()
+        _hash_opaque(hasher, path)
+        return {"digest": hasher.hexdigest()}
+    commit = getattr(hf_config, "_commit_hash", None)
+    if not (commit or revision or dummy):
+        raise WeightsUnknown(
+            f"model {model!r} came with no commit, and its name alone may mean other weights "
+            "tomorrow; name them with --revision"
+        )
+    return {"name": model, "revision": str(commit or revision or "")}
 
 
 def adapter_identity(name: str, path: str) -> str:
@@ -148,13 +210,20 @@ def folder_digest(folder: Path) -> str:
         config = folder / name
         if config.is_file():
             hasher.update(config.read_bytes())
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        _hash_safetensors(hasher, path)
-    if not files:
-        for path in sorted([*folder.glob("*.bin"), *folder.glob("*.gguf"), *folder.glob("*.pt")]):
+    for path in _weights_in(folder):
+        if path.suffix == ".safetensors":
+            _hash_safetensors(hasher, path)
+        else:
             _hash_opaque(hasher, path)
     return hasher.hexdigest()
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """The weight files of a folder: safetensors, or where there are none what else there is."""
+    first, *others = _WEIGHTS
+    return sorted(folder.glob(first)) or sorted(
+        path for pattern in others for path in folder.glob(pattern)
+    )
 
 
 def _hash_safetensors(hasher: Any, path: Path) -> None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -36,14 +37,14 @@ from vllm.v1.kv_cache_interface import (
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from connector.groups import FULL, Attention, CachedGroup, Geometry, chunk_tokens_of
-from connector.namespace import digest_of, encoding_of, namespace_of
+from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
 from connector.plan import StepPlan, StepReport
 from connector.requests import Settings, Stats
 from connector.scheduler import SchedulerRole
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import GROUPS_MAX, PROTOCOL_VERSION, Attach, Group, Memory, Role
 from tiers.errors import LayoutError
-from tiers.layout import head_segment
+from tiers.layout import Segment, head_segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from tiers.layout import KVLayout, Segment
+    from tiers.layout import KVLayout
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -143,9 +144,13 @@ class _Group:
     num_heads: int
     encoding: str
     namespace: bytes
+    latent: bool = False
+    """MLA: one vector per token instead of heads, and every rank holds all of it."""
 
     def segment(self, rank: int, tp_size: int) -> Segment:
         """Layers and heads of a tensor-parallel rank. Raises `LayoutError`."""
+        if self.latent:
+            return Segment(0, len(self.layer_names), 0, 1)
         return head_segment(len(self.layer_names), self.num_heads, rank, tp_size)
 
 
@@ -167,10 +172,15 @@ class _Engine:
         if self.refusal:
             return
         groups = kv_cache_config.kv_cache_groups
-        self.groups = [
-            self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
-            for group in groups
-        ]
+        try:
+            self.groups = [
+                self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
+                for group in groups
+            ]
+        except (WeightsUnknown, OSError) as error:
+            self.refusal = str(error)
+            return
+        self.replicas = self.tp_size if self.groups[0].latent else 1
 
     def _group(self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool) -> _Group:
         spec = group.kv_cache_spec
@@ -191,10 +201,13 @@ class _Engine:
             kv_heads=num_heads,
         )
         encoding = encoding_of(vllm_config, block_tokens, spec)
-        return _Group(layer_names, geometry, num_heads, encoding, namespace)
+        latent = isinstance(spec, MLAAttentionSpec)
+        return _Group(layer_names, geometry, num_heads, encoding, namespace, latent)
 
     def _num_heads(self, vllm_config: Any, spec: Any) -> int:
         """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
+        if isinstance(spec, MLAAttentionSpec):
+            return 1
         total = int(vllm_config.model_config.get_total_num_kv_heads())
         # Where heads are replicated the product would count them twice; that is refused.
         return total if self.tp_size > total else int(spec.num_kv_heads) * self.tp_size
@@ -232,6 +245,15 @@ class _Engine:
                 return f"{name}={getattr(parallel, name)} is not supported by this release"
         if vllm_config.speculative_config is not None:
             return "speculative decoding is not supported by this release"
+        latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
+        if any(latent):
+            if len(groups) > 1:
+                return "MLA beside groups of other kinds is not supported by this release"
+            if current_platform.is_cpu() and not (
+                vllm_config.scheduler_config.enable_chunked_prefill
+            ):
+                # Its reference backend attends to the tokens of the step only.
+                return "its MLA backend cannot go on from a cached prefix"
         for group in groups:
             spec = group.kv_cache_spec
             if chunk_tokens % spec.block_size:
@@ -239,6 +261,8 @@ class _Engine:
                     f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
                     f"{spec.block_size}"
                 )
+            if any(latent):
+                continue
             try:
                 heads = self._num_heads(vllm_config, spec)
                 head_segment(len(group.layer_names), heads, 0, self.tp_size)
@@ -266,7 +290,9 @@ class _Engine:
             engine_id=self.engine_id,
             rank=rank,
             world_size=self.world_size,
-            topology=f"tp{self.tp_size}",
+            # Ranks that hold copies do not count: they read what an engine without them stored.
+            topology=f"tp{self.tp_size // self.replicas}",
+            replicas=self.replicas,
             namespace=first.namespace,
             block_tokens=first.geometry.block_tokens,
             blocks_per_chunk=first.geometry.blocks_per_chunk,
@@ -652,6 +678,9 @@ def _attention(spec: Any) -> Attention | None:
     # Not subclasses: they may keep other things in a block than keys and values of its tokens.
     if type(spec) is FullAttentionSpec:
         return FULL
+    if type(spec) is MLAAttentionSpec:
+        # With several tokens in one state a block is no row of tokens.
+        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
     if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
         return Attention(window=int(spec.sliding_window))
     if type(spec) is ChunkedLocalAttentionSpec:

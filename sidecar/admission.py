@@ -255,14 +255,14 @@ class Admission:
             return
         layout = attach.layout.chunk(attach.blocks_per_chunk)
         try:
-            learnt = realm.learn(attach.rank, layout)
+            learnt = realm.learn(attach.segment_number, layout)
         except LayoutError as error:
             raise AttachRefused("layout", str(error)) from error
         try:
-            hub.slots.note(layout, realm.ranks[attach.rank].templates.slot_bytes)
+            hub.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
         except PoolError as error:
             if learnt:
-                del realm.ranks[attach.rank]
+                del realm.ranks[attach.segment_number]
             raise AttachRefused("pool", str(error)) from error
         if learnt and hub.watch is not None:
             hub.watch.learnt(realm)

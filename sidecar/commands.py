@@ -50,11 +50,28 @@ class SessionOpened:
     layout: ChunkLayout | None
     namespace: bytes = b""
     others: tuple[OpenedGroup, ...] = ()
+    replicas: int = 1
+    """Ranks in a row that hold the same segment. The engine knows their chunks by segment."""
 
     @property
     def groups(self) -> tuple[OpenedGroup, ...]:
         """All of its groups, in the order of their numbers."""
         return (OpenedGroup(self.realm_id, self.layout, self.namespace), *self.others)
+
+    @property
+    def segment_number(self) -> int:
+        """Which of a chunk's segments this worker holds: its rank in the realm."""
+        return self.rank // self.replicas
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a chunk."""
+        return self.world_size // self.replicas
+
+    def stores(self, key: bytes) -> bool:
+        """Whether this worker, of those that hold the same segment, is the one to store it."""
+        number = int.from_bytes(key[:4], "little")
+        return number % self.replicas == self.rank % self.replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Realm:
     def __init__(self, realm_id: int, world_size: int, *, readable: bool) -> None:
         self.realm_id = realm_id
         self.world_size = world_size
+        """Segments of a chunk. Ranks that hold copies of one segment are one rank here."""
         self.readable = readable
         """Whether chunks may be read from the store at all."""
         self.full_mask = (1 << world_size) - 1

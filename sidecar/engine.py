@@ -302,12 +302,13 @@ class Engine:
         realm = self._directory.realms.get(group.realm_id)
         if realm is None:
             return None
-        if realm.world_size != event.world_size:
+        if realm.world_size != event.num_segments:
             return (
-                f"world_size={event.world_size}, but sessions of the same topology have "
+                f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
+                f"{event.num_segments} segments, but those of the same topology have "
                 f"{realm.world_size}; give different cuts different topology names"
             )
-        known = realm.layouts[event.rank]
+        known = realm.layouts[event.segment_number]
         if event.role is Role.WORKER and known is not None and known != group.layout:
             return (
                 f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the same "
@@ -320,10 +321,11 @@ class Engine:
         if reason is not None:
             raise ValueError(reason)
         for group in event.groups:
-            realm = self._directory.open_realm(group.realm_id, event.world_size)
-            if group.layout is not None and realm.layouts[event.rank] is None:
-                self._host.learn_layout(realm, event.rank, group.layout)
-                self._host.adopt(realm, event.rank, group.namespace)
+            realm = self._directory.open_realm(group.realm_id, event.num_segments)
+            number = event.segment_number
+            if group.layout is not None and realm.layouts[number] is None:
+                self._host.learn_layout(realm, number, group.layout)
+                self._host.adopt(realm, number, group.namespace)
         if event.role is Role.SCHEDULER:
             self._leases.forget_early((event.realm_id, event.engine_id))
         self._sessions[event.session_id] = event

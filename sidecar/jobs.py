@@ -164,7 +164,7 @@ class Jobs:
         segments: list[Segment] = []
         for piece in message.chunks:
             chunk = realms[piece.group].chunks.get(piece.key)
-            segment = chunk.segments[session.rank] if chunk is not None else None
+            segment = chunk.segments[session.segment_number] if chunk is not None else None
             if segment is None or segment.state is not SegmentState.HOST:
                 job.outcomes.add(Outcome.MISSING)
                 break
@@ -257,7 +257,7 @@ class Jobs:
         self, job: Job, realm: Realm, fence: int, piece: StoreChunk, *, accept: bool
     ) -> tuple[Outcome, ...]:
         """Start one chunk's copy; its outcome if there is nothing to copy."""
-        rank = job.session.rank
+        rank = job.session.segment_number
         layout = _layout_of(realm, rank)
         num_blocks = len(piece.block_ids)
         if (
@@ -266,6 +266,9 @@ class Jobs:
         ):
             self._counters.stores_failed += 1
             return (Outcome.FAILED,)
+        if not job.session.stores(piece.key):
+            # Another rank holds the same bytes. One copy is enough, and they take turns.
+            return (Outcome.OK,)
         chunk = realm.chunks.get(piece.key)
         if chunk is not None and chunk.segments[rank].state is not SegmentState.ABSENT:
             # Being stored or read counts as there: nothing that this job holds is needed any more.

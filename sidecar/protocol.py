@@ -149,7 +149,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     """First and only message of a client on the Unix socket.
 
     `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
-    the model is cut over the ranks; chunks are loadable when all `world_size` segments are.
+    the model is cut over the ranks; chunks are loadable when all their segments are. Of every
+    `replicas` ranks in a row all hold the same segment (MLA).
     `layout`, `segment` and `memory` are given by workers only. These fields are of the engine's
     first KV cache group, and `groups` are its others: group 1, 2, ... in chunks and lookups.
     """
@@ -175,6 +176,17 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     """Where the engine publishes its own KV events, on this machine; empty where it does not."""
     events_replay: str = ""
     """Where it replays them."""
+    replicas: int = 1
+
+    @property
+    def segment_number(self) -> int:
+        """Which of a chunk's segments this rank holds."""
+        return self.rank // self.replicas
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a chunk."""
+        return self.world_size // self.replicas
 
     @property
     def parts(self) -> tuple[Attach, ...]:
@@ -528,6 +540,12 @@ def _check_attach(message: Attach) -> None:
     _require(0 < message.world_size <= 4096, "world_size", message.world_size, "between 1 and 4096")
     _require(
         0 <= message.rank < message.world_size, "rank", message.rank, "between 0 and world_size - 1"
+    )
+    _require(
+        message.replicas > 0 and message.world_size % message.replicas == 0,
+        "replicas",
+        message.replicas,
+        f"must divide world_size={message.world_size}",
     )
     for part in message.parts:
         _check_group(part)

@@ -14,6 +14,8 @@ Invariants:
 * A realm lives as long as the sidecar: its chunks outlive its clients. Clients cannot make more
   than `REALMS_MAX` of them.
 * A rank's geometry never changes within a realm; a worker that disagrees is refused.
+* Ranks that hold copies of one segment are one rank here, and an engine of more of them, or of
+  none, is of the same realm if its topology has the same name.
 """
 
 from __future__ import annotations
@@ -105,6 +107,7 @@ class Realm:
     namespace_digest: bytes
     topology: str
     world_size: int
+    """Segments of a chunk: ranks, those that hold the same one counted once."""
     block_tokens: int
     blocks_per_chunk: int
     index_salt: bytes
@@ -234,7 +237,7 @@ class Realms:
         salted = "|".join(
             (
                 attach.topology,
-                str(attach.world_size),
+                str(attach.num_segments),
                 str(attach.block_tokens),
                 str(attach.blocks_per_chunk),
             )
@@ -244,7 +247,7 @@ class Realms:
             namespace=attach.namespace,
             namespace_digest=hashlib.sha256(attach.namespace).digest(),
             topology=attach.topology,
-            world_size=attach.world_size,
+            world_size=attach.num_segments,
             block_tokens=attach.block_tokens,
             blocks_per_chunk=attach.blocks_per_chunk,
             index_salt=(
@@ -267,7 +270,7 @@ def _identity(attach: Attach) -> tuple[object, ...]:
     return (
         hashlib.sha256(attach.namespace).digest(),
         attach.topology,
-        attach.world_size,
+        attach.num_segments,
         attach.block_tokens,
         attach.blocks_per_chunk,
     )

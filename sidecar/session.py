@@ -100,6 +100,7 @@ class Session:
             layout=first.layout,
             namespace=first.namespace,
             others=tuple(others),
+            replicas=attach.replicas,
         )
 
     def event_of(self, frames: list[bytes], epoch: int) -> Event:

@@ -26,11 +26,15 @@ def write_model(
     kv_heads: int = 4,
     positions: int = 32_768,
     seed: int = 0,
+    latent: int = 0,
 ) -> Path:
     """Save the model and its tokenizer in `folder`; a folder that has them is left as it is.
 
     The vocabulary is the words `w0` to `w4095` and a few special tokens, so that any prompt of
     known length can be written as text: `" ".join(f"w{i}" for i in ids)`.
+
+    With `latent` it is not a llama but a small DeepSeek-V3 without experts, whose MLA keeps so many
+    values per token and layer, and 64 for the positions.
     """
     recipe: dict[str, Any] = {
         "layers": layers,
@@ -39,6 +43,7 @@ def write_model(
         "kv_heads": kv_heads,
         "positions": positions,
         "seed": seed,
+        "latent": latent,
     }
     marker = folder / _MARKER
     if marker.exists() and json.loads(marker.read_text()) == recipe:
@@ -67,22 +72,46 @@ def _write_tokenizer(folder: Path) -> None:
 
 def _write_weights(folder: Path, recipe: dict[str, Any]) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     torch.manual_seed(recipe["seed"])
-    config = LlamaConfig(
-        vocab_size=WORDS + 3,
-        hidden_size=recipe["hidden"],
-        intermediate_size=recipe["hidden"] * 2,
-        num_hidden_layers=recipe["layers"],
-        num_attention_heads=recipe["heads"],
-        num_key_value_heads=recipe["kv_heads"],
-        max_position_embeddings=recipe["positions"],
-        bos_token_id=WORDS + 1,
-        eos_token_id=WORDS + 2,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": WORDS + 3,
+        "hidden_size": recipe["hidden"],
+        "intermediate_size": recipe["hidden"] * 2,
+        "num_hidden_layers": recipe["layers"],
+        "num_attention_heads": recipe["heads"],
+        "num_key_value_heads": recipe["kv_heads"],
+        "max_position_embeddings": recipe["positions"],
+        "bos_token_id": WORDS + 1,
+        "eos_token_id": WORDS + 2,
+    }
+    config: Any
+    make: Any
+    if recipe["latent"]:
+        make = DeepseekV3ForCausalLM
+        config = DeepseekV3Config(
+            **common,
+            kv_lora_rank=recipe["latent"],
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            first_k_dense_replace=recipe["layers"],
+            n_routed_experts=8,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+        )
+    else:
+        make, config = LlamaForCausalLM, LlamaConfig(**common)
     # initializer_range at its default of 0.02 gives logits so flat that a wrong cache could
     # still yield the same ranking; five times that spreads them.
     config.initializer_range = 0.1
-    make: Any = LlamaForCausalLM
     make(config).to(torch.bfloat16).save_pretrained(folder)

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.namespace import (
+    WeightsUnknown,
     adapter_identity,
     digest_of,
     encoding_of,
@@ -104,6 +105,38 @@ class TestNames:
         # A branch moves; the commit that it stood at is what was loaded.
         assert model_identity("org/model", "main", config)["revision"] == "abc"
         assert model_identity("org/model", "v2", SimpleNamespace())["revision"] == "v2"
+
+    def test_a_name_that_may_mean_other_weights_tomorrow_is_refused(self) -> None:
+        with pytest.raises(WeightsUnknown, match="--revision"):
+            model_identity("org/model", None, SimpleNamespace())
+        assert model_identity("org/model", None, SimpleNamespace(), dummy=True)
+
+    def test_weights_that_are_streamed_are_told_apart_by_their_revision(
+        self, tmp_path: Path
+    ) -> None:
+        # vLLM pulls the configuration to a folder, which is the same for every fine-tune.
+        (tmp_path / "config.json").write_text("{}")
+
+        def of(url: str, revision: str | None) -> dict[str, str]:
+            return model_identity(str(tmp_path), revision, None, streamed_from=url)
+
+        assert of("s3://bucket/a", "1") != of("s3://bucket/b", "1")
+        assert of("s3://bucket/a", "1") != of("s3://bucket/a", "2")
+        with pytest.raises(WeightsUnknown, match="--revision"):
+            of("s3://bucket/a", None)
+
+    def test_a_folder_without_weights_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(WeightsUnknown, match="no weights in"):
+            model_identity(str(tmp_path), "main", None)
+        assert model_identity(str(tmp_path), None, None, dummy=True)
+
+    def test_a_single_file_is_what_it_holds(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.gguf"
+        path.write_bytes(b"a" * 5000)
+        before = model_identity(str(path), None, None)
+        path.write_bytes(b"b" * 5000)
+        assert model_identity(str(path), None, None) != before
 
     def test_an_adapter_is_its_files(self, tmp_path: Path) -> None:
         one = write_weights(tmp_path / "one")

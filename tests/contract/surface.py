@@ -178,11 +178,13 @@ USED: Final[dict[str, Used]] = {
     "vllm.config.vllm:VllmConfig": Used(
         _attributes(
             "attention_config cache_config kv_events_config kv_transfer_config load_config "
-            "model_config parallel_config speculative_config"
+            "model_config parallel_config scheduler_config speculative_config"
         )
     ),
     "vllm.config.model:ModelConfig": Used(
-        _attributes("model revision hf_config hf_text_config hf_overrides quantization")
+        _attributes(
+            "model model_weights revision hf_config hf_text_config hf_overrides quantization"
+        )
         | {
             "enable_sleep_mode": ATTRIBUTE,
             "get_total_num_kv_heads": "()",
@@ -196,6 +198,7 @@ USED: Final[dict[str, Used]] = {
         )
     ),
     "vllm.config.cache:CacheConfig": Used(_attributes("cache_dtype block_size")),
+    "vllm.config.scheduler:SchedulerConfig": Used(_attributes("enable_chunked_prefill")),
     "vllm.config.load:LoadConfig": Used(_attributes("load_format")),
     "vllm.config.attention:AttentionConfig": Used(_attributes("backend")),
     "vllm.v1.core.sched.output:SchedulerOutput": Used(
@@ -216,7 +219,9 @@ USED: Final[dict[str, Used]] = {
         _attributes("attention_chunk_size")
     ),
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": Used(_attributes("kv_cache_specs")),
-    "vllm.v1.kv_cache_interface:MLAAttentionSpec": Used(_attributes("block_size head_size")),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": Used(
+        _attributes("block_size head_size head_size_v dtype page_size_padded tokens_per_state")
+    ),
     "vllm.v1.kv_cache_interface:MambaSpec": Used(_attributes("shapes dtypes")),
     "vllm.v1.kv_cache_layout:KVCacheLayout": Used(_attributes("BLHNC LBHNC")),
     "vllm.v1.core.block_pool:BlockPool": Used(

@@ -370,6 +370,7 @@ class World:
         realm_id: int = 0,
         want_events: bool = False,
         content_bytes: int = 8,
+        replicas: int = 1,
     ) -> int:
         self.last_session_id += 1
         worker = role is Role.WORKER
@@ -381,16 +382,18 @@ class World:
             world_size,
             realm_id,
             want_events,
-            layout(rank, content_bytes=content_bytes) if worker else None,
+            layout(rank // replicas, content_bytes=content_bytes) if worker else None,
             namespace_of(realm_id),
+            replicas=replicas,
         )
+        number = event.segment_number
         if event.layout is not None:
-            self.layouts[realm_id, rank] = event.layout
+            self.layouts[realm_id, number] = event.layout
             for content in self.content.values():
-                if (content.realm_id, content.rank) == (realm_id, rank):
+                if (content.realm_id, content.rank) == (realm_id, number):
                     content.adopted = True
         self.sessions[event.session_id] = event
-        self.world_sizes[realm_id] = world_size
+        self.world_sizes[realm_id] = event.num_segments
         self.send(event)
         return event.session_id
 

@@ -1,0 +1,144 @@
+"""Which ranks of an engine hold what, from vLLM's own specs: heads that are cut, and MLA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from connector.export import GroupTensors, MemfdAllocation, export
+from connector.namespace import encoding_of, namespace_of
+from connector.vllm import _Engine  # pyright: ignore[reportPrivateUsage]
+from sidecar.protocol import Role
+from tiers.layout import Segment
+
+LAYERS, BLOCKS, BLOCK_TOKENS, LATENT = 2, 4, 32, 576
+MLA = MLAAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16
+)
+GQA = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+
+
+def config_of(
+    tp_size: int, *, kv_heads: int = 128, chunked: bool = True, revision: str | None = "1"
+) -> Any:
+    """The parts of a `VllmConfig` that are read. DeepSeek's number of KV heads is not MLA's."""
+    text = SimpleNamespace(rope_parameters=None, max_position_embeddings=2048)
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, engine_id="e"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, world_size=tp_size),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False,
+            model="org/model",
+            revision=revision,
+            quantization=None,
+            hf_overrides={},
+            hf_config=text,
+            hf_text_config=text,
+            get_total_num_hidden_layers=lambda: LAYERS,
+            get_total_num_kv_heads=lambda: kv_heads,
+        ),
+    )
+
+
+def engine_of(spec: Any, tp_size: int, *, beside: Any = None, **changes: Any) -> _Engine:
+    names = [f"layer.{number}" for number in range(LAYERS)]
+    specs = [spec] if beside is None else [spec, beside]
+    groups = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=one) for one in specs]
+    caches: Any = SimpleNamespace(kv_cache_groups=groups)
+    return _Engine(config_of(tp_size, **changes), caches)
+
+
+def test_mla_is_one_head_that_every_rank_holds() -> None:
+    attached: set[tuple[str, bytes]] = set()
+    for tp_size in (1, 2, 4, 8):
+        engine = engine_of(MLA, tp_size)
+        assert engine.refusal == ""
+        for rank in range(tp_size):
+            assert engine.groups[0].segment(rank, tp_size) == Segment(0, LAYERS, 0, 1)
+        message = engine.attach(Role.SCHEDULER, 0)
+        assert message.num_segments == 1
+        assert message.world_size == message.replicas == tp_size
+        attached.add((message.topology, message.namespace))
+    assert len(attached) == 1, "engines of any number of ranks share"
+
+
+def test_heads_are_cut_over_ranks() -> None:
+    engine = engine_of(GQA, 4, kv_heads=4)
+    assert engine.refusal == ""
+    message = engine.attach(Role.SCHEDULER, 0)
+    assert (message.replicas, message.num_segments, message.topology) == (1, 4, "tp4")
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    # vLLM does not say of each layer how many heads it has in all: which ranks hold copies is not
+    # known for sure.
+    assert "copies of a head" in engine_of(GQA, 8, kv_heads=4).refusal
+
+
+def test_what_is_not_plain_mla_is_refused() -> None:
+    assert "MLAAttentionSpec" in engine_of(replace(MLA, tokens_per_state=4), 2).refusal
+    padded = replace(MLA, page_size_padded=MLA.page_size_bytes + 64)
+    assert "MLAAttentionSpec" in engine_of(padded, 2).refusal
+    assert "cached prefix" in engine_of(MLA, 2, chunked=False).refusal
+    assert "beside groups" in engine_of(MLA, 2, beside=GQA).refusal
+
+
+def test_weights_that_nothing_tells_from_others_are_not_served() -> None:
+    assert "--revision" in engine_of(GQA, 1, revision=None).refusal
+
+
+def test_a_namespace_of_mla_has_one_head_and_no_block_size() -> None:
+    def of(block_tokens: int) -> bytes:
+        spec = replace(MLA, block_size=block_tokens)
+        return namespace_of(
+            config_of(1),
+            block_tokens=block_tokens,
+            blocks_per_chunk=256 // block_tokens,
+            spec=spec,
+        )
+
+    assert b'"kv_heads":1,' in of(16)
+    assert of(16) == of(64)
+    assert encoding_of(config_of(1), 16, MLA).endswith("-mla+token")
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_its_cache_is_exported_with_or_without_an_axis_of_heads(squeezed: bool) -> None:
+    page_bytes = BLOCK_TOKENS * LATENT * 2
+    with MemfdAllocation() as allocation:
+        raw = torch.zeros(LAYERS * BLOCKS * page_bytes, dtype=torch.int8, device="cpu")
+    names = [f"layer.{number}" for number in range(LAYERS)]
+    tensor = KVCacheTensor(
+        size=raw.numel(),
+        layers=names,
+        layer_stride=BLOCKS * page_bytes,
+        block_stride=page_bytes,
+    )
+    views = create_kv_cache_views(raw, MLA, BLOCKS, KVCacheLayout.LBHNC, tensor)
+    tensors = [view.squeeze(1) if squeezed else view for view in views]
+    group = GroupTensors(tensors, Segment(0, LAYERS, 0, 1), "cpu-x86-mla+token")
+    memory = export([group], allocation)
+    assert memory.layout.content_bytes == 2 * LATENT
+    assert memory.layout.block_tokens == BLOCK_TOKENS
+    views[1][2, 0, 3] = torch.arange(LATENT).to(torch.bfloat16)
+    start = memory.layout.offset(1, 2, 0, 3)
+    held = raw[start : start + 2 * LATENT].view(torch.bfloat16)
+    assert torch.equal(held, views[1][2, 0, 3])
+    assert memory.layout.offset(1, 0, 0, 0) == BLOCKS * page_bytes
+    memory.close()
