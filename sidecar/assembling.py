@@ -6,7 +6,8 @@ overlaps is copied, and the slot gets a checksum of its own. A source says itsel
 blocks are. Does not own which sources there are (`cuts.py`), nor the outcome (`mover.py`).
 
 Invariants: nothing unverified reaches the slot; all sources are of the same chunk (key, parent,
-tokens), or the read fails; at most `ASSEMBLIES_MAX` reads hold sources in memory at a time.
+tokens), or the read fails; at most `ASSEMBLIES_MAX` sets of sources are in memory at a time, and
+all reads that are made of the same set use it before it goes.
 """
 
 from __future__ import annotations
@@ -67,6 +68,16 @@ class _Shared:
         self.error: Exception | None = None
 
 
+class _Group:
+    """Reads that are made of the same sources. Those are kept until the last one has used them."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.done = anyio.Event()
+        self.images: list[Bytes] = []
+        self.error: Exception | None = ConnectionError("the read that was shared was cancelled")
+
+
 class Assembler:
     """Reads and joins sources."""
 
@@ -75,35 +86,75 @@ class Assembler:
         self._verifying = verifying
         self._limiter = anyio.CapacityLimiter(ASSEMBLIES_MAX)
         self._downloads: dict[str, _Shared] = {}
+        self._groups: dict[tuple[int, bytes, tuple[int, ...]], _Group] = {}
 
     async def assemble(self, realm: Realm, command: Read, slot: Bytes) -> Assembled:
         """Build the segment of `command.rank` in `slot`. Raises `SourceError`."""
         rank = realm.ranks[command.rank]
-        async with self._limiter:
-            images: list[Bytes | None] = [None] * len(command.sources)
-            errors: list[SourceError] = []
-
-            async def fetch(place: int, bit: int) -> None:
-                source = realm.by_bit(bit)
-                name = object_name(realm.namespace_digest, command.key, source.layout.segment)
-                try:
-                    images[place] = await self._download(name, source)
-                except Exception as error:
-                    failure = SourceError(bit, name)
-                    failure.__cause__ = error
-                    errors.append(failure)
-
-            async with anyio.create_task_group() as tasks:
-                for place, bit in enumerate(command.sources):
-                    tasks.start_soon(fetch, place, bit)
-            if errors:
-                raise errors[0]
-            read = [image for image in images if image is not None]
+        name = (realm.realm_id, command.key, command.sources)
+        group = self._groups.get(name)
+        is_first = group is None
+        if group is None:
+            group = self._groups[name] = _Group()
+        group.users += 1
+        try:
+            if is_first:
+                await self._fill(realm, command, group)
+            await group.done.wait()
+            if group.error is not None:
+                raise group.error
+            read = group.images
             parts = [(bit, realm.by_bit(bit)) for bit in command.sources]
             meta = await run_to_end(
                 lambda: _build(rank, slot, command.key, parts, read), self._verifying
             )
             return Assembled(meta, sum(image.size for image in read))
+        finally:
+            group.users -= 1
+            if not group.users:
+                if self._groups.get(name) is group:
+                    del self._groups[name]
+                if group.images:
+                    self._limiter.release_on_behalf_of(group)
+
+    async def _fill(self, realm: Realm, command: Read, group: _Group) -> None:
+        """Read what a group is made of; its place among the `ASSEMBLIES_MAX` goes with it."""
+        held = False
+        try:
+            await self._limiter.acquire_on_behalf_of(group)
+            held = True
+            group.images = await self._sources(realm, command)
+            group.error = None
+        except Exception as error:
+            group.error = error
+        finally:
+            if not group.images:
+                if held:
+                    self._limiter.release_on_behalf_of(group)
+                # Whoever comes now tries again.
+                del self._groups[realm.realm_id, command.key, command.sources]
+            group.done.set()
+
+    async def _sources(self, realm: Realm, command: Read) -> list[Bytes]:
+        images: list[Bytes | None] = [None] * len(command.sources)
+        errors: list[SourceError] = []
+
+        async def fetch(place: int, bit: int) -> None:
+            source = realm.by_bit(bit)
+            name = object_name(realm.namespace_digest, command.key, source.layout.segment)
+            try:
+                images[place] = await self._download(name, source)
+            except Exception as error:
+                failure = SourceError(bit, name)
+                failure.__cause__ = error
+                errors.append(failure)
+
+        async with anyio.create_task_group() as tasks:
+            for place, bit in enumerate(command.sources):
+                tasks.start_soon(fetch, place, bit)
+        if errors:
+            raise errors[0]
+        return [image for image in images if image is not None]
 
     async def regroup(self, command: Read, rank: Rank, slot: Bytes, num_bytes: int) -> SegmentMeta:
         """Make a rank's segment of its own object, which is in `slot` in blocks of another size.

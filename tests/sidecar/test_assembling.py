@@ -192,11 +192,13 @@ def realm_full(realm: Realm) -> int:
     return (1 << realm.world_size) - 1
 
 
-async def test_ranks_that_ask_together_share_a_download(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [4, 8])
+async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: int) -> None:
     store = UrlObjects(f"file://{tmp_path}")
-    segments, written = grid(1, 4), grid(1, 1)
+    segments, written = grid(1, ranks), grid(1, 1)
     realm = realm_of(segments, written)
     await write(store, realm, written, 2 * BLOCK_TOKENS)
+    # More ranks than there are assemblies at a time: all of them still use one download.
     assembler = Assembler(store, anyio.CapacityLimiter(1))
     reads = 0
     read = store.read
@@ -210,11 +212,43 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path) -> None:
     slots = [np.zeros(one.templates.slot_bytes, dtype=np.uint8) for one in realm.ranks.values()]
     async with anyio.create_task_group() as tasks:
         for rank, slot in enumerate(slots):
-            tasks.start_soon(assembler.assemble, realm, command(rank, (4,)), slot)
+            tasks.start_soon(assembler.assemble, realm, command(rank, (ranks,)), slot)
     assert reads == 1
     for rank, slot in enumerate(slots):
         template = realm.ranks[rank].templates[2]
         assert template.verify(slot[: template.image_bytes], KEY).num_blocks == 2
+    # Whoever comes later reads again: nothing is kept.
+    await assembler.assemble(realm, command(0, (ranks,)), slots[0])
+    assert reads == 2
+    await store.close()
+
+
+async def test_a_failure_is_told_to_all_who_shared_and_not_remembered(tmp_path: Path) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    realm = realm_of(grid(1, 8), grid(1, 1))
+    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
+    failed: list[int] = []
+
+    async def expect_failure(rank: int) -> None:
+        with pytest.raises(SourceError) as caught:
+            await assembler.assemble(realm, command(rank, (8,)), slot)
+        assert isinstance(caught.value.__cause__, ChunkMissing)
+        failed.append(rank)
+
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            for rank in range(8):
+                tasks.start_soon(expect_failure, rank)
+    assert len(failed) == 16
+    await write(store, realm, grid(1, 1), BLOCK_TOKENS)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await assembler.assemble(realm, command(1, (8,)), slot)
+    # Nothing of what failed or was cancelled holds a place.
+    for rank in range(8):
+        meta, _ = await assembler.assemble(realm, command(rank, (8,)), slot)
+        assert meta.num_blocks == 1
     await store.close()
 
 
