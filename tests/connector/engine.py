@@ -33,8 +33,10 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -118,9 +120,34 @@ def vllm_config(
     kv_role: str = "kv_both",
     prefix_caching: bool = True,
     policy: str = "fcfs",
+    others: Sequence[str] = (),
     **extra: Any,
 ) -> VllmConfig:
-    """A real configuration of a CPU engine with our connector."""
+    """A real configuration of a CPU engine with our connector.
+
+    With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`.
+    """
+    transfer: dict[str, Any] = {
+        "kv_connector": "KVLakeConnector",
+        "kv_connector_module_path": "connector.vllm",
+        "kv_role": kv_role,
+        "kv_connector_extra_config": {
+            "socket": "/nonexistent",
+            "attach_seconds": 0,
+            "chunk_tokens": CHUNK_TOKENS,
+            "load_tokens_min": BLOCK_TOKENS,
+            **extra,
+        },
+    }
+    if others:
+        place = {"kv_connector_module_path": "tests.connector.others", "kv_role": kv_role}
+        children = [transfer, *({"kv_connector": name, **place} for name in others)]
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": children},
+        }
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
@@ -137,22 +164,18 @@ def vllm_config(
         parallel_config=ParallelConfig(
             tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVLakeConnector",
-            kv_connector_module_path="connector.vllm",
-            kv_role=cast("Any", kv_role),
-            kv_connector_extra_config={
-                "socket": "/nonexistent",
-                "attach_seconds": 0,
-                "chunk_tokens": CHUNK_TOKENS,
-                "load_tokens_min": BLOCK_TOKENS,
-                **extra,
-            },
-        ),
+        kv_transfer_config=KVTransferConfig(**transfer),
         device_config=DeviceConfig("cpu"),
     )
     config.cache_config.num_gpu_blocks = num_blocks
     return config
+
+
+def ours_of(loaded: Any) -> KVLakeConnector:
+    """Our connector, also where it is one of several."""
+    found = loaded.sub_connectors[0] if isinstance(loaded, MultiConnector) else loaded
+    assert isinstance(found, KVLakeConnector)
+    return found
 
 
 def spec_of(
@@ -230,9 +253,12 @@ class Rank:
         tokens = max([BLOCK_TOKENS, *(spec.block_size for spec in specs)])
         self.memory: list[Block] = [[b""] * tokens for _ in range(num_blocks)]
         self.client = DoubleClient()
-        self.connector = KVLakeConnector(
+        assert config.kv_transfer_config is not None
+        kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        self.loaded: Any = kind(
             config, KVConnectorRole.WORKER, kv_cache_config(num_blocks, specs=specs)
         )
+        self.connector = ours_of(self.loaded)
         self._attempt: Callable[[], Attempt] | None = None
         segment = Segment(first_layer=0, num_layers=1, first_head=0, num_heads=1)
         layout = KVLayout.from_views(
@@ -265,7 +291,7 @@ class Rank:
 
     def step(self, metadata: Any, forward: Callable[[Rank], None]) -> KVConnectorOutput:
         """One step, as `KVConnectorModelRunnerMixin` does it."""
-        connector = self.connector
+        connector = self.loaded
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         forward(self)
@@ -465,12 +491,13 @@ class Engine:
                 hash_block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
-        self.connector = cast("KVLakeConnector", self.scheduler.connector)
+        self.connector = ours_of(self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler
         self.role._clock = self.role._stores._clock = self.clock
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs) for rank in range(ranks)]
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        loaded: Any = self.scheduler.connector
+        self.aggregator = KVOutputAggregator.from_connector(loaded, ranks)
         self.sidecar = DoubleSidecar(self)
         self.weights = 0
         self.sidecar.attach()

@@ -23,6 +23,7 @@ from tests.connector.engine import (
     vllm_config,
     write_model,
 )
+from tests.connector.others import EmptyConnector
 
 PROMPT = [number % 89 for number in range(300)]
 CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -78,6 +79,28 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     engine.settle()
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
+    engine.check_idle()
+
+
+def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> None:
+    """A hit, a load that fails and is computed, and every hook through vLLM's own wrapper."""
+    engine = make(others=["EmptyConnector"], ranks=2)
+    engine.run(request_of("a", PROMPT, max_tokens=1))
+    engine.forget()
+    engine.run(request_of("b", PROMPT, max_tokens=1))
+    assert engine.computed["b"] == len(PROMPT) - CACHED
+    engine.forget()
+    request = engine.add(request_of("c", PROMPT, max_tokens=1))
+    while not engine.role._loading:
+        engine.step()
+    engine.sidecar.detach()
+    for _ in range(20):
+        engine.clock.now += 60
+        engine.step()
+    engine.finish(request)
+    engine.settle()
+    assert engine.computed["c"] == len(PROMPT)
+    assert EmptyConnector.finished == ["a", "b", "c"]
     engine.check_idle()
 
 
