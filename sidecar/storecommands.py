@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import anyio.to_thread
 
 from sidecar.attach import StartError
 from sidecar.collector import LEASE_SECONDS, collect, holder_name, namespaces, plan_of
@@ -121,7 +122,7 @@ async def census_of(store: ObjectTier, prefix: str) -> Census:
     census = Census()
     files = Files(store, catalog_folder(prefix), Counts())
     async for _, rows, _ in Shards(files, await load(files, time.time())).rows():
-        census.add(rows)
+        await anyio.to_thread.run_sync(census.add, rows)
     return census
 
 

@@ -273,20 +273,21 @@ class _Round:
         self._report.logs_merged = len(state.logs)
         async for shard, found, withdrawn in Shards(self._files, state).rows():
             await self._check_alive()
-            rows, old = found, identities(withdrawn) if deletes else set[tuple[bytes, str, int]]()
+            rows, old = found, set[tuple[bytes, str, int]]()
+            if deletes:
+                old = await anyio.to_thread.run_sync(identities, withdrawn)
             if self._plan.reconcile or old:
                 listing = await self._objects(shard)
                 if self._plan.reconcile:
                     rows = await self._reconciled(rows, listing)
                 rows = await self._deleted(rows, old, listing)
-            mask = verdict.withdraws(rows)
-            if mask.any():
-                gone = withdrawals(rows.take(mask))
+            rows, gone, gone_bytes = await anyio.to_thread.run_sync(
+                _judged, rows, verdict, self._report.census
+            )
+            if len(gone):
                 self._report.withdrawn += len(gone)
-                self._report.withdrawn_bytes += int(rows.size_bytes[mask].sum())
+                self._report.withdrawn_bytes += gone_bytes
                 await self._announce(gone)
-                rows = merged(joined([rows, gone]))
-            self._report.census.add(rows)
             await out.add(rows)
         names = await out.close()
         await self._announce(None)
@@ -329,7 +330,7 @@ class _Round:
                 return census
         async for _, rows, _ in Shards(self._files, state).rows():
             await self._check_alive()
-            census.add(rows)
+            await anyio.to_thread.run_sync(census.add, rows)
         return census
 
     async def _objects(self, shard: int) -> dict[str, tuple[int, float]]:
@@ -339,6 +340,16 @@ class _Round:
 
     async def _reconciled(self, rows: Rows, listing: dict[str, tuple[int, float]]) -> Rows:
         """The rows with what the objects say that they lack, or have too much."""
+        found, lost = await anyio.to_thread.run_sync(self._compared, rows, listing)
+        self._report.found += len(found)
+        self._report.lost += len(lost)
+        if not len(found) and not len(lost):
+            return rows
+        await self._announce(joined([found, lost]))
+        return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
+
+    def _compared(self, rows: Rows, listing: dict[str, tuple[int, float]]) -> tuple[Rows, Rows]:
+        """Rows of objects that no row names, and rows that withdraw those without an object."""
         old = self._now - YOUNG_SECONDS
         known = dict(zip(self._names(rows), range(len(rows)), strict=True))
         missing: list[Found] = []
@@ -358,13 +369,7 @@ class _Round:
             for name, index in known.items()
             if rows.size_bytes[index] and name not in listing and rows.written_at[index] / 1e6 < old
         ]
-        self._report.found += len(found)
-        self._report.lost += len(lost)
-        if not len(found) and not lost:
-            return rows
-        gone = withdrawals(rows.take(np.array(lost, dtype=np.intp)))
-        await self._announce(joined([found, gone]))
-        return merged(joined([rows, found, gone]))
+        return found, withdrawals(rows.take(np.array(lost, dtype=np.intp)))
 
     async def _deleted(
         self, rows: Rows, old: set[tuple[bytes, str, int]], listing: dict[str, tuple[int, float]]
@@ -477,10 +482,24 @@ class _Output:
         return self._names
 
     async def _flush(self) -> None:
-        for _, rows in _cut(joined(self._rows)):
+        for _, rows in await anyio.to_thread.run_sync(_cut_all, self._rows):
             part = len(self._names)
             self._names.append(await self._round.write(self._generation, part, rows))
         self._rows = []
+
+
+def _judged(rows: Rows, verdict: Verdict, census: Census) -> tuple[Rows, Rows, int]:
+    """A shard's rows after what has to go is withdrawn, what that is, and its bytes; counted."""
+    mask = verdict.withdraws(rows)
+    gone, gone_bytes = withdrawals(rows.take(mask)), int(rows.size_bytes[mask].sum())
+    if len(gone):
+        rows = merged(joined([rows, gone]))
+    census.add(rows)
+    return rows, gone, gone_bytes
+
+
+def _cut_all(parts: list[Rows]) -> list[tuple[int, Rows]]:
+    return _cut(joined(parts))
 
 
 def _cut(rows: Rows) -> list[tuple[int, Rows]]:

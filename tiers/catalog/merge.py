@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs, Rows
+from tiers.catalog.rows import NO_TENANT, Longs, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,15 +121,26 @@ class Census:
         self.chunks += len(chunks.times)
         first = int(live.written_at.min())
         self.oldest = min(self.oldest or first, first)
-        minutes = (chunks.times // _MINUTE).tolist()
-        columns = zip(
-            chunks.tenants, minutes, chunks.sizes.tolist(), chunks.counts.tolist(), strict=True
-        )
-        for tenant, minute, size_bytes, count in columns:
+        tenants, whose = np.unique(chunks.tenants, return_inverse=True)
+        minutes, when = np.unique(chunks.times // _MINUTE, return_inverse=True)
+        cells, places = np.unique(whose * len(minutes) + when, return_inverse=True)
+        sizes, counts = _sums(places, chunks.sizes), _sums(places, chunks.counts)
+        for cell, size_bytes, count in zip(cells.tolist(), sizes, counts, strict=True):
+            number = cell // len(minutes)
+            tenant = tenants[number : number + 1].astype(">u8").tobytes()
+            minute = int(minutes[cell % len(minutes)])
             self.tenant_bytes[tenant] += size_bytes
             self.tenant_objects[tenant] += count
             self.ages[tenant, minute] += size_bytes
             self.age_objects[minute] += count
+
+
+def _sums(places: npt.NDArray[np.intp], amounts: Longs) -> list[int]:
+    """The sum of the amounts of each place."""
+    sums: Longs = np.zeros(int(places.max()) + 1, dtype=np.int64)
+    np.add.at(sums, places, amounts)
+    found: list[int] = sums.tolist()
+    return found
 
 
 class _Chunks:
@@ -144,11 +155,7 @@ class _Chunks:
         self.counts: Longs = np.diff(np.r_[starts, len(live)])
         # A row that reconciliation made has no tenant; the others of its chunk do.
         words = np.ascontiguousarray(live.tenants).view(">u8").ravel().astype(np.uint64)
-        tenants = np.maximum.reduceat(words, starts).astype(">u8")
-        joined = tenants.tobytes()
-        self.tenants = [
-            joined[at : at + TENANT_BYTES] for at in range(0, len(joined), TENANT_BYTES)
-        ]
+        self.tenants = np.maximum.reduceat(words, starts).astype(">u8")
 
 
 class _Excess:
@@ -166,13 +173,16 @@ class _Excess:
             self.before, self.left = minute, left
             left -= ages[minute]
 
-    def takes(self, minute: int, amount: int) -> bool:
-        if minute < self.before:
-            return True
-        if minute > self.before or self.left <= 0:
-            return False
-        self.left -= amount
-        return True
+    def takes(self, minutes: Longs, amounts: Longs) -> Mask:
+        """Which of these chunks go, of those that were asked for in this order."""
+        going: Mask = minutes < self.before
+        if self.left > 0:
+            now = np.flatnonzero(minutes == self.before)
+            gone_before = np.cumsum(amounts[now]) - amounts[now]
+            now = now[gone_before < self.left]
+            going[now] = True
+            self.left -= int(amounts[now].sum())
+        return going
 
 
 class Verdict:
@@ -200,34 +210,26 @@ class Verdict:
         offered = np.flatnonzero(rows.size_bytes > 0)
         if not len(offered):
             return going
-        live = rows.take(offered)
-        chunks = _Chunks(live)
-        chosen = [
-            self._goes(tenant, time, size_bytes, count)
-            for tenant, time, size_bytes, count in zip(
-                chunks.tenants,
-                chunks.times.tolist(),
-                chunks.sizes.tolist(),
-                chunks.counts.tolist(),
-                strict=True,
-            )
-        ]
-        going[offered] = np.repeat(np.array(chosen, dtype=np.bool_), chunks.counts)
+        chunks = _Chunks(rows.take(offered))
+        chosen = self._goes(chunks)
+        going[offered] = np.repeat(chosen, chunks.counts)
         return going
 
-    def _goes(self, tenant: bytes, time: int, size_bytes: int, count: int) -> bool:
-        if time < self._expired or (self._future is not None and time > self._future):
-            return True
-        minute = time // _MINUTE
-        own = self._tenants.get(tenant)
+    def _goes(self, chunks: _Chunks) -> Mask:
+        times = chunks.times
+        going: Mask = times < self._expired
+        if self._future is not None:
+            going |= times > self._future
+        left = np.flatnonzero(~going)
+        minutes = times[left] // _MINUTE
         # All are asked, because what goes for one bound makes room under the others.
-        return any(
-            [
-                own is not None and own.takes(minute, size_bytes),
-                self._bytes.takes(minute, size_bytes),
-                self._objects.takes(minute, count),
-            ]
-        )
+        chosen: Mask = self._bytes.takes(minutes, chunks.sizes[left])
+        chosen |= self._objects.takes(minutes, chunks.counts[left])
+        for tenant, own in self._tenants.items():
+            mine = np.flatnonzero(chunks.tenants[left] == np.frombuffer(tenant, dtype=">u8"))
+            chosen[mine] |= own.takes(minutes[mine], chunks.sizes[left[mine]])
+        going[left[chosen]] = True
+        return going
 
 
 def _of(ages: Counter[tuple[bytes, int]], tenant: bytes | None) -> Counter[int]:

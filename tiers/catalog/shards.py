@@ -231,7 +231,7 @@ class _Base:
             return
         if not is_sorted(rows):
             self._state.doubt = True
-            rows = merged(rows)
+            rows = await anyio.to_thread.run_sync(merged, rows)
         self._file = rows
         self._starts = shard_starts(rows)
 
