@@ -1,0 +1,177 @@
+"""A model that mixes sliding windows and full attention (gemma 3), on a real engine.
+
+vLLM puts its layers into three KV cache groups whose pages lie over each other. What a hit gives is
+compared with the engine's own hit of as many tokens, as for other models: log probabilities and
+bytes. One engine serves all cases; sidecars take turns on its sockets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.model import WORDS
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    Call,
+    Measured,
+    Oracle,
+    attach,
+    counters,
+    empty,
+    external_hit,
+    fresh_salt,
+    idle,
+    own_hit,
+    same_output,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+WINDOW: Final = 128
+GROUPS: Final = 3
+LIMITS: Final = {
+    "lookup_wait": "60s",
+    "load_deadline": "60s",
+    "lease_ttl": "60s",
+    "store_deadline": "60s",
+}
+ENGINE_ARGS: Final[dict[str, Any]] = {
+    "num_gpu_blocks_override": 512,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 512,
+    "enable_chunked_prefill": True,
+    "skip_tokenizer_init": True,
+}
+
+
+def write_gemma(folder: Path) -> None:
+    """Six layers, two of them of full attention, with random weights fixed by a seed."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config: Any = Gemma3TextConfig(
+        vocab_size=WORDS + 3,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=32_768,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )
+    config.initializer_range = 0.1
+    make: Any = Gemma3ForCausalLM
+    make(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def sidecar_in(folder: Path, **sections: Any) -> SidecarProcess:
+    config = {"host": {"size": "256MiB"}, "limits": LIMITS, **sections}
+    return SidecarProcess(folder / "s", config)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = tmp_path_factory.mktemp("gemma")
+    write_gemma(model)
+    spec = EngineSpec(str(model), sidecar_in(folder).socket, ENGINE_ARGS)
+    with Engine(spec, folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@pytest.fixture
+def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    with sidecar_in(folder) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+
+
+def whole(tokens: int) -> int:
+    """What is loaded of a prompt: whole blocks, and never its last token."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def blocks_read(tokens: int) -> int:
+    """Blocks of a hit: all of full attention, and of each window those that it still reaches."""
+    blocks = tokens // BLOCK_TOKENS
+    return blocks + (GROUPS - 1) * min(blocks, -(-(WINDOW - 1) // BLOCK_TOKENS))
+
+
+def check_bytes(measured: Measured, oracle: Measured) -> None:
+    """Assert that what was loaded is what the engine had, and that nothing else was.
+
+    The last block of each group is partly written. What else is in it is what was there before:
+    vLLM uses the blocks of a window that moved on again at once, at other times in either arm.
+    """
+    assert measured.generation.cached_tokens == oracle.generation.cached_tokens
+    (worker,), (expected,) = measured.blocks, oracle.blocks
+    assert (worker & expected).total() >= blocks_read(measured.generation.cached_tokens)
+    assert (worker - expected).total() <= GROUPS
+
+
+@pytest.mark.parametrize("tokens", [WINDOW - 3, WINDOW + BLOCK_TOKENS, 2 * CHUNK_TOKENS, 1500])
+def test_host_hits(engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
+    assert len(sidecar.status()["realms"]) == GROUPS
+    before = counters(sidecar)
+    for max_tokens in (40, 1):
+        call = Call(words(tokens, tokens), max_tokens)
+        oracle = own_hit(engine, call, before=[call])
+        measured = external_hit(engine, call, before=[call])
+        assert measured.generation.cached_tokens == whole(tokens)
+        assert same_output(measured.generation, oracle.generation)
+    check_bytes(measured, oracle)
+    assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+
+
+def test_behind_the_engines_own_hit(engine: Engine, sidecar: SidecarProcess) -> None:
+    prompt = words(1300, 1)
+    head = Call([*prompt[:512], 7], max_tokens=1)
+    call = Call(prompt)
+    oracle = own_hit(engine, call, before=[head, call])
+    measured = external_hit(engine, call, before=[head, call], local=[head])
+    assert measured.generation.cached_tokens == oracle.generation.cached_tokens == whole(1300)
+    assert same_output(measured.generation, oracle.generation)
+
+
+def test_next_turn(engine: Engine, sidecar: SidecarProcess) -> None:
+    first = Call(words(700, 2), max_tokens=300)
+    answer = engine.generate(first.prompt, max_tokens=300, cache_salt=fresh_salt()).tokens
+    salt = fresh_salt()
+    empty(engine)
+    engine.generate(first.prompt, max_tokens=300, cache_salt=salt)
+    empty(engine)
+    turn = [*first.prompt, *answer, *words(150, 3)]
+    generation = engine.generate(turn, cache_salt=salt)
+    # The last generated token was never computed.
+    assert generation.cached_tokens == 999 // BLOCK_TOKENS * BLOCK_TOKENS
+    # With the prompt as one, its windows' ends are where the engine keeps them too.
+    Oracle(engine, Call(turn)).check_close(generation)
+
+
+def test_a_shared_head_is_found_where_vllm_itself_keeps_no_windows(
+    engine: Engine, sidecar: SidecarProcess
+) -> None:
+    """The engine keeps windows at the ends of prompts alone; host memory has them all along."""
+    shared = words(3 * CHUNK_TOKENS + 50, 4)
+    salt = fresh_salt()
+    engine.generate([*shared, *words(300, 5)], cache_salt=salt)
+    empty(engine)
+    second = [*shared, *words(200, 6)]
+    generation = engine.generate(second, cache_salt=salt)
+    assert generation.cached_tokens == 3 * CHUNK_TOKENS
+    Oracle(engine, Call(second)).check_close(generation)
