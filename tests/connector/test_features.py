@@ -6,6 +6,7 @@ Which of them were also run on a real engine is in `docs/support.md`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from tests.connector.engine import (
     write_model,
 )
 from tests.connector.others import EmptyConnector
+from tests.contract.calls import SCHEDULER, departure
+from tests.contract.surface import OVERRIDDEN
 
 PROMPT = [number % 89 for number in range(300)]
 CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -80,6 +83,41 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
     engine.check_idle()
+
+
+def test_the_order_of_calls(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Engine]) -> None:
+    """Of vLLM's scheduler, over stores, a hit, requests at once, a preemption and an abort."""
+    calls: list[str] = []
+
+    def recorded(name: str, hook: Any) -> Any:
+        def call(self: KVLakeConnector, *args: Any, **kwargs: Any) -> Any:
+            if self.role is KVConnectorRole.SCHEDULER:
+                calls.append(name)
+            return hook(self, *args, **kwargs)
+
+        return call
+
+    any_time = {"has_pending_block_frees", "has_pending_push_work", "reset_cache", "shutdown"}
+    for name, hook in list(vars(KVLakeConnector).items()):
+        if name in OVERRIDDEN and name not in {"__init__", *any_time} and isfunction(hook):
+            monkeypatch.setattr(KVLakeConnector, name, recorded(name, hook))
+    engine = make(num_blocks=42)
+    engine.run(request_of("earlier", PROMPT, max_tokens=4))
+    engine.forget()
+    other = [number + 1 for number in PROMPT]
+    requests = [
+        engine.add(request_of("a", PROMPT, max_tokens=60)),
+        engine.add(request_of("b", other, max_tokens=60)),
+        engine.add(request_of("c", [*PROMPT, 5, 6], max_tokens=60)),
+    ]
+    engine.step()
+    engine.abort(requests[-1])
+    engine.finish(*requests)
+    engine.settle()
+    assert sum(request.num_preemptions for request in requests) > 0
+    wanted = {"bind_gpu_block_pool", "update_state_after_alloc", "update_connector_output"}
+    assert wanted | {"build_connector_meta", "take_events"} <= set(calls)
+    assert not departure(" ".join(calls), SCHEDULER), departure(" ".join(calls), SCHEDULER)
 
 
 def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> None:

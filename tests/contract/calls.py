@@ -25,8 +25,10 @@ SCHEDULER: Final = Order(
     re.compile(
         r"bind_gpu_block_pool (?:"
         # One call of schedule(): whoever was looked up is allocated at once, or asked again later.
+        # (Once its load has ended it is allocated again, without being looked up.)
         r"(?:get_num_new_matched_tokens "
-        r"(?:update_state_after_alloc (?:get_external_cache_hit_sources )?)?)*"
+        r"(?:update_state_after_alloc (?:get_external_cache_hit_sources )?)?"
+        r"|update_state_after_alloc )*"
         r"build_connector_meta "
         # What came of it: the connector is told before anything is asked of it.
         r"|(?:update_connector_output )?(?:get_kv_connector_stats )?take_events "

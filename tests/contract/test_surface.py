@@ -199,9 +199,9 @@ class TestOrderOfCalls:
         assert departure(calls + self.OUTPUT + self.STEP * 2, SCHEDULER) == ""
 
     def test_what_leaves_it_is_shown(self) -> None:
-        late = "bind_gpu_block_pool update_state_after_alloc build_connector_meta "
+        late = "bind_gpu_block_pool get_external_cache_hit_sources build_connector_meta "
         assert departure(late, SCHEDULER) == (
-            "bind_gpu_block_pool <here> update_state_after_alloc build_connector_meta"
+            "bind_gpu_block_pool <here> get_external_cache_hit_sources build_connector_meta"
         )
         told_late = "bind_gpu_block_pool take_events update_connector_output build_connector_meta "
         assert "<here> update_connector_output" in departure(told_late, SCHEDULER)
