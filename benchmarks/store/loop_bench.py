@@ -4,7 +4,9 @@ A worker stores chunks of 4 MiB, which the sidecar writes; then a scheduler asks
 them after the other. Host memory holds fewer than there are, so every one is read again: from a
 server that costs next to nothing, as fast as the sidecar can. Lags are those of a task in its own
 loop that wants to run every millisecond, of the time in which reads were running, and, for
-comparison, of as long a time in which nothing was asked. Prints one JSON object.
+comparison, of as long a time in which nothing was asked. On a machine that others use the lag is
+mostly theirs: `reading_processor_time` is what the loop's own thread computed meanwhile. Prints
+one JSON object.
 """
 
 from __future__ import annotations
@@ -137,15 +139,16 @@ def main() -> None:
         with SidecarProcess(folder / "side", config, program=program) as sidecar:
             fill_store(sidecar, keys)
             found = measure(sidecar, keys, options.seconds)
-        moments, late = np.fromfile(lags).reshape(-1, 2).T
-        reading = late[(moments >= found["start"]) & (moments <= found["end"])]
-        idle = late[(moments >= found["idle"]) & (moments < found["start"])]
+        moments, late, busy = np.fromfile(lags).reshape(-1, 3).T
+        reading = (moments >= found["start"]) & (moments <= found["end"])
+        idle = (moments >= found["idle"]) & (moments < found["start"])
     gigabytes, seconds = found["bytes"] / 1e9, found["end"] - found["start"]
     report: dict[str, Any] = {
         "gb_per_second": round(gigabytes / seconds, 3),
         "sidecar_cpu_seconds_per_gb": round(found["cpu"] / gigabytes, 3),
-        "reading": _percentiles(reading),
-        "idle": _percentiles(idle),
+        "reading": _percentiles(late[reading]),
+        "reading_processor_time": _percentiles(busy[reading]),
+        "idle": _percentiles(late[idle]),
     }
     p99 = report["reading"]["p99_ms"]
     print(json.dumps({**report, "holds": {f"reading.p99_ms <= {LAG_MS_MAX}": p99 <= LAG_MS_MAX}}))

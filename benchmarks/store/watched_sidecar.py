@@ -1,7 +1,9 @@
 """`kvlake serve` with a task beside it that notes how late the event loop runs it.
 
-`python -m benchmarks.store.watched_sidecar FILE serve …`: at the end, FILE holds pairs of float64,
-a moment of the monotonic clock and the lag at it in seconds. Owns nothing of the sidecar.
+`python -m benchmarks.store.watched_sidecar FILE serve …`: at the end, FILE holds three float64 for
+each time: the moment of the monotonic clock, the lag in seconds, and the processor seconds that the
+loop's thread used since the time before: how long it was busy with something else, whatever other
+processes took. Owns nothing of the sidecar.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ TICK_SECONDS: Final = 0.001
 
 async def _watch(found: array.array[float]) -> None:
     while True:
-        due = time.monotonic() + TICK_SECONDS
+        due, used = time.monotonic() + TICK_SECONDS, time.thread_time()
         await anyio.sleep(TICK_SECONDS)
         now = time.monotonic()
-        found.extend((now, max(0.0, now - due)))
+        found.extend((now, max(0.0, now - due), time.thread_time() - used))
 
 
 def serve(path: Path, arguments: list[str]) -> int:
