@@ -208,7 +208,7 @@ def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> Ex
 def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
     tensors = group.tensors
     # With MLA there may be no axis for its one head.
-    shaped = [tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in tensors]
+    shaped = [tensor.unsqueeze(1) if len(tensor.shape) == 3 else tensor for tensor in tensors]
     views = [
         (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor)) for tensor in shaped
     ]
