@@ -41,6 +41,7 @@ from sidecar.protocol import (
     decode_client,
 )
 from tiers.errors import LayoutError
+from tiers.layout import BLOCK_ENTRIES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -285,6 +286,18 @@ def check_shape(attach: Attach) -> None:
         return
     for part in attach.parts:
         _check_part(part)
+    # Of each a plan is kept that has 8 bytes for every entry; together no more than for one.
+    entries = sum(
+        part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_tokens
+        for part in attach.parts
+        if part.layout is not None
+    )
+    if entries > BLOCK_ENTRIES_MAX:
+        raise AttachRefused(
+            "layout",
+            f"groups={len(attach.parts)}: one block of each has {entries} (layer, head, token) "
+            f"entries together, at most {BLOCK_ENTRIES_MAX} are served; use smaller blocks",
+        )
 
 
 def _check_part(attach: Attach) -> None:

@@ -206,12 +206,13 @@ def _feed_attach(data: bytes) -> None:
         check_shape(attach)
     except (ProtocolError, AttachRefused):
         return
-    if attach.layout is None:
-        return
-    # Both are made for a client that was not refused: they may not be large.
-    CopyPlan(attach.layout)
-    with contextlib.suppress(LayoutError):
-        SlotTemplates(attach.layout.chunk(attach.blocks_per_chunk), bytes(32))
+    for part in attach.parts:
+        if part.layout is None:
+            return
+        # Both are made for a client that was not refused: they may not be large.
+        CopyPlan(part.layout)
+        with contextlib.suppress(LayoutError):
+            SlotTemplates(part.layout.chunk(part.blocks_per_chunk), bytes(32))
 
 
 # --- configuration ---------------------------------------------------------------------------

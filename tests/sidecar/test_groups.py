@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sidecar import realms
+from sidecar.attach import AttachRefused
 from sidecar.protocol import (
     Events,
     Group,
@@ -27,6 +28,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
 )
+from sidecar.session import check_shape
 from tests.sidecar.client import (
     NAMESPACE,
     ROOT,
@@ -268,3 +270,26 @@ def test_the_index_grows_for_every_group(
         assert worker.outcome(1) is Outcome.OK
         while scheduler.flags(*keys) != [FLAG_HOST] * 40:
             scheduler.take_moved_index()
+
+
+def test_groups_together_are_no_larger_than_one_may_be() -> None:
+    """A plan is kept for each group: many of them must not take what one may not."""
+    heads, tokens = 65_536, 128
+    layout = KVLayout(
+        segment=Segment(0, 1, 0, heads),
+        num_blocks=1,
+        block_tokens=tokens,
+        content_bytes=2,
+        dtype="float16",
+        encoding="plain",
+        size_bytes=heads * tokens * 2,
+        layer_offsets_bytes=(0,),
+        block_stride_bytes=0,
+        head_stride_bytes=tokens * 2,
+        token_stride_bytes=2,
+    )
+    group = Group(OTHER_NAMESPACE, tokens, 1, layout.segment, layout)
+    one: Any = {"block_tokens": tokens, "blocks_per_chunk": 1}
+    check_shape(attach_message(Role.WORKER, layout, groups=(group,), **one))
+    with pytest.raises(AttachRefused, match="groups=3"):
+        check_shape(attach_message(Role.WORKER, layout, groups=(group, group), **one))
