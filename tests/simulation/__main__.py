@@ -4,17 +4,22 @@
 --seed 123 --trace              replay one, event by event
 --seed 123 --steps 500 --trace  only its first 500 steps
 --seed 123 --shrink             leave out the faults that its failure does not need
+--mutations --seeds 100         break each promise on purpose: after how many seeds is it noticed?
+--mutation NAME --seed 123      replay a seed with one of them broken
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 import time
 import traceback
 
 from tests.simulation.life import Result, simulate
-from tests.simulation.search import Summary, search, shrink
+from tests.simulation.mutations import MUTATIONS, Mutation, named
+from tests.simulation.search import Summary, notice_all, search, shrink
 
 TRACE_LINES = 40
 
@@ -33,15 +38,37 @@ def main() -> int:
     parser.add_argument("--without", type=_numbers, default=frozenset())
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--mutations", action="store_true")
+    parser.add_argument("--mutation", type=named)
     parser.add_argument("--seen", action="store_true", help="print what was seen, and how often")
     options = parser.parse_args()
+    if options.mutations or (options.mutation is not None and options.seed is None):
+        return _mutate(options)
     if options.seed is None:
         return _search(options)
-    return _replay(options)
+    with contextlib.ExitStack() as stack:
+        if options.mutation is not None:
+            stack.enter_context(options.mutation.applied())
+        return _replay(options)
 
 
 def _numbers(text: str) -> frozenset[int]:
     return frozenset(int(part) for part in text.split(",") if part)
+
+
+def _mutate(options: argparse.Namespace) -> int:
+    chosen = MUTATIONS if options.mutation is None else (options.mutation,)
+    seeds = range(options.first, options.first + options.seeds)
+    missed = 0
+    for noticed in notice_all(chosen, seeds, workers=options.workers):
+        result = noticed.result
+        told = "NOT NOTICED" if result is None else f"{result.rule} (seed {result.seed})"
+        print(f"{noticed.mutation.name}: {told}", flush=True)
+        missed += result is None
+        for one in noticed.unsound:
+            print(f"  seed {one.seed} breaks a rule without it too: {one.violation}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutations noticed within {len(seeds)} seeds")
+    return 1 if missed else 0
 
 
 def _search(options: argparse.Namespace) -> int:
@@ -72,23 +99,28 @@ def _search(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     without: frozenset[int] = options.without
-    result = simulate(options.seed, steps_max=options.steps, without=without, trace=options.trace)
+    often = () if options.mutation is None else options.mutation.often
+    live = functools.partial(simulate, options.seed, often=often, trace=options.trace)
+    result = live(steps_max=options.steps, without=without)
     if options.shrink and result.violation is not None:
-        without = shrink(options.seed, result.rule)
-        result = simulate(options.seed, without=without, trace=options.trace)
+        without = shrink(options.seed, result.rule, often)
+        result = live(without=without)
     print(*result.lines, sep="\n")
     if result.violation is None:
         print(f"seed {result.seed}, {result.steps} steps: every rule held ({result.trace_hash})")
         return 0
     traceback.print_exception(result.violation)
-    _tell(result, without)
+    _tell(result, without, options.mutation)
     return 1
 
 
-def _tell(result: Result, without: frozenset[int] = frozenset()) -> None:
+def _tell(
+    result: Result, without: frozenset[int] = frozenset(), mutation: Mutation | None = None
+) -> None:
+    broken = "" if mutation is None else f" --mutation '{mutation.name}'"
     left_out = f" --without {','.join(map(str, sorted(without)))}" if without else ""
     print(f"seed {result.seed} broke a rule after {result.steps} steps: {result.violation}")
-    print(f"replay it: python -m tests.simulation --seed {result.seed}{left_out} --trace")
+    print(f"replay it: python -m tests.simulation --seed {result.seed}{broken}{left_out} --trace")
 
 
 if __name__ == "__main__":

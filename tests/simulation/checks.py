@@ -2,7 +2,8 @@
 
 Owns the shadow of the sidecar's world: which operation runs on which slot, what each slot was
 sealed with, which jobs and lookups wait for an answer, which bytes were damaged on purpose. What
-was sealed and damaged outlives the sidecar, as its memory does. Every rule has a short name;
+was sealed and damaged outlives the sidecar, as its memory does. Rules over the whole are in
+`balance.py`, those for what is asked and answered in `conduct.py`. Every rule has a short name;
 `Violation.rule` says which one was broken.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -33,28 +33,27 @@ from sidecar.commands import (
     RestoredSlot,
     Scatter,
     SessionClosed,
-    SessionOpened,
     StoreOutcome,
     Submitted,
     Tick,
     Write,
     Written,
 )
-from sidecar.directory import Chunk, Directory, SegmentState
-from sidecar.protocol import Done, LoadChunk, LookupDone, Role, ServerMessage, StoreChunk
+from sidecar.directory import Cause, Chunk, Segment, SegmentState
+from sidecar.protocol import Done, LoadChunk, LookupDone, ServerMessage, StoreChunk
+from sidecar.tenants import TenantRules
+from tests.simulation.balance import Balance, Sealed
 from tests.simulation.clock import Violation, World
+from tests.simulation.conduct import Conduct, Work
 from tests.simulation.content import Fact, Model, Truth, templates_of
 from tiers.catalog.names import namespace_prefix, parse_name
 from tiers.errors import ChunkCorrupt
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
 
 if TYPE_CHECKING:
     from sidecar.copyqueue import Group
     from sidecar.realms import Realm
     from tests.simulation.engine import SimEngine
     from tests.simulation.process import SidecarProcess
-
-Work = Gather | Scatter | Write | Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,39 +78,53 @@ class Checks:
         self.copying: list[Group] = []
         self._models = models
         self._work: dict[tuple[str, int], Work] = {}
-        # Slots, and what they were sealed with: model, key, rank, blocks.
-        self._sealed: dict[int, tuple[Model, bytes, int, int]] = {}
+        self.sealed: dict[int, Sealed] = {}
+        self._restored: tuple[RestoredSlot, ...] = ()
         self._jobs: dict[int, set[int]] = {}
-        self._loads: set[tuple[int, int]] = set()
         self._lookups: dict[int, dict[int, list[bytes]]] = {}
-        self._finished: dict[tuple[int, str, int], set[int]] = {}
-        self._held: dict[Chunk, int] = {}
-        self._readers: dict[int, tuple[Any, IndexReader]] = {}
-        self._known_tags: dict[bytes, Any] = {}
+        self._damaged_before: set[int] = set()
+        """Writes of slots that were damaged before they began."""
         self._ticks = 0
+        self._handling = False
+        self.balance = Balance(world, self.truth, TenantRules(), {}, self.model_of)
+        self.conduct = Conduct(world)
 
     # --- around a sidecar ----------------------------------------------------------------------
 
     def watch(self, process: SidecarProcess) -> None:
         """Check everything that this life does."""
         self._clear()
+        self.balance = Balance(
+            self.world, self.truth, process.config.tenants.rules(), self.sealed, self.model_of
+        )
+        for one in self._restored:
+            self.balance.filled(one)
+        self.conduct = Conduct(self.world)
         engine, mover, pool = process.hub.engine, process.hub.mover, process.pool
-        handle, execute, free = engine.handle, mover.execute, pool.free
+        handle, execute = engine.handle, mover.execute
+        allocate, free = pool.allocate, pool.free
 
         def handled(event: Event, now: float) -> list[Command]:
-            self._before(process, event)
+            work = self._before(process, event)
+            self._handling = True
             commands = handle(event, now)
+            self._handling = False
             self.world.note(
                 f"engine: {type(event).__name__}, {len(commands)} commands:",
                 lambda: f"{brief(event)} -> {', '.join(map(brief, commands)) or '-'}",
             )
-            self._after(process, event, commands, now)
+            self._after(process, event, work, commands, now)
             return commands
 
         def executed(commands: list[Command]) -> None:
             execute(commands)
             if commands:
-                self._index_is_true(process)
+                self.balance.index_is_true(process)
+
+        def allocated(class_id: int) -> int | None:
+            offset = allocate(class_id)
+            self.balance.allocated(offset)
+            return offset
 
         def freed(offset: int) -> None:
             self._freed(offset)
@@ -120,48 +133,54 @@ class Checks:
         for owner, name, value in (
             (engine, "handle", handled),
             (mover, "execute", executed),
+            (pool, "allocate", allocated),
             (pool, "free", freed),
         ):
             setattr(owner, name, value)
 
     def begins(self, restored: tuple[RestoredSlot, ...]) -> None:
         """A sidecar found this in its memory: exactly what the one before had sealed."""
+        owners = self.balance.tenants
         found = {
-            one.slot: (one.namespace, one.geometry, one.key, one.num_blocks) for one in restored
+            one.slot: (one.namespace, one.geometry, one.key, one.num_blocks, one.tenant)
+            for one in restored
         }
         expected = {
-            slot: (model.digest, model.chunk_layout(rank).geometry, key, num_blocks)
-            for slot, (model, key, rank, num_blocks) in self._sealed.items()
+            slot: (model.digest, model.chunk_layout(rank).geometry, key, num_blocks, owners[slot])
+            for slot, (model, key, rank, num_blocks) in self.sealed.items()
         }
         if found != expected:
             differing = sorted(dict(found.items() ^ expected.items()))
             raise Violation("what was sealed comes back", f"slots {differing}")
+        self._restored = restored
         if self.damaged:
             self.world.saw("damage outlives a sidecar")
 
     def died(self, process: SidecarProcess, *, kept: bool) -> None:
         """Its life is over: nothing that it promised holds; its memory may be there still."""
         dead = {zombie.slot for zombie in process.hub.engine._host.zombies}
-        self._sealed = {
-            slot: content for slot, content in self._sealed.items() if kept and slot not in dead
+        self.sealed = {
+            slot: content for slot, content in self.sealed.items() if kept and slot not in dead
         }
-        self.damaged.intersection_update(self._sealed)
+        self.damaged.intersection_update(self.sealed)
         self._clear()
-        for name, count in vars_of(process.hub.engine.counters).items():
+        engine = process.hub.engine
+        for name, count in vars_of(engine.counters).items():
             self.world.seen[f"counter {name}"] += count
+        for (what, why), count in engine.bounds.refused.items():
+            self.world.seen[f"refused: {what} for want of {why}"] += count
 
     def _clear(self) -> None:
-        for table in (self._work, self._jobs, self._lookups, self._finished):
+        for table in (self._work, self._jobs, self._lookups):
             cast("dict[Any, Any]", table).clear()
-        self._held.clear()
-        self._loads.clear()
-        for _, reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        self._damaged_before.clear()
+        self.balance.close()
 
     # --- events --------------------------------------------------------------------------------
 
-    def _before(self, process: SidecarProcess, event: Event) -> None:
+    def _before(self, process: SidecarProcess, event: Event) -> Work | None:
+        work: Work | None = None
+        self.balance.begins(process)
         match event:
             case Copied():
                 work = self._ended("copy", event.copy_id)
@@ -181,13 +200,14 @@ class Checks:
                     self._refused_rightly(process, work)
             case _:
                 self._asked(event)
+        self.conduct.before(process, event, work)
+        return work
 
     def _asked(self, event: Event) -> None:
         """What a client asks for, and when it is gone."""
         match event:
             case Submitted():
                 ids = [load.job_id for load in event.message.loads]
-                self._loads.update((event.session_id, job_id) for job_id in ids)
                 ids += [store.job_id for store in event.message.stores]
                 self._jobs.setdefault(event.session_id, set()).update(ids)
             case LookedUp():
@@ -196,12 +216,6 @@ class Checks:
             case Released():
                 for lookup_id in event.lookup_ids:
                     self._lookups.get(event.session_id, {}).pop(lookup_id, None)
-            case SessionOpened():
-                if event.role is Role.SCHEDULER:
-                    # Its jobs count from the start again.
-                    engine = (event.realm_id, event.engine_id)
-                    for name in [name for name in self._finished if name[:2] == engine]:
-                        del self._finished[name]
             case SessionClosed():
                 self._jobs.pop(event.session_id, None)
                 self._lookups.pop(event.session_id, None)
@@ -234,7 +248,12 @@ class Checks:
                 self._loaded_right(process, work)
 
     def _after(
-        self, process: SidecarProcess, event: Event, commands: list[Command], now: float
+        self,
+        process: SidecarProcess,
+        event: Event,
+        work: Work | None,
+        commands: list[Command],
+        now: float,
     ) -> None:
         for command in commands:
             match command:
@@ -246,18 +265,11 @@ class Checks:
                     self._begin(process, "read", command.read_id, command)
                 case _:
                     pass
+        self.conduct.after(process, event, work, commands, now)
         self._ticks += 1
         if isinstance(event, Tick) and not commands and self._ticks % 8:
             return
-        engine = process.hub.engine
-        try:
-            engine.check()
-        except AssertionError as error:
-            raise Violation("Engine.check", str(error)) from error
-        self._ledger_is_balanced(process)
-        self._pinned_stays(process)
-        self._leases_end(process, event, now)
-        self._queues_are_bounded(process)
+        self.balance.check(process, event, now)
 
     def _begin(self, process: SidecarProcess, kind: str, number: int, work: Work) -> None:
         writes = isinstance(work, Gather | Read)
@@ -267,21 +279,29 @@ class Checks:
             if writes or isinstance(other, Gather | Read):
                 raise Violation("a slot is not reused under work", f"{work} beside {other}")
         self._work[kind, number] = work
-        if writes:
+        if isinstance(work, Gather | Read):
             self.damaged.discard(work.slot)
-            self._sealed.pop(work.slot, None)
+            self.sealed.pop(work.slot, None)
+            self.balance.filled(work)
             return
-        assert isinstance(work, Scatter | Write)
         model = self.model_of(process.hub.realms[work.realm_id])
-        if self._sealed.get(work.slot) != (model, work.key, work.rank, work.num_blocks):
-            raise Violation("only what is sealed is served", f"{work} from {self._sealed}")
+        if self.sealed.get(work.slot) != (model, work.key, work.rank, work.num_blocks):
+            raise Violation("only what is sealed is served", f"{work}")
+        if isinstance(work, Write) and work.slot in self.damaged:
+            self._damaged_before.add(work.write_id)
 
     def _freed(self, offset: int) -> None:
         for work in self._work.values():
             if work.slot == offset:
                 raise Violation("a slot is not freed under work", f"{work}")
-        self._sealed.pop(offset, None)
+        self.balance.freed(offset)
         self.damaged.discard(offset)
+
+    def moved(self, segment: Segment, cause: Cause) -> None:
+        """A segment changes its state."""
+        self.world.saw(f"{segment.state.name} + {cause.name}")
+        if cause is Cause.EVICTED and self._handling:
+            self.balance.evicted(segment.chunk)
 
     # --- bytes ---------------------------------------------------------------------------------
 
@@ -309,7 +329,7 @@ class Checks:
             template = templates_of(model, work.rank)[num_blocks]
             image = process.pool.memory[work.slot : work.slot + template.image_bytes]
             self._is_right(model, work.rank, work.key, image, type(work).__name__)
-        self._sealed[work.slot] = (model, work.key, work.rank, num_blocks)
+        self.sealed[work.slot] = (model, work.key, work.rank, num_blocks)
 
     def _is_right(self, model: Model, rank: int, key: bytes, image: Any, what: str) -> None:
         fact = self._fact(key)
@@ -357,6 +377,8 @@ class Checks:
             if isinstance(work, Write) and work.key == parts.key
         ]
         if any(work.slot in self.damaged for work in works):
+            if any(work.write_id in self._damaged_before for work in works):
+                raise Violation("a damaged slot is not written", name)
             self.world.saw("damage under a write")
             assert process.objects is not None
             process.objects.spoilt(name)
@@ -379,7 +401,7 @@ class Checks:
 
     def all_sealed_right(self, process: SidecarProcess) -> None:
         """Every slot that may be served holds what its key says."""
-        for slot, (model, key, rank, num_blocks) in self._sealed.items():
+        for slot, (model, key, rank, num_blocks) in self.sealed.items():
             if slot in self.damaged:
                 continue
             template = templates_of(model, rank)[num_blocks]
@@ -390,8 +412,8 @@ class Checks:
         """A place in the payload of each sealed slot."""
         places: list[Place] = []
         on_the_way = (SegmentState.STORING, SegmentState.READING)
-        for slot in sorted(self._sealed):
-            model, key, rank, num_blocks = self._sealed[slot]
+        for slot in sorted(self.sealed):
+            model, key, rank, num_blocks = self.sealed[slot]
             template = templates_of(model, rank)[num_blocks]
             within = template.payload_offset + self.world.random.randrange(template.payload_bytes)
             partial = any(
@@ -469,11 +491,7 @@ class Checks:
                     if job.job_id not in waiting:
                         raise Violation("a job is answered once", f"job {job.job_id}")
                     waiting.discard(job.job_id)
-                    if (session.session_id, job.job_id) not in self._loads:
-                        continue
-                    self._loads.discard((session.session_id, job.job_id))
-                    name = (session.realm.realm_id, session.attach.engine_id, job.job_id)
-                    self._finished.setdefault(name, set()).add(session.attach.rank)
+                    self.conduct.job_answered(session.session_id, job)
             case LookupDone():
                 self._looked_up(process, session, message)
             case _:
@@ -488,116 +506,9 @@ class Checks:
         realm = process.hub.engine._directory.realms[session.realm.realm_id]
         for key in keys[: message.ready]:
             chunk = realm.chunks.get(key)
-            if chunk is None or not chunk.loadable:
+            if chunk is None or not self.balance.is_there(chunk):
                 raise Violation("what a lookup calls ready is there", key.hex()[:12])
-
-    # --- rules over the whole ------------------------------------------------------------------
-
-    def _ledger_is_balanced(self, process: SidecarProcess) -> None:
-        used = sum(one.slots_used for one in process.pool.stats().classes)
-        allocated = len(process.hub.engine._host.allocated)
-        if used != allocated:
-            raise Violation("the ledger of slots is balanced", f"pool {used}, engine {allocated}")
-
-    def _pinned_stays(self, process: SidecarProcess) -> None:
-        """A chunk that was pinned and loadable stays so, unless it is corrupt."""
-        for chunk in self._held:
-            if chunk.pins and not chunk.loadable and not chunk.detached:
-                raise Violation("a pinned chunk stays", chunk.key.hex()[:12])
-        self._held = {
-            chunk: chunk.pins
-            for realm in process.hub.engine._directory.realms.values()
-            for chunk in realm.chunks.values()
-            if chunk.pins and chunk.loadable
-        }
-
-    def _leases_end(self, process: SidecarProcess, event: Event, now: float) -> None:
-        engine = process.hub.engine
-        for lease in engine._leases:
-            session = engine._sessions.get(lease.session_id)
-            if session is None:
-                raise Violation("a lease ends with its session", f"lease {lease.lease_id}")
-            if len(self._finished.get(lease.name, ())) >= session.world_size:
-                raise Violation("a lease ends with its load", f"lease {lease.lease_id}")
-            if isinstance(event, Tick) and lease.deadline <= now:
-                raise Violation("a lease ends at its deadline", f"lease {lease.lease_id}")
-        for lookup in engine._lookups:
-            if lookup.session_id not in engine._sessions:
-                raise Violation("a lookup ends with its session", f"lookup {lookup.lookup_id}")
-            if isinstance(event, Tick) and not lookup.answered and lookup.deadline <= now:
-                raise Violation("a lookup ends at its deadline", f"lookup {lookup.lookup_id}")
-
-    def _queues_are_bounded(self, process: SidecarProcess) -> None:
-        engine = process.hub.engine
-        limits, work = engine._limits, engine.pending_work()
-        held: dict[int, int] = {}
-        for lease in engine._leases:
-            held[lease.session_id] = held.get(lease.session_id, 0) + 1
-        asked = [len(own) for own in engine._lookups._by_session.values()]
-        writes = engine._writes
-        over = writes.pending_bytes > limits.write_queue_bytes_max
-        # One chunk may wait in any case, and at the end everything.
-        if over and len(writes._pending) > 1 and not engine._draining:
-            raise Violation("queues are bounded", f"writes: {writes.pending_bytes} bytes")
-        for name, value, most in (
-            ("writes running", work.writes_running, limits.writes_inflight_max),
-            ("reads running", work.reads_running, limits.reads_inflight_max),
-            ("gone", len(engine._store._gone), limits.quarantine_keys_max),
-            ("leases", max(held.values(), default=0), limits.leases_max_per_session),
-            ("lookups", max(asked, default=0), limits.lookups_max_per_session),
-            ("sessions", len(process.hub.sessions), process.config.limits.sessions_max),
-        ):
-            if value > most:
-                raise Violation("queues are bounded", f"{name}: {value} of {most}")
-
-    def _index_is_true(self, process: SidecarProcess) -> None:
-        """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
-        directory: Directory = process.hub.engine._directory
-        for realm in process.hub.realms.all():
-            known = directory.realms.get(realm.realm_id)
-            if known is None:
-                continue
-            numbers = self.truth.numbers
-            # What the store holds beyond what anybody here asked for is not looked up.
-            expected = np.zeros(len(numbers), dtype=np.uint8)
-            for key, chunk in known.chunks.items():
-                if chunk.loadable:
-                    expected[numbers[key]] |= FLAG_HOST
-            if known.stored_chunks:
-                for key, number in numbers.items():
-                    if known.in_store(key):
-                        expected[number] |= FLAG_STORE
-            flags = self._reader(realm).lookup(self._tags(realm))
-            for number in np.flatnonzero(flags != expected):
-                self._differs(realm, int(number), int(flags[number]), int(expected[number]))
-
-    def _tags(self, realm: Realm) -> Any:
-        """Tags of all keys under a realm's salt; most were made before."""
-        keys = self.truth.keys
-        tags = self._known_tags.get(realm.index_salt)
-        if tags is None or len(tags) < len(keys):
-            fresh = tags_of(keys[0 if tags is None else len(tags) :], realm.index_salt)
-            tags = fresh if tags is None else np.concatenate([tags, fresh])
-            self._known_tags[realm.index_salt] = tags
-        return tags
-
-    def _differs(self, realm: Realm, number: int, flags: int, expected: int) -> None:
-        key = self.truth.keys[number]
-        if tag_of(key, realm.index_salt) in realm.index._overflow and not flags:
-            self.world.saw("index entry waits for growth")
-            return
-        raise Violation(
-            "the index is what is there", f"{key.hex()[:12]}: says {flags}, is {expected}"
-        )
-
-    def _reader(self, realm: Realm) -> IndexReader:
-        writer, reader = self._readers.get(realm.realm_id, (None, None))
-        if writer is not realm.index or reader is None:
-            if reader is not None:
-                reader.close()
-            reader = IndexReader(os.dup(realm.index.fd), realm.index.size_bytes)
-            self._readers[realm.realm_id] = (realm.index, reader)
-        return reader
+        self.conduct.lookup_answered(process, session.session_id, message)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -618,6 +529,10 @@ class Checks:
         used = process.pool.stats().used_bytes
         if used:
             raise Violation("every slot can be freed", f"{used} bytes are used")
+        bounds = engine.bounds
+        held = {name: share.used for name, share in bounds.shares.items() if share.used}
+        if held or bounds.jobs:
+            raise Violation("at rest nothing is held", f"{held}, jobs {bounds.jobs}")
 
     def answered(self, process: SidecarProcess) -> None:
         """Nothing runs any more, and sessions are open: every question has its answer."""

@@ -34,8 +34,11 @@ import sniffio
 from anyio._backends._asyncio import CancelScope as BackendScope
 from greenlet import GreenletExit, getcurrent, greenlet
 
+import connector.rate
 import sidecar.copies
+import sidecar.planner
 import sidecar.realms
+import sidecar.reconcile
 import sidecar.server
 import tiers.arrow
 import tiers.copy
@@ -49,6 +52,12 @@ PIECE_BYTES = 128
 """So that copies of a few hundred bytes come in several pieces."""
 INDEX_ENTRIES_FIRST = 8
 """So that indexes grow."""
+CREDIT_COMPUTE_SECONDS = 0.5
+"""So that waiting uses a credit up within a life."""
+SWEEP_PAUSE_SECONDS = 0.3
+"""So that a catalog is doubted, and its objects gone through, more than once in a life."""
+RATE_TOKENS_MIN = 12
+"""So that steps of a few tokens measure how fast an engine computes."""
 
 
 class Violation(AssertionError):
@@ -74,6 +83,10 @@ class World:
         self.steps = 0
         self.steps_max = 0
         self.lines: list[str] = []
+        self.broken: Violation | None = None
+        """A rule that was found to be broken where the code at hand takes any exception."""
+        self.disturbed = 0.0
+        """When time last did what no process expects: it jumped, or a stopped process went on."""
         self._keep_trace = keep_trace
         self._hash = hashlib.blake2b(digest_size=16)
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
@@ -323,8 +336,11 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (tiers.arrow, "learn", _learn_once),
         (tiers.copy, "PIECE_BYTES_MAX", PIECE_BYTES),
         (sidecar.realms, "INDEX_ENTRIES_FIRST", INDEX_ENTRIES_FIRST),
+        (sidecar.reconcile, "SWEEP_PAUSE_SECONDS", SWEEP_PAUSE_SECONDS),
         (sidecar.copies, "payload_hasher", PausingHasher),
         (sidecar.server, "threading", outside_threads),
+        (connector.rate, "TOKENS_MIN", RATE_TOKENS_MIN),
+        (sidecar.planner, "CREDIT_COMPUTE_SECONDS", CREDIT_COMPUTE_SECONDS),
     ]
     with contextlib.ExitStack() as stack:
         for target, name, value in patches:

@@ -608,6 +608,7 @@ class SimEngine:
     def _finish(self, request: Request) -> None:
         request.finished = True
         self.role.request_finished(request, [[block.block_id for block in request.blocks]])
+        self._is_forgotten(request)
         del self.requests[request.request_id]
         for queue in (self._waiting, self._running):
             if request in queue:
@@ -617,18 +618,28 @@ class SimEngine:
         else:
             self._give_back(request)
 
+    def _is_forgotten(self, request: Request) -> None:
+        """Nothing waits for an answer on behalf of a request that is over."""
+        role: Any = self.role
+        asked = [number for number, state in role._lookups.items() if state.request is request]
+        if asked or role._requests.get(request.request_id) is not None:
+            raise Violation("a request is forgotten at its end", f"{request.request_id}: {asked}")
+
     # --- what may happen to it -----------------------------------------------------------------
 
-    def load_unasked(self, key: bytes, num_blocks: int) -> None:
+    def load_unasked(self, key: bytes, num_blocks: int, times: int) -> None:
         """Load a chunk that no lookup offered and no lease pins, as after a race."""
         if num_blocks > self.pool.num_free:
             return
         blocks = self.pool.allocate(num_blocks)
         ids = [block.block_id for block in blocks]
         self.checks.blocks_taken(self, ids)
-        job_id = self.role._new_id()
-        self._freed_late[f"load {job_id}"] = blocks
-        self.role._plan.loads.append(Load(job_id, f"load {job_id}", [LoadPiece(key, 0, ids)]))
+        for number in range(times):
+            if number:
+                self.pool.touch(blocks)
+            job_id = self.role._new_id()
+            self._freed_late[f"load {job_id}"] = blocks
+            self.role._plan.loads.append(Load(job_id, f"load {job_id}", [LoadPiece(key, 0, ids)]))
         self._wake()
 
     def can_reset(self) -> bool:

@@ -15,11 +15,14 @@ from tests.simulation.clock import EPOCH_SECONDS
 from tests.simulation.content import Model, facts_of_prompt
 from tests.simulation.engine import SimEngine
 from tests.simulation.objects import Bucket, damaged
-from tiers.catalog.names import object_name
+from tiers.catalog.names import object_name, parse_name
 
 if TYPE_CHECKING:
+    from tests.simulation.checks import Place
     from tests.simulation.life import Life
+    from tests.simulation.process import SidecarProcess
 
+FAULTS_MAX = 14
 FLOOD_MESSAGES = 24
 LONG_SECONDS = 7.0
 
@@ -35,8 +38,11 @@ class Faults:
             (3, "sidecar killed", self._kill),
             (2, "sidecar terminated", self._terminate),
             (3, "sidecar stopped", self._freeze),
+            (3, "sidecar stopped in the middle of a copy", lambda: self._within(self._freeze)),
+            (2, "sidecar killed in the middle of a copy", lambda: self._within(self._kill)),
             (1, "sidecar stopped for long", self._freeze_long),
             (2, "engine dies", self._engine_dies),
+            (2, "engine dies in the middle of a copy", lambda: self._within(self._engine_dies)),
             (1, "one client dies first", self._client_dies),
             (2, "session cut", self._cut),
             (2, "engine stalls", self._stall),
@@ -45,11 +51,13 @@ class Faults:
             (1, "reset", self._reset),
             (2, "requests at once", self._burst),
             (1, "flood of lookups", self._flood),
+            (1, "flood of loads", self._flood_loads),
             (1, "leases without a load", self._leases),
             (1, "message of another life", self._stale),
             (2, "clock jumps", self._jump),
             (2, "memory damaged", self._damage),
             (4, "memory damaged, then loaded", self._damage_and_load),
+            (2, "memory damaged before it is written", self._damage_unwritten),
             (2, "one rank is late", self._late_rank),
             (3, "loads without a lookup", self._load_unasked),
         ]
@@ -63,15 +71,16 @@ class Faults:
                 (4, "another cluster writes", self._foreign),
                 (2, "object vanishes", self._vanish),
                 (3, "object damaged", self._spoil),
-                (1, "name of another cut", self._misplace),
+                (1, "objects under wrong names", self._misplace),
             ]
 
     def plan(self) -> None:
         """Draw faults over the life's length."""
-        weights = [weight for weight, _, _ in self._kinds]
+        often = self._life.often
+        weights = [weight * (20 if name in often else 1) for weight, name, _ in self._kinds]
         length = self._life.horizon - self._world.now
         # Some lives are quiet: what happens by itself must be reached too.
-        for number in range(self._random.choice((0, 2, 5, 9, 14))):
+        for number in range(FAULTS_MAX if often else self._random.choice((0, 2, 5, 9, FAULTS_MAX))):
             _, name, fault = self._random.choices(self._kinds, weights)[0]
             strike = functools.partial(self._strike, number, name, fault)
             self._world.after(self._random.uniform(0.1, length), strike)
@@ -117,6 +126,16 @@ class Faults:
                 self._world.saw("killed in the middle of a copy")
             process.kill()
             self._world.after(self._random.uniform(0.01, 0.8), self._restart_when_over)
+
+    def _within(self, strike: Callable[[], object], tries: int = 1000) -> None:
+        """Strike as soon as a copy stands in the middle of its work."""
+        process = self._life.process
+        if self._life.healing or tries == 0:
+            return
+        if process is not None and not process.dead and any(hop.paused for hop in process.hops):
+            strike()
+        else:
+            self._world.after(0.0005, lambda: self._within(strike, tries - 1))
 
     def _terminate(self) -> None:
         process = self._life.process
@@ -165,20 +184,39 @@ class Faults:
         place = self._random.choice(places)
         if place.partial:
             self._world.saw("damage of a chunk that is not complete")
+        self._flip(process, place)
+        return place.key
+
+    def _flip(self, process: SidecarProcess, place: Place) -> None:
         process.pool.memory[place.offset] ^= 1 << self._random.randrange(8)
         self._life.checks.damaged.add(place.slot)
-        return place.key
 
     def _damage_and_load(self) -> None:
         key = self._damage()
         if key:
-            self._load(key)
+            # Several at once: each finds the damage while the others still copy.
+            self._load(key, times=self._random.choice((1, 1, 3)))
 
-    def _load(self, key: bytes) -> None:
+    def _damage_unwritten(self) -> None:
+        """Flip a bit of a slot that waits to be written, as soon as there is one."""
+        process = self._life.process
+        if self._life.healing or self._world.now >= self._life.horizon:
+            return
+        if process is not None and not process.dead:
+            waiting = {chunk.key for chunk in process.hub.engine._writes._pending}
+            places = self._life.checks.sealed_payloads(process)
+            places = [place for place in places if place.key in waiting]
+            if places:
+                self._world.saw("damage before a write")
+                self._flip(process, self._random.choice(places))
+                return
+        self._world.after(0.02, self._damage_unwritten)
+
+    def _load(self, key: bytes, times: int = 1) -> None:
         fact = self._life.checks.truth.facts[key]
         for engine in self._living():
             if fact.owner.startswith(f"{engine.model.name}/"):
-                engine.load_unasked(key, fact.num_blocks)
+                engine.load_unasked(key, fact.num_blocks, times)
 
     # --- engines -------------------------------------------------------------------------------
 
@@ -265,6 +303,7 @@ class Faults:
 
     def _jump(self) -> None:
         self._world.now += self._random.choice((0.3, 1.5, 20.0))
+        self._world.disturbed = self._world.now
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -284,15 +323,23 @@ class Faults:
                 lookup = Lookup(session.epoch, 1_000_000 + number, wanted, 100)
                 engine.wire.send(session, lookup)
 
+    def _flood_loads(self) -> None:
+        engine = self._some_engine()
+        keys = [] if engine is None else self._known_keys(engine)
+        if keys:
+            self._load(self._random.choice(keys), times=FLOOD_MESSAGES)
+
     def _leases(self) -> None:
         engine = self._some_engine()
         session = engine.wire.session if engine is not None else None
         if engine is None or session is None:
             return
         keys = self._known_keys(engine)
+        # Of jobs that never come, or of those that were or will be.
+        first = self._random.choice((2, 2_000_000))
         for number in range(self._random.choice((1, 4, FLOOD_MESSAGES))):
             if keys:
-                lease_id = 2_000_000 + number
+                lease_id = first + number
                 wanted = self._random.sample(keys, min(len(keys), 3))
                 engine.wire.send(session, Lease(session.epoch, lease_id, wanted))
                 if self._random.random() < 0.3:
@@ -361,9 +408,17 @@ class Faults:
             bucket.tainted.add(name)
 
     def _misplace(self) -> None:
-        """An intact image under another chunk's name."""
-        name, other = self._some_object(), self._some_object()
+        """Intact images under names of other chunks, where nothing but the key can tell."""
         bucket = self._life.bucket
-        if name is not None and other is not None and bucket is not None and name != other:
-            bucket.objects[name] = bucket.objects[other]
-            bucket.tainted.add(name)
+        assert bucket is not None
+        alike: dict[tuple[str, str, int], list[str]] = {}
+        for name, image in bucket.objects.items():
+            parts = parse_name(name)
+            if parts is not None:
+                alike.setdefault((parts.namespace, parts.segment.name, len(image)), []).append(name)
+        for names in alike.values():
+            moved = [bucket.objects[name] for name in names[1:] + names[:1]]
+            for name, image in zip(names, moved, strict=True):
+                if len(names) > 1 and self._random.random() < 0.3:
+                    bucket.objects[name] = image
+                    bucket.tainted.add(name)

@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,14 @@ class Result:
 class Life:
     """Everything of one seed."""
 
-    def __init__(self, node: Node, directory: Path, without: frozenset[int]) -> None:
+    def __init__(
+        self, node: Node, directory: Path, without: frozenset[int], often: Collection[str]
+    ) -> None:
         world = node.world
         self.world = world
         self.without = without
+        self.often = often
+        """Kinds of faults that come more often than others."""
         self.random = world.random
         self.directory = directory
         self.node = node
@@ -127,6 +131,10 @@ class Life:
                     "store_deadline": chance.choice((0.4, 1.0)),
                     "lease_ttl": load_deadline + chance.choice((0.0, 0.5)),
                     "jobs_inflight_max": chance.choice((2, 4, 16)),
+                    "copies_queued_max": chance.choice((16, 64, 1024)),
+                    "storing_max": chance.choice((None, None, 6 * 8192)),
+                    "lookups_max": chance.choice((2, 8, 64)),
+                    "leases_max": chance.choice((2, 8, 64)),
                     "sessions_max": 16,
                     "drain_seconds_max": chance.choice((0.05, 1.0)),
                 },
@@ -138,13 +146,17 @@ class Life:
         # Smaller than an operator may make it, so that there is never enough of it.
         size_bytes = chance.choice((6, 10, 16, 32)) * 16384
         host = config.host.model_copy(update={"size": size_bytes})
-        return config.model_copy(update={"host": host})
+        memory_bytes = chance.choice((16_000, 40_000, 1 << 20))
+        limits = config.limits.model_copy(update={"memory_max": memory_bytes})
+        return config.model_copy(update={"host": host, "limits": limits})
 
     def _tenants(self) -> dict[str, Any]:
         if self.random.random() < 0.5:
             return {}
-        size = self.random.choice((8192, 3 * 8192, 6 * 8192))
-        return {"named": {"a": {"salt": "team-a", "host_max": size}}}
+        sizes = (8192, 3 * 8192, 6 * 8192)
+        named = {"a": {"salt": "team-a", "host_max": self.random.choice(sizes)}}
+        default = {"host_max": self.random.choice((None, None, None, 12 * 8192))}
+        return {"named": named, "default": default}
 
     # --- actors --------------------------------------------------------------------------------
 
@@ -266,6 +278,8 @@ class Life:
     def _step(self) -> None:
         world, process = self.world, self.process
         world.count_step()
+        if world.broken is not None:
+            raise world.broken
         due = process.next_time if process is not None else float("inf")
         if process is not None and due <= world.next_time:
             world.now = max(world.now, due)
@@ -281,11 +295,11 @@ class Life:
             self.process.kill()
 
 
-def _noting_transitions(world: World) -> Any:
+def _noting_transitions(checks: Checks) -> Any:
     move = Directory.move
 
     def noted(self: Directory, segment: Segment, cause: Cause) -> None:
-        world.saw(f"{segment.state.name} + {cause.name}")
+        checks.moved(segment, cause)
         move(self, segment, cause)
 
     return mock.patch.object(Directory, "move", noted)
@@ -305,9 +319,13 @@ def simulate(
     *,
     steps_max: int = 0,
     without: frozenset[int] = frozenset(),
+    often: Collection[str] = (),
     trace: bool = False,
 ) -> Result:
-    """Live the life of a seed, or its first `steps_max` steps, `without` some of its faults."""
+    """Live the life of a seed, or its first `steps_max` steps, `without` some of its faults.
+
+    With kinds of faults that come `often`, it is another life, with many faults.
+    """
     world = World(seed, keep_trace=trace)
     world.steps_max = steps_max
     for model in MODELS:
@@ -324,8 +342,8 @@ def simulate(
 
         stack.enter_context(frozen(world, hop))
         stack.enter_context(real_sockets_replaced())
-        stack.enter_context(_noting_transitions(world))
-        life = Life(node, directory, without)
+        life = Life(node, directory, without, often)
+        stack.enter_context(_noting_transitions(life.checks))
         stack.enter_context(life.checks.around_copies())
         try:
             life.run()

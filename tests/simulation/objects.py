@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from tests.simulation.clock import EPOCH_SECONDS, World
+from tests.simulation.clock import EPOCH_SECONDS, Violation, World
 from tiers.catalog.names import parse_name
 from tiers.errors import (
     ChunkMissing,
@@ -87,7 +87,12 @@ class FaultyObjects:
         if create and name in self._bucket.objects:
             raise ObjectExists(f"{name} is there")
         if parse_name(name) is not None:
-            self._process.checks.object_written(self._process, name, bytes(taken))
+            try:
+                self._process.checks.object_written(self._process, name, bytes(taken))
+            except Violation as error:
+                # The sidecar would take it for a store that fails, and go on.
+                self._world.broken = self._world.broken or error
+                raise
         self._bucket.put(name, bytes(taken), EPOCH_SECONDS + self._world.now)
         self._answer("write")
 

@@ -170,9 +170,34 @@ class SidecarProcess:
             await self.server._stopping.wait()
             self.stopping = True
             if self.server._broken is None:
-                await self.server._drain()
+                await self._drain()
             hub.end()
             tasks.cancel_scope.cancel()
+
+    async def _drain(self) -> None:
+        began, written = self.world.now, self._written_when_announced()
+        await self.server._drain()
+        if self.world.now - began >= self.config.limits.drain_seconds_max - 1e-6:
+            return
+        left = self.hub.engine.pending_work()
+        if not left.idle:
+            raise Violation("a drain waits for what was begun", f"{left}")
+        if written and written[-1] != self.checks.conduct.written:
+            raise Violation("a drain announces what was written", f"{written[-1]} of all")
+
+    def _written_when_announced(self) -> list[int]:
+        """How much was written whenever the catalog is told of all of it."""
+        written: list[int] = []
+        watch: Any = self.hub.watch
+        if watch is not None:
+            flush = watch.flush
+
+            async def noted() -> bool:
+                written.append(self.checks.conduct.written)
+                return bool(await flush())
+
+            watch.flush = noted
+        return written
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -211,6 +236,7 @@ class SidecarProcess:
     def thaw(self) -> None:
         """SIGCONT; what came meanwhile waits in its sockets."""
         self.frozen = False
+        self.world.disturbed = self.world.now
         while self._backlog and not self.dead:
             self.loop.call_soon(self._backlog.popleft())
 
@@ -262,7 +288,8 @@ class SidecarProcess:
             tasks = asyncio.all_tasks(self.loop)
             if not tasks:
                 break
-            for task in tasks:
+            # The set's own order depends on tasks of other loops that are not collected yet.
+            for task in sorted(tasks, key=hash):
                 task.cancel()
             self.loop.turn()
         for task in asyncio.all_tasks(self.loop):

@@ -6,17 +6,19 @@ runs it, nor on what ran before.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from tests.simulation.faults import FAULTS_MAX
 from tests.simulation.life import Result, simulate
+from tests.simulation.mutations import Mutation
 
 SEEDS_PER_TASK = 10
-FAULTS_MAX = 14
 
 
 @dataclass(slots=True)
@@ -41,10 +43,7 @@ def _lives(seeds: list[int]) -> list[Result]:
     results: list[Result] = []
     for seed in seeds:
         result = simulate(seed)
-        if result.violation is not None:
-            # What caused it may be no record that travels between processes; its words are.
-            result.violation.__cause__ = None
-        results.append(replace(result, lines=[]))
+        results.append(_portable(result))
         if result.violation is not None:
             break
     return results
@@ -74,11 +73,61 @@ def _parts(seeds: Iterable[int]) -> Iterator[list[int]]:
         yield part
 
 
-def shrink(seed: int, rule: str) -> frozenset[int]:
+def shrink(seed: int, rule: str, often: Collection[str] = ()) -> frozenset[int]:
     """Numbers of the faults that a failure does not need: without them the rule breaks too."""
     without: frozenset[int] = frozenset()
     for number in range(FAULTS_MAX):
         tried = without | {number}
-        if simulate(seed, without=tried).rule == rule:
+        if simulate(seed, without=tried, often=often).rule == rule:
             without = tried
     return without
+
+
+@dataclass(slots=True)
+class Noticed:
+    """How a mutation fared: the first life in which a rule was broken that holds without it."""
+
+    mutation: Mutation
+    seeds: int = 0
+    result: Result | None = None
+    unsound: list[Result] = field(default_factory=list[Result])
+    """Lives in which a rule is broken without the mutation too: they say nothing about it."""
+
+
+def notice(mutation: Mutation, seeds: Iterable[int]) -> Noticed:
+    """Live seeds with mutated code until a rule is broken that holds without the mutation.
+
+    The seed that is known to notice it comes first.
+    """
+    noticed = Noticed(mutation)
+    for seed in dict.fromkeys((mutation.seed, *seeds)):
+        noticed.seeds += 1
+        with mutation.applied():
+            result = simulate(seed, often=mutation.often)
+        if result.violation is None:
+            continue
+        sound = simulate(seed, often=mutation.often)
+        if sound.violation is None:
+            noticed.result = _portable(result)
+            break
+        noticed.unsound.append(_portable(sound))
+    return noticed
+
+
+def _portable(result: Result) -> Result:
+    """A result that can travel between processes: what caused its violation may not."""
+    if result.violation is not None:
+        result.violation.__cause__ = None
+    return replace(result, lines=[])
+
+
+def notice_all(
+    mutations: Iterable[Mutation], seeds: Iterable[int], *, workers: int = 0
+) -> Iterator[Noticed]:
+    """The same for many, on all cores, in their order."""
+    with multiprocessing.get_context("spawn").Pool(workers or os.cpu_count()) as pool:
+        yield from pool.imap(functools.partial(_notice, list(seeds)), mutations)
+
+
+def _notice(seeds: list[int], mutation: Mutation) -> Noticed:
+    return notice(mutation, seeds)

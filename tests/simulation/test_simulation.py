@@ -55,7 +55,8 @@ SITUATIONS = [
             "message of another life", "clock jumps", "memory damaged",
             "memory damaged, then loaded", "one rank is late", "loads without a lookup",
             "store goes down", "store full", "store slow", "store fails", "store damages",
-            "another cluster writes", "object vanishes", "object damaged", "name of another cut",
+            "another cluster writes", "object vanishes", "object damaged",
+            "objects under wrong names",
         )
     ),
     "abort", "abort while loading", "attach not answered in time", "attach refused: engine",

@@ -1,0 +1,445 @@
+"""What the sidecar owes to whoever asks it: outcomes that are true, and nothing done in vain.
+
+Owns the shadow of what was asked, by whom and when, and how each piece of it ended. Does not own
+bytes, slots and queues (`checks.py`, `balance.py`). Rules are named as there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sidecar.commands import (
+    Command,
+    Copied,
+    CopyOutcome,
+    Draining,
+    Event,
+    Gather,
+    IndexOffer,
+    IndexSet,
+    LeaseTaken,
+    Listed,
+    LookedUp,
+    Quarantine,
+    Read,
+    ReadDone,
+    Released,
+    Reply,
+    Scatter,
+    SessionClosed,
+    SessionOpened,
+    StoreOutcome,
+    Submitted,
+    Withdraw,
+    Write,
+    Written,
+)
+from sidecar.directory import SegmentState
+from sidecar.protocol import JobOutcome, LoadJob, Lookup, LookupDone, Outcome, Role, StoreJob
+from tests.simulation.clock import Violation, World
+
+if TYPE_CHECKING:
+    from sidecar.engine import Engine
+    from sidecar.leases import Lease
+    from tests.simulation.process import SidecarProcess
+
+Work = Gather | Scatter | Write | Read
+JobName = tuple[int, int]
+"""(session_id, job_id)"""
+LoadName = tuple[int, str, int]
+"""(realm_id, engine_id, job_id): what a lease and the load jobs of all ranks share."""
+
+LOOKUP_SLACK_SECONDS = 0.06
+"""A tick, and the message's way."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A job, and what became of its chunks so far."""
+
+    job: LoadJob | StoreJob
+    there: set[bytes] = field(default_factory=set[bytes])
+    """Chunks of a store that had a slot before."""
+    running: int = 0
+    copied: set[bytes] = field(default_factory=set[bytes])
+    lost: bool = False
+    """A chunk was given up, for another rank's part was corrupt, before its copy ended."""
+    outcomes: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
+
+
+@dataclass(slots=True)
+class _Question:
+    """A lookup that waits for its answer."""
+
+    message: Lookup
+    asked: float
+
+
+class Conduct:
+    """The rules of one life of a sidecar."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._jobs: dict[JobName, _Asked] = {}
+        self._job_of: dict[int, JobName] = {}
+        self._questions: dict[tuple[int, int], _Question] = {}
+        self._quarantined: dict[tuple[int, int, bytes], int] = {}
+        """(realm_id, bit of a segment, key) -> the newest writing that is known to be bad."""
+        self._opened: dict[int, SessionOpened] = {}
+        self._loads_ended: dict[LoadName, set[int]] = {}
+        """Ranks whose load ended, since the engine's scheduler attached."""
+        self._leases: dict[JobName, Lease] = {}
+        self._leases_refused = 0
+        self._failures = {Write: 0, Read: 0}
+        self._closed_until = {Write: 0.0, Read: 0.0}
+        """Until when a store that failed too often is left alone."""
+        self._tried = {Write: 0.0, Read: 0.0}
+        """When a request began that is to find out whether it works again, and is under way."""
+        self._stored_before: bool | None = None
+        self.written = 0
+        """Writes that ended well."""
+        self._draining = False
+
+    # --- an event ------------------------------------------------------------------------------
+
+    def before(self, process: SidecarProcess, event: Event, work: Work | None) -> None:
+        """Note what is asked; `work` is what ended with this event."""
+        message = getattr(event, "message", None)
+        if message is not None and message.epoch != process.epoch:
+            raise Violation("a message of another life is dropped", f"{type(message).__name__}")
+        self._stored_before = None
+        match event:
+            case Submitted():
+                self._submitted(process, event)
+            case LookedUp():
+                name = (event.session_id, event.message.lookup_id)
+                self._questions[name] = _Question(event.message, self._world.now)
+            case Released():
+                for lookup_id in event.lookup_ids:
+                    self._questions.pop((event.session_id, lookup_id), None)
+            case SessionOpened():
+                self._opened[event.session_id] = event
+                self._forget_loads(event)
+            case SessionClosed():
+                self._forget_loads(self._opened[event.session_id])
+                for job in [job for job in self._jobs if job[0] == event.session_id]:
+                    if not self._jobs[job].running:
+                        del self._jobs[job]
+                for name in [name for name in self._questions if name[0] == event.session_id]:
+                    del self._questions[name]
+            case Copied():
+                self._ended(process, event, work)
+            case Written() | ReadDone() if isinstance(work, Write | Read):
+                self._stored_before = self._is_stored(process, work)
+                self._store_answered(process, type(work), event.outcome)
+                self._tried[type(work)] = 0.0
+                self.written += isinstance(work, Write) and event.outcome is StoreOutcome.OK
+            case Draining():
+                self._draining = True
+            case _:
+                pass
+
+    def _submitted(self, process: SidecarProcess, event: Submitted) -> None:
+        session = process.hub.engine._sessions.get(event.session_id)
+        if session is None:
+            return
+        chunks = process.hub.engine._directory.realms[session.realm_id].chunks
+        jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
+        for job in jobs:
+            asked = self._jobs[event.session_id, job.job_id] = _Asked(job)
+            for piece in job.chunks:
+                chunk = chunks.get(piece.key)
+                if chunk and chunk.segments[session.rank].state is not SegmentState.ABSENT:
+                    asked.there.add(piece.key)
+
+    def _ended(self, process: SidecarProcess, event: Copied, work: Work | None) -> None:
+        name = self._job_of.pop(event.copy_id, None)
+        asked = self._jobs.get(name) if name is not None else None
+        if asked is not None:
+            assert name is not None
+            asked.running -= 1
+            asked.outcomes.append(event.outcome)
+            if isinstance(work, Gather) and not self._is_known(process, work):
+                asked.lost = True
+            if not asked.running and isinstance(asked.job, LoadJob):
+                self._load_ended(name)
+
+    def _load_ended(self, name: JobName) -> None:
+        session = self._opened[name[0]]
+        load = (session.realm_id, session.engine_id, name[1])
+        self._loads_ended.setdefault(load, set()).add(session.rank)
+
+    def _forget_loads(self, session: SessionOpened) -> None:
+        """A scheduler comes or goes: the next one counts its jobs from the start."""
+        if session.role is Role.SCHEDULER:
+            engine = (session.realm_id, session.engine_id)
+            for name in [name for name in self._loads_ended if name[:2] == engine]:
+                del self._loads_ended[name]
+
+    @staticmethod
+    def _is_known(process: SidecarProcess, work: Gather) -> bool:
+        realm = process.hub.engine._directory.realms[work.realm_id]
+        chunk = realm.chunks.get(work.key)
+        return chunk is not None and chunk.segments[work.rank].slot == work.slot
+
+    @staticmethod
+    def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
+        realm = process.hub.engine._directory.realms[work.realm_id]
+        return realm.stored_rank(work.key, work.rank)
+
+    # --- its commands --------------------------------------------------------------------------
+
+    def after(
+        self,
+        process: SidecarProcess,
+        event: Event,
+        work: Work | None,
+        commands: list[Command],
+        now: float,
+    ) -> None:
+        """What was decided fits what was asked and what happened."""
+        self._in_order(commands)
+        engine = process.hub.engine
+        withdrawn: dict[tuple[int, int, bytes], int] = {}
+        for command in commands:
+            match command:
+                case Gather() | Scatter():
+                    self._copy(command)
+                case Read():
+                    self._read(command)
+                case Quarantine():
+                    self._quarantined.setdefault((command.realm_id, command.bit, command.key), 0)
+                case Withdraw():
+                    withdrawn[command.realm_id, command.bit, command.key] = command.written_at
+                case _:
+                    pass
+        self._store_is_left_alone(process, commands)
+        for name in withdrawn.keys() & self._quarantined.keys():
+            self._quarantined[name] = max(self._quarantined[name], withdrawn[name])
+        match event:
+            case Submitted() if event.session_id in engine._sessions:
+                for load in event.message.loads:
+                    asked = self._jobs.get((event.session_id, load.job_id))
+                    if asked is not None and not asked.running:
+                        self._load_ended((event.session_id, load.job_id))
+            case Released():
+                self._released(process, event)
+            case Listed():
+                self._listed(process, event)
+            case Written() | ReadDone() | Copied() if work is not None:
+                self._work_ended(process, event, work)
+            case _:
+                pass
+        if not isinstance(event, SessionClosed):
+            self._work_ends_with_its_session(process)
+        self._leases_last(engine, event, now)
+        self._jobs_are_bounded(engine)
+
+    @staticmethod
+    def _in_order(commands: list[Command]) -> None:
+        """Readers of the index stop seeing a chunk before its slot is filled anew."""
+        order = [
+            0
+            if isinstance(command, IndexSet | IndexOffer)
+            else 2
+            if isinstance(command, Reply)
+            else 1
+            for command in commands
+        ]
+        if order != sorted(order):
+            raise Violation("the index is told first, clients last", f"{commands}")
+
+    def _store_is_left_alone(self, process: SidecarProcess, commands: list[Command]) -> None:
+        """While it fails, one request at a time finds out whether it works again."""
+        now = self._world.now
+        for command in commands:
+            if not isinstance(command, Write | Read):
+                continue
+            assert process.config.store is not None
+            rules, kind = process.config.store.breaker, type(command)
+            if self._failures[kind] < rules.failures_max:
+                continue
+            tried = self._tried[kind]
+            if now < self._closed_until[kind] or (tried and now < tried + rules.pause_max):
+                raise Violation("a store that fails is left alone", f"{command}")
+            self._tried[kind] = now
+
+    def _store_answered(
+        self, process: SidecarProcess, kind: type[Write | Read], outcome: StoreOutcome
+    ) -> None:
+        if outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
+            assert process.config.store is not None
+            rules = process.config.store.breaker
+            self._failures[kind] += 1
+            if self._failures[kind] == rules.failures_max:
+                self._closed_until[kind] = self._world.now + min(rules.pause, rules.pause_max)
+        elif outcome is not StoreOutcome.CORRUPT or kind is Read:
+            self._failures[kind], self._closed_until[kind] = 0, 0.0
+
+    def _copy(self, command: Gather | Scatter) -> None:
+        if self._draining and isinstance(command, Gather):
+            raise Violation("nothing new is stored while draining", f"{command}")
+        name = (command.session_id, command.job_id)
+        self._job_of[command.copy_id] = name
+        asked = self._jobs[name]
+        asked.running += 1
+        asked.copied.add(command.key)
+
+    def _read(self, command: Read) -> None:
+        names = {(command.realm_id, bit, command.key) for bit in command.sources}
+        if names & self._quarantined.keys():
+            raise Violation("what is in quarantine is not read again", f"{command}")
+        wanted = any(command.key in one.message.keys for one in self._questions.values())
+        if not wanted or self._draining:
+            raise Violation("only what somebody waits for is read", f"{command}")
+
+    def _released(self, process: SidecarProcess, event: Released) -> None:
+        engine, session_id = process.hub.engine, event.session_id
+        for lease in engine._leases:
+            if lease.session_id == session_id and lease.lease_id in event.lease_ids:
+                raise Violation("a lease ends with its release", f"{lease.lease_id}")
+        for lookup in engine._lookups:
+            if lookup.session_id == session_id and lookup.lookup_id in event.lookup_ids:
+                raise Violation("a lookup ends with its release", f"{lookup.lookup_id}")
+
+    def _listed(self, process: SidecarProcess, event: Listed) -> None:
+        written = {row.key: row.written_at for row in event.rows if not row.withdrawn}
+        for name, newest in list(self._quarantined.items()):
+            if name[0] == event.realm_id and written.get(name[2], 0) > newest:
+                del self._quarantined[name]
+        for realm_id, bit, key in self._quarantined:
+            if process.hub.engine._directory.realms[realm_id].stored_rank(key, bit):
+                raise Violation("what is in quarantine is not offered again", key.hex()[:12])
+
+    def _work_ended(
+        self, process: SidecarProcess, event: Copied | Written | ReadDone, work: Work
+    ) -> None:
+        realm = process.hub.engine._directory.realms[work.realm_id]
+        chunk = realm.chunks.get(work.key)
+        corrupt = event.outcome in (CopyOutcome.CORRUPT, StoreOutcome.CORRUPT)
+        if corrupt and chunk is not None and chunk.segments[work.rank].slot == work.slot:
+            raise Violation("a corrupt slot is out of sight", f"{work}")
+        if isinstance(work, Gather | Scatter):
+            return
+        stored, ok = self._is_stored(process, work), event.outcome is StoreOutcome.OK
+        if isinstance(work, Write):
+            if stored and not (ok or self._stored_before):
+                raise Violation("only what was written is called stored", f"{work}")
+            if ok:
+                self._quarantined.pop((work.realm_id, work.rank, work.key), None)
+        elif work.sources != (work.rank,):
+            # Made from segments of another cut: which of them was missing is not said here.
+            return
+        elif stored and event.outcome in (StoreOutcome.MISSING, StoreOutcome.CORRUPT):
+            raise Violation("what is missing is not called stored", f"{work}")
+
+    def _work_ends_with_its_session(self, process: SidecarProcess) -> None:
+        queue = process.hub.copies._queue
+        for turns in (queue._loads, queue._stores, *queue._waiting):
+            for session, _ in turns.heads():
+                if process.hub.sessions.get(session.session_id) is not session:
+                    raise Violation("what waits ends with its session", f"{session.session_id}")
+
+    # --- leases --------------------------------------------------------------------------------
+
+    def _leases_last(self, engine: Engine, event: Event, now: float) -> None:
+        """A lease ends with its load, its release, its session or its time, and not before."""
+        held = {(lease.session_id, lease.lease_id): lease for lease in engine._leases}
+        if isinstance(event, LeaseTaken) and event.session_id in engine._sessions:
+            self._lease_was_taken(engine, event, held)
+        for name, lease in held.items():
+            if self._is_loaded(lease.name):
+                raise Violation("a lease ends with its load", f"{name}")
+        for name, lease in self._leases.items():
+            if held.get(name) is lease or lease.deadline <= now:
+                continue
+            if self._is_loaded(lease.name):
+                del self._loads_ended[lease.name]
+                continue
+            match event:
+                case SessionClosed() if event.session_id == name[0]:
+                    continue
+                case Released() if event.session_id == name[0] and name[1] in event.lease_ids:
+                    continue
+                case LeaseTaken() if (event.session_id, event.lease_id) == name:
+                    continue
+                case _:
+                    raise Violation("a lease lasts until its load", f"{name} at {event}")
+        self._leases, self._leases_refused = held, engine.counters.leases_refused
+
+    def _lease_was_taken(
+        self, engine: Engine, event: LeaseTaken, held: dict[JobName, Lease]
+    ) -> None:
+        session = self._opened[event.session_id]
+        refused = engine.counters.leases_refused > self._leases_refused
+        if refused:
+            return
+        name, load = (
+            (event.session_id, event.lease_id),
+            (session.realm_id, session.engine_id, event.lease_id),
+        )
+        if name in self._leases:
+            # Replaced: what ended for the one before does not count for this one.
+            self._loads_ended.pop(load, None)
+        if name not in held:
+            if not self._is_loaded(load):
+                raise Violation("a lease lasts until its load", f"{event} did not begin")
+            del self._loads_ended[load]
+
+    def _is_loaded(self, name: LoadName) -> bool:
+        ranks = self._loads_ended.get(name, ())
+        return bool(ranks) and len(ranks) >= next(
+            one.world_size
+            for one in self._opened.values()
+            if (one.realm_id, one.engine_id) == name[:2]
+        )
+
+    def _jobs_are_bounded(self, engine: Engine) -> None:
+        running = Counter(name[0] for name, asked in self._jobs.items() if asked.running)
+        most = engine.bounds.jobs_max_per_session
+        if running and max(running.values()) > most:
+            raise Violation("queues are bounded", f"jobs: {running} of {most}")
+
+    # --- answers -------------------------------------------------------------------------------
+
+    def job_answered(self, session_id: int, job: JobOutcome) -> None:
+        """The outcome is that of the copies, and all of them have ended."""
+        asked = self._jobs.pop((session_id, job.job_id), None)
+        if asked is None:
+            return
+        if asked.running:
+            raise Violation("a job is answered when its copies ended", f"job {job.job_id}")
+        keys = {piece.key for piece in asked.job.chunks}
+        done = all(outcome is CopyOutcome.OK for outcome in asked.outcomes) and not asked.lost
+        copied = done and asked.copied == keys
+        # A store needs no copy of what was there; but it may be refused all the same.
+        there = isinstance(asked.job, StoreJob) and done and asked.copied | asked.there >= keys
+        good = job.outcome is Outcome.OK
+        if (copied and not good) or (good and not (copied or there)):
+            raise Violation(
+                "an outcome is true", f"job {job.job_id}: {job.outcome.name} of {asked}"
+            )
+
+    def lookup_answered(
+        self, process: SidecarProcess, session_id: int, message: LookupDone
+    ) -> None:
+        """It was waited for no longer than that pays."""
+        question = self._questions.pop((session_id, message.lookup_id), None)
+        if question is None or self._world.disturbed >= question.asked:
+            return
+        asked, waited = question.message, self._world.now - question.asked
+        seconds_max = asked.deadline_ms / 1000
+        store = process.config.store
+        rate = asked.prefill_tokens_per_second
+        reckons = store is not None and store.recompute == "when_sooner"
+        if reckons and rate > 0 and asked.num_tokens > 0:
+            # What is ready is worth what computing it takes; beyond it, no more than all of it.
+            worth = message.ready / len(asked.keys) + 1.0
+            seconds_max = min(seconds_max, worth * asked.num_tokens / rate)
+        if waited > seconds_max + LOOKUP_SLACK_SECONDS:
+            raise Violation(
+                "a lookup waits no longer than it pays",
+                f"{waited:.3f} s, at most {seconds_max:.3f} s: {message}",
+            )
