@@ -21,6 +21,7 @@ from tests.e2e.arms import (
     Measured,
     Oracle,
     attach,
+    blocks_of,
     counters,
     empty,
     external_hit,
@@ -175,3 +176,55 @@ def test_a_shared_head_is_found_where_vllm_itself_keeps_no_windows(
     generation = engine.generate(second, cache_salt=salt)
     assert generation.cached_tokens == 3 * CHUNK_TOKENS
     Oracle(engine, Call(second)).check_close(generation)
+
+
+def test_object_hit(folder: Path, engine: Engine) -> None:
+    """An empty sidecar offers what another one left in the store: every group of it, or nothing."""
+    place = folder / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    call = Call(words(1500, 7), max_tokens=1)
+    with sidecar_in(folder, store=store) as sidecar:
+        attach(engine, sidecar)
+        expected = own_hit(engine, call, before=[call])
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        assert sidecar.drain() == 0
+    with sidecar_in(folder, store=store) as sidecar:
+        attach(engine, sidecar)
+
+        def listed(status: dict[str, Any]) -> bool:
+            chunks = sorted(realm["chunks_in_store"] for realm in status["realms"])
+            # Six chunks of 256 tokens, or twelve of a window's 128.
+            return len(chunks) == GROUPS and chunks[0] >= 6 and chunks[1] >= 12
+
+        sidecar.wait("the catalogs are read", listed)
+        empty(engine)
+        generation = engine.generate(call.prompt, max_tokens=1, cache_salt=expected.salt)
+        assert generation.cached_tokens == whole(1500)
+        assert generation.logprobs == expected.generation.logprobs
+        check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
+        # All of full attention, and of the windows their ends.
+        assert counters(sidecar)["chunks_read"] == 6 + 2 * (GROUPS - 1)
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+
+
+def test_an_aborted_request_beside_others(engine: Engine, sidecar: SidecarProcess) -> None:
+    """Loads of several requests run side by side, one is aborted, and each gets its own bytes."""
+    calls = [Call(words(900 + 10 * number, 20 + number)) for number in range(4)]
+    oracles = [Oracle(engine, call) for call in calls]
+    for oracle in oracles:
+        oracle.at(0)
+    salt = fresh_salt()
+    for call in calls:
+        engine.generate(call.prompt, max_tokens=1, cache_salt=salt)
+    empty(engine)
+    loaded = counters(sidecar)["chunks_loaded"]
+    handles = [engine.begin(call.prompt, cache_salt=salt) for call in calls]
+    engine.abort(handles[2])
+    generations = [engine.finish(handle) for handle in handles]
+    for number in (0, 1, 3):
+        assert generations[number].cached_tokens == whole(len(calls[number].prompt))
+        oracles[number].check_close(generations[number])
+    assert counters(sidecar)["chunks_loaded"] > loaded
