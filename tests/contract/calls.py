@@ -1,6 +1,6 @@
 """The order in which vLLM calls a connector's hooks, as kvlake relies on it.
 
-Regular expressions over the names of the hooks, for calls that were written down. Hooks
+Regular expressions over the names of the hooks, for calls that `recording.py` wrote down. Hooks
 that may come at any time are left out first.
 """
 
