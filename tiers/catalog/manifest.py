@@ -131,4 +131,4 @@ class Counts:
     files_corrupt: int = 0
     """Ignored: damaged, or foreign."""
     reloads: int = 0
-    """Snapshots taken in because log files had gone."""
+    """Snapshots taken in because log files that are merged had gone or were damaged."""

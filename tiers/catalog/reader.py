@@ -7,7 +7,7 @@ A refresh lists the catalog's folder. While its files fit in one page of a listi
 compaction sees to, that is one request whatever the number of writers; beyond it, the writers'
 folders are listed one by one from their positions on, where that takes fewer requests. A new
 manifest costs one read. Snapshots are read at the first refresh, and when log files that were not
-seen have been deleted.
+seen have been merged and then deleted or damaged.
 
 Invariants: rows come at least once, those of one writer in order; a position moves only when the
 file before it was read, or was found broken or lost: that is counted, and not tried again, and it
@@ -188,10 +188,8 @@ class CatalogReader:
         newer = await self._files.manifest(contents, self.generation)
         if newer is not None:
             if self._missed(newer, contents):
-                self._counts.reloads += not self._fresh
-                async for snapshot in self._snapshots(newer):
+                async for snapshot in self._reload(newer):
                     yield snapshot
-                self._merged = {name: merged.number for name, merged in newer.merged.items()}
             self._manifest = newer
             self._forget(contents)
         gaps, self._gaps = self._gaps, {}
@@ -212,6 +210,10 @@ class CatalogReader:
                 return
             if rows is not None:
                 yield rows
+            elif self._is_merged(file.log):
+                # It may have been whole then, and nobody announces again what the snapshots have.
+                async for snapshot in self._reload(self._manifest):
+                    yield snapshot
             self._positions[writer] = file
 
     @property
@@ -225,6 +227,13 @@ class CatalogReader:
         doubt, self._doubt = self._doubt or bool(broken), False
         self._broken_told = set(self._files.broken)
         return doubt
+
+    async def _reload(self, manifest: Manifest) -> AsyncIterator[Rows]:
+        """Everything that a manifest has merged, in place of the log files that it was in."""
+        self._counts.reloads += not self._fresh
+        async for snapshot in self._snapshots(manifest):
+            yield snapshot
+        self._merged = {name: merged.number for name, merged in manifest.merged.items()}
 
     async def _snapshots(self, manifest: Manifest) -> AsyncIterator[Rows]:
         incomplete = self._incomplete == manifest.generation
@@ -257,6 +266,11 @@ class CatalogReader:
             merged.number - self._position(writer) > ahead.get(writer, 0)
             for writer, merged in newer.merged.items()
         )
+
+    def _is_merged(self, log: LogName) -> bool:
+        """Whether the snapshots of this reader's manifest have what is, or was, in a log file."""
+        merged = self._manifest.merged.get(log.writer)
+        return merged is not None and log.number <= merged.number
 
     @property
     def _fresh(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
-from tiers.catalog.manifest import Manifest, Merged
+from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     LogName,
     log_name,
@@ -16,7 +16,8 @@ from tiers.catalog.names import (
     parse_manifest,
     snapshot_name,
 )
-from tiers.catalog.rows import CatalogCorrupt, Row, digest_of, encode, rows_of
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
 from tiers.objects import ObjectTier
 from tiers.wrap import FaultRates, Faulty, Metered
@@ -215,36 +216,6 @@ async def test_a_damaged_manifest_leaves_the_one_before() -> None:
     assert one.generation == 0
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        Manifest(3),
-        Manifest(2, format=2),
-        Manifest(2, ("v1/elsewhere/snapshot/x",)),
-        Manifest(2, merged={"../../up": Merged(1, 1)}),
-        Manifest(2, tenants={"zz": 1}),
-    ],
-)
-def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
-    with pytest.raises(CatalogCorrupt):
-        manifests.decode(manifests.encode(manifest), FOLDER, 2)
-
-
-def test_every_flipped_byte_of_a_manifest_is_found() -> None:
-    whole = Manifest(2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: 5})
-    body = manifests.encode(whole)
-    assert manifests.decode(body, FOLDER, 2) == whole
-    assert whole.after(tenants={}) == Manifest(3, merged=whole.merged)
-    for position in range(len(body)):
-        damaged = body.copy()
-        damaged[position] ^= 4
-        with pytest.raises(CatalogCorrupt):
-            manifests.decode(damaged, FOLDER, 2)
-    for length in (0, 5, 33, len(body) - 1):
-        with pytest.raises(CatalogCorrupt):
-            manifests.decode(body[:length], FOLDER, 2)
-
-
 async def test_an_absent_catalog_is_doubted_once() -> None:
     tier = memory()
     one = reader(tier)
@@ -324,3 +295,54 @@ async def test_a_broken_file_is_a_doubt() -> None:
     assert one.take_doubt()
     await new_rows(one)
     assert not one.take_doubt()
+
+
+async def test_a_log_file_that_was_damaged_after_it_was_merged_is_read_from_the_snapshots() -> None:
+    tier = memory()
+    log = writer(tier)
+    counts = Counts()
+    one = CatalogReader(tier, FOLDER, counts)
+    told = row(0), row(1), row(1, size_bytes=0), row(2, parent=1)
+    for number, announced in enumerate(told):
+        log.append(announced)
+        await log.flush()
+        if number == 1:
+            assert await new_rows(one) == [row(0), row(1)]
+            one.take_doubt()
+    names = sorted(found.name for found in await tier.list(FOLDER))
+    for name in names[2:]:
+        await tier.write(name, image_of(100))
+    merged = Manifest(0, merged={log.writer: Merged(3, 0)})
+    held = [row(0), row(1, size_bytes=0), row(2, parent=1)]
+    await put_snapshot(tier, merged, held)
+    assert await new_rows(one) == held
+    assert counts.reloads == 1
+    assert one.take_doubt()
+    log.append(row(4))
+    await log.flush()
+    assert await new_rows(one) == [row(4)]
+    assert counts.reloads == 1
+    assert not one.take_doubt()
+
+
+async def test_snapshots_in_place_of_a_damaged_log_file_are_read_again_after_a_failure() -> None:
+    tier = memory()
+    log = writer(tier)
+    one = reader(tier)
+    for number in range(2):
+        log.append(row(number))
+        await log.flush()
+        if not number:
+            await new_rows(one)
+    names = sorted(found.name for found in await tier.list(FOLDER))
+    await tier.write(names[1], image_of(100))
+    whole = await put_snapshot(
+        tier, Manifest(0, merged={log.writer: Merged(1, 0)}), [row(0), row(1)]
+    )
+    [snapshot] = whole.snapshots
+    body = encode(rows_of([row(0), row(1)]))
+    await tier.delete([snapshot])
+    with pytest.raises(TierUnavailable):
+        await new_rows(one)
+    await tier.write(snapshot, body)
+    assert await new_rows(one) == [row(0), row(1)]
