@@ -249,10 +249,10 @@ class Writes:
     def pump(self, now: float) -> None:
         """Start as many writes as may run."""
         self._write_ahead()
-        self._take_offered()
-        while (
-            self._pending and len(self._running) < self._inflight_max and self._breaker.passes(now)
-        ):
+        while len(self._running) < self._inflight_max and self._breaker.passes(now):
+            self._take_offered()
+            if not self._pending:
+                break
             chunk, one = next(iter(self._pending.items()))
             rank = one.ranks.pop(0)
             num_bytes = self._bytes(chunk, [rank])
@@ -265,8 +265,8 @@ class Writes:
                 self._start(chunk.segments[rank], one.tries + 1)
 
     def _take_offered(self) -> None:
-        """Queue what came back, as much as may run, if nothing else waits."""
-        while not self._pending and len(self._running) < self._inflight_max:
+        """Queue one of those that came back, if nothing else waits."""
+        while not self._pending:
             chunk = self._offers.take()
             if chunk is None:
                 return

@@ -24,6 +24,7 @@ from sidecar.commands import (
     CopyOutcome,
     Draining,
     Gather,
+    Read,
     Released,
     Reply,
     Scatter,
@@ -31,6 +32,7 @@ from sidecar.commands import (
     SessionOpened,
     StoreOutcome,
     Tick,
+    Write,
 )
 from sidecar.protocol import Done, Events, LookupDone, Outcome, Role
 from sidecar.tenants import TenantRules, Tenants
@@ -507,6 +509,8 @@ class EngineMachine(RuleBasedStateMachine):
         commands = self.world.send(Tick())
         self.absorb(commands)
         assert seconds < 30.0 or not self.waiting, "a lookup outlived its deadline"
+        started = [command for command in commands if isinstance(command, Read | Write)]
+        assert seconds or not started, "the event before this left something that could start"
 
     # --- the store ------------------------------------------------------------------------------
 

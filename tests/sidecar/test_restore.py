@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from sidecar.breaker import BreakerRules
 from sidecar.commands import (
     CaughtUp,
     Command,
@@ -18,11 +19,13 @@ from sidecar.commands import (
     SessionClosed,
     SessionOpened,
     StoreOutcome,
+    Tick,
     Write,
 )
 from sidecar.engine import Engine
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from sidecar.tenants import Quota, TenantRules, Tenants
+from sidecar.writes import WRITE_TRIES_MAX
 from tests.sidecar.engine_kit import (
     ALL_RANKS,
     BLOCK_TOKENS,
@@ -373,6 +376,40 @@ def test_restored_chunks_are_written_after_the_catalog_and_when_nothing_else_is(
         world.written(write_id)
     assert written == [key(3), key(4), key(5), key(1)]
     assert world.engine.counters.writes_dropped == 0
+
+
+def test_restored_chunks_are_written_as_many_at_once_as_may_be() -> None:
+    world = make_world(writes_inflight_max=3, write_queue_bytes_max=0)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3, 4, 5])
+    world.restart(StrictLRU())
+    world.open(Role.WORKER)
+    world.listed({4: RANK_0})
+    started = only(world.send(CaughtUp(0)), Write)
+    assert [write.key for write in started] == [key(5), key(3), key(2)]
+    assert not only(world.send(Tick()), Write), "whatever could start has started"
+    commands = world.written(started[0].write_id)
+    assert [write.key for write in only(commands, Write)] == [key(1)]
+
+
+def test_restored_chunks_do_not_queue_while_the_store_is_left_alone() -> None:
+    world = make_world(writes_inflight_max=2, breaker=BreakerRules(1, 1.0, 4.0))
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2])
+    world.restart(StrictLRU())
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [3])
+    for _ in range(WRITE_TRIES_MAX):
+        world.now += 10.0
+        world.send(Tick())
+        [write_id] = world.writes
+        world.written(write_id, StoreOutcome.UNAVAILABLE)
+    world.send(CaughtUp(0))
+    assert world.engine.pending_work().idle, "a drain would wait for a store that fails"
+    world.now += 10.0
+    assert len(only(world.send(Tick()), Write)) == 1, "one finds out"
+    world.settle()
+    assert world.engine.counters.chunks_written == 2
 
 
 def test_drain_and_eviction_forget_what_was_offered() -> None:
