@@ -6,7 +6,7 @@ milliseconds and no longer. Does not own the tables (`tiers/index.py`), nor who 
 
 Invariants: until the larger one takes its place, the smaller one is what readers have, and is true
 but for entries that found no room in it; one growth of a realm runs at a time. Without memory for a
-larger one the smaller one stays, and it is tried again.
+larger one the smaller one stays, and the next entry after a pause tries again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Indexing:
 
     Args:
         moved: tells readers that a realm has another index now.
-        start: runs the growth of a realm's large index: `grow`.
+        start: runs `grow` for a realm whose index could not grow at once.
     """
 
     def __init__(self, moved: Callable[[Realm], None], start: Callable[[Realm], None]) -> None:
@@ -67,7 +67,7 @@ class Indexing:
             await event.wait()
 
     async def grow(self, realm: Realm) -> None:
-        """Replace a large index by a larger one, a few slots at a time."""
+        """Replace an index by a larger one, a few slots at a time."""
         smaller = realm.index
         try:
             larger = await anyio.to_thread.run_sync(IndexWriter, 2 * smaller.capacity_entries)
@@ -92,11 +92,18 @@ class Indexing:
 
     def _see_to_room(self, realm: Realm) -> None:
         while realm.index.needs_growth and realm.realm_id not in self._growing:
-            if realm.index.slots > SLOTS_AT_ONCE_MAX:
+            if realm.index.slots > SLOTS_AT_ONCE_MAX or not self._grow_at_once(realm):
                 self._growing[realm.realm_id] = anyio.Event()
                 self._start(realm)
-            else:
-                self._replace(realm, realm.index.grown())
+
+    def _grow_at_once(self, realm: Realm) -> bool:
+        """False without memory for it: `grow` says so, and waits."""
+        try:
+            larger = realm.index.grown()
+        except OSError:
+            return False
+        self._replace(realm, larger)
+        return True
 
     def _replace(self, realm: Realm, larger: IndexWriter) -> None:
         smaller, realm.index = realm.index, larger

@@ -18,13 +18,14 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
-from sidecar import copies, copyqueue
+from sidecar import copies, copyqueue, indexing
 from sidecar.catalogs import Catalogs
 from sidecar.commands import (
     Copied,
     CopyOutcome,
     Event,
     Gather,
+    IndexOffer,
     IndexSet,
     Quarantine,
     Read,
@@ -46,6 +47,7 @@ from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.fence import PAGE_BYTES, WorkerFence
+from tiers.index import IndexWriter
 from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier, UrlObjects
 
@@ -483,3 +485,20 @@ async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_pa
         ended = await told(bench, 1)
         assert isinstance(ended, Copied)
         assert ended.outcome is CopyOutcome.REVOKED
+
+
+async def test_a_large_index_grows_beside_the_other_commands(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexing, "SLOTS_AT_ONCE_MAX", 1024)
+    bench.realm.index.close()
+    smaller = bench.realm.index = IndexWriter(1000)
+    count = smaller.capacity_entries + 1
+    keys = np.random.default_rng(1).integers(0, 256, (count, 32), dtype=np.uint8)
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
+        mover.execute([IndexOffer(bench.realm.realm_id, keys)])
+        assert bench.realm.index is smaller
+        with anyio.fail_after(10):
+            await mover.indexing.settled(bench.realm)
+    assert bench.realm.index.slots == 2 * smaller.slots
+    assert len(bench.realm.index) == count
