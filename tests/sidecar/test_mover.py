@@ -498,7 +498,7 @@ async def test_a_large_index_grows_beside_the_other_commands(
     async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         mover.execute([IndexOffer(bench.realm.realm_id, keys)])
         assert bench.realm.index is smaller
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await mover.indexing.settled(bench.realm)
     assert bench.realm.index.slots == 2 * smaller.slots
     assert len(bench.realm.index) == count
