@@ -188,6 +188,9 @@ class Faults:
         return place.key
 
     def _flip(self, process: SidecarProcess, place: Place) -> None:
+        if place.slot in self._life.checks.damaged:
+            # The same bit again would mend it.
+            return
         process.pool.memory[place.offset] ^= 1 << self._random.randrange(8)
         self._life.checks.damaged.add(place.slot)
 
