@@ -39,7 +39,7 @@ from sidecar.protocol import (
 from tests.connector.double import LIMITS, SALT
 from tiers.index import FLAG_HOST, IndexWriter, tag_of, tags_of
 
-WAIT_SECONDS_MAX = 10.0
+WAIT_SECONDS_MAX = 60.0
 KEY = b"k" * 32
 
 

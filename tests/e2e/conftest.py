@@ -22,7 +22,7 @@ MARK: Final = "KVLAKE_E2E"
 """An environment variable that every process of a module inherits, orphans included."""
 POOLS: Final = Path("/dev/shm")
 SOCKETS: Final = ("attach.sock", "jobs.sock")
-LEFTOVER_SECONDS_MAX: Final = 20.0
+LEFTOVER_SECONDS_MAX: Final = 60.0
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from tiers.fence import WorkerFence
 from tiers.layout import KVLayout
 
 BLOCKS_PER_CHUNK = 4
-WAIT_SECONDS_MAX = 30.0
+WAIT_SECONDS_MAX = 90.0
 
 
 class DeviceTensor:

@@ -59,7 +59,7 @@ from tiers.layout import KVLayout, Segment
 from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier
 
-WAIT_SECONDS_MAX = 20.0
+WAIT_SECONDS_MAX = 90.0
 BLOCK_TOKENS = 16
 BLOCKS_PER_CHUNK = 4
 CONTENT_BYTES = 64

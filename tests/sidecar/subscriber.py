@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
 __all__ = ["Subscriber", "kv_events"]
 
-WAIT_SECONDS_MAX = 30.0
+WAIT_SECONDS_MAX = 90.0
 
 
 class Subscriber:
