@@ -96,7 +96,7 @@ class CloudStore:
                 return await direct.get(name, into)
             except NotUnderstoodError as error:
                 # Reads that ran beside it may have told this already, or still run.
-                if self._direct is not None:
+                if self._direct is direct:
                     _log.warning("the store is read by obstore from now on, for %s", error)
                     self._direct = None
                 direct.close()
