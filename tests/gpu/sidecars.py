@@ -33,8 +33,12 @@ class SidecarProcess:
             env=double.env(),
         )
         self.pid = self.process.pid
-        wait_until(lambda: self.socket.exists() or self.process.poll() is not None)
-        assert self.process.poll() is None
+        try:
+            wait_until(lambda: self.socket.exists() or self.process.poll() is not None)
+            assert self.process.poll() is None
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def left(self) -> dict[str, int]:
@@ -50,7 +54,7 @@ class SidecarProcess:
         """Let it drain."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(30) in (0, -signal.SIGKILL)
+        assert self.process.wait(90) in (0, -signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self

@@ -164,7 +164,7 @@ class Double:
         assert not broken, broken
 
 
-def wait_until(condition: Callable[[], Any], seconds_max: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds_max: float = 90.0) -> None:
     """Poll until `condition` holds."""
     deadline = time.monotonic() + seconds_max
     while not condition():
