@@ -137,8 +137,12 @@ def markdown(rows: dict[Cell, Row]) -> str:
 
 
 def plain(rows: dict[Cell, Row]) -> list[dict[str, str]]:
-    """Rows as JSON has them, in the order of the table."""
-    return [asdict(rows[cell]) for cell in CELLS if cell in rows]
+    """Rows as JSON has them, in the order of the table: of nothing but strings.
+
+    What goes to another process of pytest's may not be of a subclass, as names of victims are.
+    """
+    found = [asdict(rows[cell]) for cell in CELLS if cell in rows]
+    return [{name: str(value) for name, value in fields.items()} for fields in found]
 
 
 def from_plain(found: list[dict[str, str]]) -> dict[Cell, Row]:
