@@ -126,7 +126,8 @@ def close(one: Generation, other: Generation) -> bool:
 
 def check_equal(measured: Measured, oracle: Measured, *, block_tokens: int = BLOCK_TOKENS) -> None:
     """Assert that a hit is what the engine's own hit of as many tokens is."""
-    assert measured.generation.cached_tokens == oracle.generation.cached_tokens
+    loaded, wanted = measured.generation.cached_tokens, oracle.generation.cached_tokens
+    assert loaded == wanted, f"{loaded} tokens loaded, {wanted} by the oracle"
     assert measured.generation.tokens == oracle.generation.tokens
     assert measured.generation.logprobs == oracle.generation.logprobs
     assert len(measured.blocks) == len(oracle.blocks)
