@@ -28,16 +28,20 @@ SCENES = [
 ]
 
 
-@pytest.mark.timeout(1200)
-def test_json_is_the_only_output_and_every_scene_is_right(folder: Path) -> None:
-    with subprocess.Popen(
+def demo(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(folder)},
-    ) as process:
+    )
+
+
+@pytest.mark.timeout(1200)
+def test_json_is_the_only_output_and_every_scene_is_right(folder: Path) -> None:
+    with demo(folder) as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors[-3000:]
     lines = output.splitlines()
@@ -48,14 +52,7 @@ def test_json_is_the_only_output_and_every_scene_is_right(folder: Path) -> None:
 
 
 def test_told_to_end_it_takes_all_with_it(folder: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(folder)},
-    ) as process:
+    with demo(folder) as process:
         # A server, a sidecar and an engine run by then.
         deadline = time.monotonic() + START_SECONDS_MAX
         while not list(folder.glob("kvlake-demo-*/engine-1.log")):
