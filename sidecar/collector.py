@@ -34,7 +34,8 @@ from tiers.errors import TierError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sidecar.config import Config, Store
+    from sidecar.config import Config
+    from sidecar.settings.store import Store
     from sidecar.watch import StoreHealth
     from tiers.objects import ObjectTier
 

@@ -36,8 +36,8 @@ from sidecar.kvevents import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_fra
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from sidecar.config import Events
     from sidecar.eventstream import EventStream, Told
+    from sidecar.settings.watching import Events
 
 REQUESTS_WAITING_MAX: Final = 64
 REQUESTS_PER_WAKE_MAX: Final = 64

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sidecar.config import Gpu
     from sidecar.protocol import Memory
+    from sidecar.settings.host import Gpu
     from tiers.copy import Transfer
     from tiers.layout import KVLayout
 

@@ -20,7 +20,7 @@ from tiers.objects import ObjectTier, UrlObjects
 from tiers.wrap import Deadline, Limited, Metered, Paced, Retrying
 
 if TYPE_CHECKING:
-    from sidecar.config import Store
+    from sidecar.settings.store import Store
 
 WrapStore = Callable[[ObjectTier], ObjectTier]
 """Something to put between the store and its wrappers: how tests inject faults."""

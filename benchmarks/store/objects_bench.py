@@ -34,8 +34,8 @@ import numpy.typing as npt
 import obstore
 
 from benchmarks.store.plain_server import PlainServer, plain_server
-from sidecar.config import Store
 from sidecar.demo.servers import S3Server, s3_server
+from sidecar.settings.store import Store
 from sidecar.storage import open_store
 from tiers.arrow import SlotTemplate
 from tiers.cloud import CloudStore

@@ -9,7 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from sidecar.config import Config, ConfigError, Runtime, Store, load, loads, schema, show
+from sidecar.config import Config, ConfigError, load, loads, schema, show
+from sidecar.settings.runtime import Runtime
+from sidecar.settings.store import Store
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

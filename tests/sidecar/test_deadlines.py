@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from sidecar.config import Limits, Store
 from sidecar.exits import Exit
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
+from sidecar.settings.limits import Limits
+from sidecar.settings.store import Store
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.stores import Stalled, announce
 from tiers.wrap import Verb

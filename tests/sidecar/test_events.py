@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from sidecar import kvevents
-from sidecar.config import Events
 from sidecar.engineblocks import EngineBlocks
 from sidecar.eventstream import History
 from sidecar.kvevents import SNAPSHOT, name_of, number_frame
 from sidecar.protocol import Outcome, StoreJob
+from sidecar.settings.watching import Events
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     RefusedError,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 
-from sidecar.config import Config, Events, loads
+from sidecar.config import Config, loads
 from sidecar.launch import (
     LaunchError,
     serve_command,
@@ -22,6 +22,7 @@ from sidecar.launch import (
     with_connector,
     with_events,
 )
+from sidecar.settings.watching import Events
 
 SOCKET = "/run/kvlake/a/attach.sock"
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from sidecar.attach import StartError
-from sidecar.config import Store
+from sidecar.settings.store import Store
 from sidecar.storage import open_store
 from tests.faulty_proxy import Fault, faulty_proxy
 from tests.tiers.tier_suite import NAME, image_of, slot

@@ -2,7 +2,7 @@
 
 Owns the conversions that strict validation leaves out on purpose: units, paths, numbers that came
 out of an environment variable, and words that YAML reads as booleans. Limits stand with each
-setting in `sidecar/config.py`.
+setting, in its section.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator
 
 from sidecar.configfile import MASK, mask_url, secrets_of_url
-from sidecar.fieldtypes import Directory, Duration, Flag
-from sidecar.section import Section
+from sidecar.settings.fieldtypes import Directory, Duration, Flag
+from sidecar.settings.section import Section
 from tiers import access
 
 if TYPE_CHECKING:
