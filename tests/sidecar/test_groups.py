@@ -6,7 +6,7 @@ and padded pages in the same bytes, where a block is of one group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,6 @@ def told_of(message: object) -> bool:
 
 def hybrid_scheduler(path: Path, **changes: Any) -> Scheduler:
     return Scheduler(path, groups=(other_group(Role.SCHEDULER),), **changes)
-
-
-@pytest.fixture
-def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
-    with RunningSidecar(config_in(short_directory)) as running:
-        yield running
 
 
 def test_one_job_stores_and_loads_chunks_of_both_groups(sidecar: RunningSidecar) -> None:

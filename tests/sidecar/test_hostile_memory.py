@@ -8,7 +8,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,6 @@ from tests.sidecar.client import (
     RefusedError,
     RunningSidecar,
     Worker,
-    config_in,
     key_of,
     layout_of,
     open_fds,
@@ -28,12 +27,6 @@ from tiers.fence import PAGE_BYTES
 from tiers.memfd import sealed_memfd
 
 SIZE_BYTES = layout_of().size_bytes
-
-
-@pytest.fixture
-def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
-    with RunningSidecar(config_in(short_directory)) as running:
-        yield running
 
 
 def serves(sidecar: RunningSidecar) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.pool import HostPool
-
-
-@pytest.fixture
-def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
-    with RunningSidecar(config_in(short_directory)) as running:
-        yield running
 
 
 def readyz(url: str) -> tuple[int, dict[str, Any]]:

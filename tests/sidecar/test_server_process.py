@@ -1,0 +1,148 @@
+"""A sidecar as a process of its own: signals, successors, ends, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from sidecar.attach import StartError
+from sidecar.engine import Engine
+from sidecar.exits import Exit
+from sidecar.protocol import (
+    Outcome,
+    StoreJob,
+)
+from tests.sidecar.client import (
+    RunningSidecar,
+    Worker,
+    config_in,
+    key_of,
+)
+
+ROOT_OF_REPOSITORY = Path(__file__).parents[2]
+
+PROCESS = """
+import sys, json
+from pathlib import Path
+import anyio
+from sidecar.server import serve
+from tests.sidecar.client import config_in
+from tiers.wrap import Faulty, FaultRates
+
+directory, stall_seconds = Path(sys.argv[1]), float(sys.argv[2])
+config = config_in(
+    directory,
+    store={"url": f"file://{directory}/bucket", "writes_inflight_max": 1},
+    limits={"drain_seconds_max": 600},
+)
+rates = FaultRates(stall=1.0, stall_seconds=stall_seconds)
+
+async def main() -> int:
+    return await serve(
+        config,
+        ready=lambda info: print(info.attach_path, flush=True),
+        wrap_store=lambda tier: Faulty(tier, seed=1, rates=rates),
+    )
+
+sys.exit(anyio.run(main))
+"""
+
+
+class SidecarProcess:
+    def __init__(self, directory: Path, stall_seconds: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROCESS), str(directory), str(stall_seconds)],
+            stdout=subprocess.PIPE,
+            cwd=ROOT_OF_REPOSITORY,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.path = Path(self.process.stdout.readline().strip())
+
+    def end(self) -> int:
+        code = self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def left_in(directory: Path) -> list[str]:
+    files = [path for path in directory.rglob("*") if not path.is_dir() and path.name != "lock"]
+    return sorted(path.name for path in files if "bucket" not in path.parts)
+
+
+def test_sigterm_drains_and_leaves_nothing(short_directory: Path) -> None:
+    sidecar = SidecarProcess(short_directory, stall_seconds=0.1)
+    with Worker(sidecar.path) as worker:
+        for number in range(4):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert worker.at_end()
+    assert sidecar.end() == 0
+    assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 4
+    assert left_in(short_directory) == []
+
+
+def test_second_signal_ends_it_at_once(short_directory: Path) -> None:
+    sidecar = SidecarProcess(short_directory, stall_seconds=600)
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.process.send_signal(signal.SIGINT)
+        while sidecar.path.exists():
+            time.sleep(0.01)
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert worker.at_end()
+    assert sidecar.end() == Exit.AT_ONCE
+    assert [name for name in left_in(short_directory) if not name.endswith(".lock")] == []
+
+
+def test_killed_sidecar_is_replaced(short_directory: Path) -> None:
+    sidecar = SidecarProcess(short_directory, stall_seconds=0)
+    worker = Worker(sidecar.path)
+    sidecar.process.kill()
+    assert worker.at_end()
+    worker.close()
+    sidecar.end()
+    assert sidecar.path.exists(), "a killed process removes nothing"
+    with (
+        RunningSidecar(config_in(short_directory)) as running,
+        Worker(running.path) as again,
+    ):
+        assert again.epoch != worker.epoch
+        assert again.store(1, key_of(1), [0]) is Outcome.OK
+    assert left_in(short_directory) == []
+
+
+def test_live_sidecar_is_not_replaced(sidecar: RunningSidecar, short_directory: Path) -> None:
+    with pytest.raises(StartError, match=rf"pid {os.getpid()}\) already serves"):
+        RunningSidecar(config_in(short_directory))
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+
+
+def test_taken_port_is_told(sidecar: RunningSidecar, short_directory: Path) -> None:
+    port = int(sidecar.info.http_url.rsplit(":", 1)[1])
+    config = config_in(short_directory, runtime={"name": "two"}, http={"port": port})
+    with pytest.raises(StartError, match=r"choose another http\.port"):
+        RunningSidecar(config)
+    assert [name for name in left_in(short_directory) if "two" in name] == []
+
+
+def test_bug_in_the_engine_ends_the_sidecar(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = RunningSidecar(config_in(short_directory))
+    with Worker(sidecar.path) as worker:
+        monkeypatch.setattr(Engine, "_submit", lambda *_: 1 / 0)
+        worker.submit(stores=[StoreJob(1, [worker.chunk(key_of(1), [0])])])
+        assert worker.at_end()
+        with pytest.raises(ZeroDivisionError):
+            sidecar.stop()
+    assert left_in(short_directory) == []

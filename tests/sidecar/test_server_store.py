@@ -1,0 +1,215 @@
+"""A real sidecar with an object store: what is carried on, damage, outages, draining."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import pytest
+
+from sidecar.exits import Exit
+from sidecar.protocol import (
+    LoadChunk,
+    LoadJob,
+    Outcome,
+)
+from tests.sidecar.client import (
+    WAIT_SECONDS_MAX,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
+from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.objects import ObjectTier
+from tiers.wrap import FaultRates, Faulty, Verb, Wrapper
+
+T = TypeVar("T")
+
+
+def folder_store(directory: Path, **settings: Any) -> dict[str, Any]:
+    return {"url": f"file://{directory}/bucket", "refresh_seconds": 0.05, **settings}
+
+
+def test_store_carries_chunks_to_an_empty_sidecar(short_directory: Path) -> None:
+    keys = [key_of("prompt", number) for number in range(3)]
+    store = folder_store(short_directory)
+    cut: dict[str, Any] = {"world_size": 2, "topology": "tp2.pp1"}
+    contents: list[list[bytes]] = []
+    first = config_in(short_directory, store=store, runtime={"name": "first"})
+    with (
+        RunningSidecar(first) as sidecar,
+        Worker(sidecar.path, rank=0, **cut) as one,
+        Worker(sidecar.path, rank=1, **cut) as two,
+    ):
+        for worker in (one, two):
+            contents.append(worker.fill(range(12), seed=8))
+            parent = bytes(32)
+            for number, key in enumerate(keys):
+                blocks = range(4 * number, 4 * number + 4)
+                assert worker.store(number, key, blocks, parent) is Outcome.OK
+                parent = key
+    second = config_in(short_directory, store=store, runtime={"name": "second"})
+    with (
+        RunningSidecar(second) as sidecar,
+        Worker(sidecar.path, rank=0, **cut) as one,
+        Worker(sidecar.path, rank=1, **cut) as two,
+        Scheduler(sidecar.path, **cut) as scheduler,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 3)
+        assert scheduler.flags(*keys) == [FLAG_STORE] * 3
+        answer = scheduler.lookup(1, [*keys, key_of("unknown")])
+        assert answer.ready == 3
+        assert scheduler.flags(*keys) == [FLAG_HOST | FLAG_STORE] * 3
+        scheduler.lease(5, keys)
+        chunks = [LoadChunk(key, 0, [n * 4 + b for b in range(4)]) for n, key in enumerate(keys)]
+        for worker, content in zip((one, two), contents, strict=True):
+            worker.poison()
+            worker.submit(loads=[LoadJob(5, chunks)])
+            assert worker.outcome(5) is Outcome.OK
+            assert [worker.read(block) for block in range(12)] == content
+        assert sidecar.status()["counters"]["chunks_read"] >= 3
+
+
+def test_corrupt_object_is_quarantined(short_directory: Path) -> None:
+    key = key_of("spoilt")
+    store = folder_store(short_directory)
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        assert worker.store(1, key, range(4)) is Outcome.OK
+    bucket = short_directory / "bucket"
+    (path,) = bucket.glob("v1/*/??/*/*.arrow")
+    image = bytearray(path.read_bytes())
+    image[5000] ^= 4
+    path.write_bytes(image)
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        Worker(sidecar.path),
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 1)
+        answer = scheduler.lookup(1, [key])
+        assert (answer.ready, answer.outcome) == (0, Outcome.CORRUPT)
+        assert scheduler.flags(key) == [0]
+        sidecar.wait_until(lambda _: not path.exists())
+        assert len(list(bucket.glob("quarantine/**/*.arrow"))) == 1
+
+
+def faulty(**rates: float) -> Callable[[ObjectTier], ObjectTier]:
+    return lambda tier: Faulty(tier, seed=1, rates=FaultRates(**rates))
+
+
+def test_unwell_store_leaves_the_host_tier_working(short_directory: Path) -> None:
+    store = folder_store(short_directory, retries_max=0)
+    with (
+        RunningSidecar(config_in(short_directory, store=store), faulty(unavailable=1.0)) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["state"] == "unwell")
+        readiness = json.loads(sidecar.get("/readyz"))
+        assert readiness["state"] == "degraded"
+        (problem,) = readiness["problems"]
+        assert (problem["code"], problem["serious"]) == ("store", False)
+        assert "injected" in problem["reason"]
+        assert b"kvlake_store_well 0.0" in sidecar.get("/metrics")
+        assert worker.store(1, key_of("anyway"), [0]) is Outcome.OK
+        assert worker.load(2, key_of("anyway"), [1]) is Outcome.OK
+        sidecar.wait_until(lambda now: now["counters"]["writes_failed"] >= 1)
+
+
+def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
+    store = folder_store(short_directory, writes_inflight_max=1)
+    slow = faulty(stall=1.0, stall_seconds=0.1)
+    with (
+        RunningSidecar(config_in(short_directory, store=store), slow) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        for number in range(5):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+        sidecar.info.stop()
+        sidecar.wait_until(lambda now: now["state"] == "draining")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            sidecar.get("/readyz")
+        assert worker.store(9, key_of(9), [0]) is not Outcome.OK, "nothing new is begun"
+        sidecar.stop()
+        assert worker.at_end()
+    assert sidecar.code == 0
+    assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 5
+
+
+class HeldCatalog(Wrapper):
+    """A store that answers, but takes no catalog file until it is let."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.asked = threading.Event()
+        self.let = threading.Event()
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "write" and "/catalog/" in name:
+            self.asked.set()
+            await anyio.to_thread.run_sync(self.let.wait, WAIT_SECONDS_MAX)
+        return await call()
+
+
+def test_drain_waits_for_loads_that_came_while_it_announced(short_directory: Path) -> None:
+    held: list[HeldCatalog] = []
+
+    def hold(tier: ObjectTier) -> ObjectTier:
+        held.append(HeldCatalog(tier))
+        return held[0]
+
+    store = folder_store(short_directory, catalog_flush=3600)
+    with (
+        RunningSidecar(config_in(short_directory, store=store), hold) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.info.stop()
+        assert held[0].asked.wait(WAIT_SECONDS_MAX)
+        worker.submit(loads=[LoadJob(2, [LoadChunk(key_of(1), 0, [1])])], fence=7)
+        sidecar.wait_until(lambda now: now["pending"]["copies_running"] == 1)
+        held[0].let.set()
+        sidecar.wait_until(lambda _: any(short_directory.glob("bucket/**/catalog/**/*.arrow")))
+        worker.fence.signal(7)
+        assert worker.outcome(2) is Outcome.OK
+    assert sidecar.code == 0
+
+
+def test_drain_is_bounded_and_tells_what_is_lost(
+    short_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = folder_store(short_directory, writes_inflight_max=1)
+    config = config_in(short_directory, store=store, limits={"drain_seconds_max": 0.2})
+    stuck = faulty(stall=1.0, stall_seconds=3600)
+    with RunningSidecar(config, stuck) as sidecar, Worker(sidecar.path) as worker:
+        for number in range(3):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+        sidecar.stop()
+    assert sidecar.code is Exit.LOSS
+    (record,) = [one for one in caplog.records if "drained in part" in one.getMessage()]
+    assert record.__dict__["kvlake_fields"]["writes_lost"] == 3
+
+
+def test_what_a_client_still_pins_at_the_end_is_no_leak(
+    short_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        RunningSidecar(config_in(short_directory)) as sidecar,
+        Worker(sidecar.path) as worker,
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        scheduler.lease(1, [key_of(1)])
+        sidecar.wait_until(lambda now: now["leases"] == 1)
+        sidecar.stop()
+    assert sidecar.code == 0
+    assert [one for one in caplog.records if one.levelname == "ERROR"] == []
