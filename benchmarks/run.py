@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,9 @@ BENCHMARKS = {
     "bandwidth": "benchmarks.store.bandwidth_bench",
 }
 
+CLEANING_SECONDS_MAX = 60
+"""What a benchmark that is interrupted may take to end its servers and remove its folders."""
+
 PICTURE = Path("ttft-by-bandwidth")
 """Of `bandwidth`, as .svg and .json in `build/bench`; with --docs also where the docs show it."""
 
@@ -61,13 +65,32 @@ def run_one(module: str) -> dict[str, Any]:
     """Run a benchmark; its last line of output is its result."""
     # One thread per pool, as in the sidecar: the figures are those of one core.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module], capture_output=True, text=True, env=environment, check=False
+    child = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
-    if done.returncode:
-        return {"error": done.stderr[-2000:]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        output, errors = child.communicate()
+    except BaseException:
+        _interrupt(child)
+        raise
+    if child.returncode:
+        return {"error": errors[-2000:]}
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
+
+
+def _interrupt(child: subprocess.Popen[str]) -> None:
+    """Let a benchmark end its servers and remove its folders, which may take much memory."""
+    child.send_signal(signal.SIGINT)
+    try:
+        child.communicate(timeout=CLEANING_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
 
 
 def verdicts(report: dict[str, Any]) -> dict[str, bool | None]:
@@ -116,6 +139,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="also write the report to this file")
     parser.add_argument("--docs", action="store_true", help="put the picture into docs/")
     options = parser.parse_args()
+    # SIGTERM is like Ctrl-C: what was begun is taken away. A shell lets what it starts in the
+    # background ignore SIGINT, and the benchmarks would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report: dict[str, Any] = {"machine": machine()}
     for name, module in BENCHMARKS.items():
         if options.only is not None and name not in options.only:

@@ -1,0 +1,50 @@
+"""The runner of the benchmarks as a process: what it leaves behind when it is ended early."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+REPOSITORY: Final = Path(__file__).parents[1]
+ARGUMENTS: Final = ("-m", "benchmarks.run", "--only", "copy")
+WAIT_SECONDS_MAX: Final = 120.0
+
+
+def folder_of(benchmark: int) -> Path | None:
+    """The folder in memory that a running benchmark works in, by what it has mapped."""
+    try:
+        maps = Path(f"/proc/{benchmark}/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(/dev/shm/tmp[^/\s]+)/", maps)
+    return Path(found[1]) if found else None
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in listed.read_text().split()]
+
+
+def test_a_benchmark_that_is_ended_early_removes_its_folders() -> None:
+    runner = subprocess.Popen(
+        # As a shell starts what runs in the background: without SIGINT.
+        ["sh", "-c", 'trap "" INT; exec "$@"', "-", sys.executable, *ARGUMENTS],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    folder, deadline = None, time.monotonic() + WAIT_SECONDS_MAX
+    while folder is None and runner.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+        folder = next((one for child in children(runner.pid) if (one := folder_of(child))), None)
+    runner.send_signal(signal.SIGTERM)
+    _, errors = runner.communicate(timeout=WAIT_SECONDS_MAX)
+    assert folder is not None, errors
+    assert not folder.exists()
+    assert runner.returncode == 128 + signal.SIGTERM, errors
