@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from pathlib import Path
@@ -30,6 +29,7 @@ import anyio.lowlevel
 import zmq
 
 from sidecar.attach import StartError
+from sidecar.bell import Bell
 from sidecar.curve import Doorkeeper
 from sidecar.kvevents import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
 
@@ -85,6 +85,7 @@ class EventSockets:
         self._admitted = frozenset(settings.subscribers)
         self._doorkeepers: list[Doorkeeper] = []
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
+        self._listeners: dict[Path, zmq.Socket[bytes]] = {}
         self._uids = tuple(uids)
         try:
             self._pub = self._socket(zmq.PUB, secret_key)
@@ -103,11 +104,7 @@ class EventSockets:
             raise
         self._requests: deque[_Request] = deque()
         self._asked = anyio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(self._router.getsockopt(zmq.FD))
-        self._scheduled: asyncio.Handle | None = None
-        self._loop.add_reader(self._fd, self._drain)
-        self._check()
+        self._bell = Bell(self._router, self._drain, broke)
 
     def _socket(self, kind: int, secret_key: bytes) -> zmq.Socket[bytes]:
         # One context each: what answers who may connect is one per context.
@@ -128,9 +125,8 @@ class EventSockets:
         try:
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
-                path.unlink(missing_ok=True)
-                socket.bind(endpoint)
-                path.chmod(IPC_MODE)
+                self._listeners[path] = socket
+                self.bind_again(path)
             else:
                 socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -139,6 +135,17 @@ class EventSockets:
                 "machine, with a port that is free (or 0 for any)"
             ) from error
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Files of the sockets that are not over TCP."""
+        return tuple(self._listeners)
+
+    def bind_again(self, path: Path) -> None:
+        """Make the socket file anew after somebody removed it; connected peers notice nothing."""
+        path.unlink(missing_ok=True)
+        self._listeners[path].bind(f"ipc://{path}")
+        path.chmod(IPC_MODE)
 
     @property
     def handshakes_refused(self) -> int:
@@ -163,26 +170,13 @@ class EventSockets:
 
     # --- what was told before ------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """The descriptor rings once: ask the socket itself whether there is more."""
-        events = int(self._router.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN and self._scheduled is None:
-            self._scheduled = self._loop.call_soon(self._drain)
-
     def _drain(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        try:
-            for _ in range(REQUESTS_PER_WAKE_MAX):
-                try:
-                    frames = self._router.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._take(frames)
-            self._check()
-        except BaseException as error:
-            self._broke(error)
+        for _ in range(REQUESTS_PER_WAKE_MAX):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:
         fits = len(frames) == _REQUEST_FRAMES and len(frames[2]) == SEQUENCE_BYTES
@@ -228,13 +222,11 @@ class EventSockets:
             else:
                 return True
             finally:
-                self._check()
+                self._bell.check()
 
     def close(self) -> None:
         """Close both; what a subscriber has not taken is lost."""
-        self._loop.remove_reader(self._fd)
-        if self._scheduled is not None:
-            self._scheduled.cancel()
+        self._bell.close()
         self._destroy()
 
     def _destroy(self) -> None:

@@ -5,9 +5,6 @@ belongs to, nor what a frame says.
 
 Invariants:
 
-* The descriptor of a ZMQ socket is edge-triggered: it becomes readable once, not as long as there
-  is something to receive. So after every wake-up and every send the socket itself is asked
-  (EVENTS), and while it says there is more, another drain is scheduled.
 * One drain takes at most `FRAMES_PER_WAKE_MAX` frames and begins none after `WAKE_SECONDS_MAX`;
   then the loop runs all else that is ready. ZMQ takes the frames of different peers in turn.
 * Sending never waits. A peer that is gone or does not read is the caller's to deal with.
@@ -15,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
@@ -24,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from sidecar.attach import StartError
+from sidecar.bell import Bell
 from sidecar.curve import Doorkeeper
 from sidecar.protocol import FRAME_BYTES_MAX
 
@@ -112,12 +109,7 @@ class Router:
             self._dismiss()
             self._context.destroy(linger=0)
             raise
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._scheduled: asyncio.Handle | None = None
-        self._loop.add_reader(self._fd, self._drain)
-        # What arrived between bind and here has rung the bell already.
-        self._check()
+        self._bell = Bell(self._socket, self._drain, broke)
 
     def _dismiss(self) -> None:
         if self._doorkeeper is not None:
@@ -168,14 +160,12 @@ class Router:
                 raise
             return Sent.GONE
         finally:
-            self._check()
+            self._bell.check()
         return Sent.OK
 
     def close(self) -> None:
         """Stop draining, send out what is queued (within the linger), close."""
-        self._loop.remove_reader(self._fd)
-        if self._scheduled is not None:
-            self._scheduled.cancel()
+        self._bell.close()
         self._dismiss()
         self._context.destroy()
 
@@ -188,27 +178,13 @@ class Router:
         user = str(frames[-1].get("User-Id"))
         return frames[0].bytes, [frame.bytes for frame in frames[1:]], user
 
-    def _check(self) -> None:
-        """Schedule a drain if the socket holds more. Sending eats the edge, so it asks too."""
-        events = int(self._socket.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN and self._scheduled is None:
-            self._scheduled = self._loop.call_soon(self._drain)
-
     def _drain(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        try:
-            until = time.monotonic() + WAKE_SECONDS_MAX
-            for _ in range(FRAMES_PER_WAKE_MAX):
-                try:
-                    routing_id, parts, user = self._receive()
-                except zmq.Again:
-                    break
-                self._received(routing_id, parts, user)
-                if time.monotonic() > until:
-                    break
-            self._check()
-        except BaseException as error:
-            # The loop would only log it, and go on with a server that is wrong.
-            self._broke(error)
+        until = time.monotonic() + WAKE_SECONDS_MAX
+        for _ in range(FRAMES_PER_WAKE_MAX):
+            try:
+                routing_id, parts, user = self._receive()
+            except zmq.Again:
+                break
+            self._received(routing_id, parts, user)
+            if time.monotonic() > until:
+                break

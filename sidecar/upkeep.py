@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sidecar.attach import StartError, listen
@@ -19,7 +20,7 @@ from sidecar.logs import fields
 from sidecar.watchdog import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from sidecar.admission import Admission
@@ -39,6 +40,10 @@ class FileMark:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._identity = _identity(path)
+
+    def renew(self) -> None:
+        """Remember the file that the path names now."""
+        self._identity = _identity(self.path)
 
     def same(self) -> bool:
         """Whether the path still names that file."""
@@ -63,14 +68,23 @@ class Upkeep:
         self._directory = directory
         self._admission = admission
         self._router = router
-        self._attach = FileMark(directory.attach_path)
-        self._jobs = FileMark(directory.jobs_path)
+        self._sockets = {FileMark(path): renew for path, renew in self._renewals()}
         pool = hub.pool.path
         self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
 
-    def _sockets(self) -> tuple[FileMark, ...]:
-        # Jobs over TCP have no file.
-        return (self._attach,) if self._router.public_key else (self._attach, self._jobs)
+    def _renewals(self) -> Iterator[tuple[Path, Callable[[], None]]]:
+        """Each socket that has a file, and how it is made again; those over TCP have none."""
+        yield self._directory.attach_path, self._listen_again
+        if not self._router.public_key:
+            yield self._directory.jobs_path, self._router.bind_again
+        events = self._hub.event_sockets
+        if events is not None:
+            for path in events.paths:
+                yield path, partial(events.bind_again, path)
+
+    def _listen_again(self) -> None:
+        path = self._directory.attach_path
+        self._admission.move_to(listen(path, self._directory.socket_mode))
 
     def check(self) -> Iterator[Problem]:
         """What is wrong now."""
@@ -79,9 +93,12 @@ class Upkeep:
                 "runtime_directory",
                 f"{self._directory.path} was removed, or another sidecar has it; restart this one",
             )
-        for mark in self._sockets():
+        for mark in self._sockets:
             if not mark.same():
-                yield Problem("socket", f"{mark.path} was removed; no engine can attach")
+                serves = mark.path in (self._directory.attach_path, self._directory.jobs_path)
+                yield Problem(
+                    "socket", f"{mark.path} was removed; nobody can connect to it", serious=serves
+                )
         stuck = self._hub.copies.stuck_seconds(time.monotonic())
         if stuck > COPY_SECONDS_STUCK:
             yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
@@ -100,7 +117,7 @@ class Upkeep:
 
     def mend(self) -> None:
         """Make removed sockets again, where the directory is still ours or can be had again."""
-        lost = [mark for mark in self._sockets() if not mark.same()]
+        lost = [mark for mark in self._sockets if not mark.same()]
         if not lost:
             return
         try:
@@ -108,13 +125,8 @@ class Upkeep:
                 self._directory.retake()
             for mark in lost:
                 mark.path.unlink(missing_ok=True)
-                if mark is self._attach:
-                    mode = self._directory.socket_mode
-                    self._admission.move_to(listen(mark.path, mode))
-                    self._attach = FileMark(mark.path)
-                else:
-                    self._router.bind_again()
-                    self._jobs = FileMark(mark.path)
+                self._sockets[mark]()
+                mark.renew()
                 self._hub.census.sockets_renewed += 1
                 _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
         except (OSError, StartError) as error:

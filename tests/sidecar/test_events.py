@@ -219,6 +219,29 @@ def test_a_random_life_with_evictions_and_a_restart(
     assert follower.snapshots + follower.replays >= 1, "the restart was noticed"
 
 
+def test_removed_sockets_are_made_again(
+    short_directory: Path, subscribe: Callable[..., Subscriber]
+) -> None:
+    with (
+        RunningSidecar(with_events(short_directory)) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        here_before = subscribe(sidecar)
+        assert worker.store(1, key_of("one"), [0]) is Outcome.OK
+        here_before.until_equal({"CPU": {name_of(key_of("one"))}})
+        sockets = [sidecar.path.parent / name for name in ("events.sock", "replay.sock")]
+        for path in sockets:
+            path.unlink()
+        here_before.until(lambda: all(path.exists() for path in sockets))
+        newcomer = subscribe(sidecar)
+        newcomer.recover()
+        assert worker.store(2, key_of("two"), [0]) is Outcome.OK
+        for subscriber in (here_before, newcomer):
+            subscriber.until_equal({"CPU": {name_of(key_of("one")), name_of(key_of("two"))}})
+        assert b"kvlake_sockets_renewed_total 2.0" in sidecar.get("/metrics")
+    assert not any(path.exists() for path in sockets)
+
+
 # --- who does not read, and who may not ----------------------------------------------------------
 
 
