@@ -2,8 +2,8 @@
 
 Real: `SchedulerRole` and `WorkerRole` with their fence pages. Mirrored, as small as it goes: of
 vLLM 0.32 `v1/core/sched/scheduler.py` (waiting, running, preemption, remote loads, delayed frees),
-`v1/core/block_pool.py` (reference counts, prefix cache), `KVOutputAggregator`, and the order of the
-worker hooks. `tests/connector/engine.py` runs the same roles under vLLM's own scheduler.
+`KVOutputAggregator`, and the order of the worker hooks; its block pool is in `blocks.py`.
+`tests/connector/engine.py` runs the same roles under vLLM's own scheduler.
 
 The forward pass reads the KV of every token before those that it computes, and compares it with
 what it must be. Blocks are overwritten the moment that they get a new owner, and nobody may be
@@ -12,25 +12,21 @@ copying from or to them then.
 
 from __future__ import annotations
 
-import hashlib
-import mmap
-import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from connector.client import Attempt, Client
-from connector.export import ExportedMemory
+from connector.client import Attempt
 from connector.groups import CachedGroup
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.storing import Part
-from connector.worker import TransferResults, WorkerRole
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
+from connector.worker import TransferResults
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
+from tests.simulation.blocks import Block, BlockPool, Request
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import (
     BLOCK_TOKENS,
@@ -40,9 +36,8 @@ from tests.simulation.content import (
     TokenDigests,
     owner_of,
 )
+from tests.simulation.ranks import Rank
 from tests.simulation.wire import Node, Wire
-from tiers.fence import WorkerFence
-from tiers.memfd import sealed_memfd
 
 if TYPE_CHECKING:
     from tests.simulation.checks import Checks
@@ -50,197 +45,6 @@ if TYPE_CHECKING:
 STEP_TOKENS_MAX = 48
 RUNNING_MAX = 4
 IDLE_SECONDS = 0.01
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    block_id: int
-    ref_cnt: int = 0
-    digest: bytes = b""
-    """Of the tokens up to its end, while the prefix cache may find it."""
-    is_null: bool = False
-
-
-class BlockPool:
-    """Blocks with reference counts, and the engine's own prefix cache."""
-
-    hash_block_size = BLOCK_TOKENS
-
-    def __init__(self, num_blocks: int) -> None:
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: dict[bytes, Block] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def get_cached_block(self, digest: bytes, groups: list[int]) -> list[Block] | None:
-        block = self._cached.get(digest)
-        return None if block is None else [block]
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            if block.ref_cnt == 0:
-                del self._free[block.block_id]
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Iterator[Block] | Sequence[Block]) -> None:
-        for block in blocks:
-            block.ref_cnt -= 1
-            if block.ref_cnt < 0:
-                raise Violation("a block is freed once", f"block {block.block_id}")
-            if block.ref_cnt == 0:
-                self._free[block.block_id] = None
-
-    def allocate(self, count: int) -> list[Block]:
-        taken: list[Block] = []
-        for _ in range(count):
-            block = self.blocks[self._free.popitem(last=False)[0]]
-            self._forget(block)
-            block.ref_cnt = 1
-            taken.append(block)
-        return taken
-
-    def cache(self, block: Block, digest: bytes) -> None:
-        if not block.digest and digest not in self._cached:
-            block.digest = digest
-            self._cached[digest] = block
-
-    def _forget(self, block: Block) -> None:
-        if block.digest:
-            del self._cached[block.digest]
-            block.digest = b""
-
-    def reset(self) -> None:
-        for block in self.blocks:
-            self._forget(block)
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request, with the names that vLLM's has."""
-
-    request_id: str
-    prompt: list[int]
-    max_tokens: int
-    cache_salt: str | None
-    digests: TokenDigests
-    all_token_ids: list[int] = field(default_factory=list[int])
-    block_hashes: list[bytes] = field(default_factory=list[bytes])
-    num_computed_tokens: int = 0
-    blocks: list[Block] = field(default_factory=list[Block])
-    loading: bool = False
-    local_tokens: int = 0
-    loaded: bool = False
-    """It has its KV from elsewhere, or failed to get it: no further lookup."""
-    finished: bool = False
-    prompt_embeds: None = None
-    resumable: bool = False
-    lora_request: None = None
-    mm_features: tuple[()] = ()
-    skip_reading_prefix_cache: bool = False
-
-    def __post_init__(self) -> None:
-        self.all_token_ids = list(self.prompt)
-        self.hash_blocks()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    def hash_blocks(self) -> None:
-        """Extend `block_hashes` to all whole blocks."""
-        salt = (self.cache_salt or "").encode()
-        for index in range(len(self.block_hashes), self.num_tokens // BLOCK_TOKENS):
-            before = self.block_hashes[-1] if self.block_hashes else salt
-            tokens = self.all_token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-            self.block_hashes.append(hashlib.sha256(before + str(tokens).encode()).digest())
-
-
-class LateFence(WorkerFence):
-    """A page whose stores come when the simulated stream gets there."""
-
-    late = False
-    sequence = 0
-
-    def signal(self, sequence: int) -> None:
-        self.sequence = max(self.sequence, sequence)
-        if not self.late:
-            super().signal(self.sequence)
-
-    def reach(self) -> None:
-        """The stream got there."""
-        if self.fd >= 0:
-            super().signal(self.sequence)
-
-
-class SimWorker(WorkerRole):
-    """The real worker role, with fence pages that a simulated device writes to."""
-
-    def __init__(self, *parts: Any, late: bool, **options: Any) -> None:
-        self._late = late
-        self.pages: list[LateFence] = []
-        super().__init__(*parts, **options)
-
-    def _make_attempt(self) -> Attempt:
-        fence = LateFence()
-        fence.late = self._late
-        self.pages.append(fence)
-        memory = Memory(kind="memfd", size_bytes=self._memory.size_bytes)
-        return Attempt(self._describe(self._memory, memory), [self._memory.fd, fence.fd], fence)
-
-
-class Rank:
-    """One worker: its KV memory and its role."""
-
-    def __init__(self, engine: SimEngine, rank: int) -> None:
-        self.engine = engine
-        self.rank = rank
-        self.layout = engine.model.kv_layout(rank, engine.num_blocks)
-        self.fd = sealed_memfd("sim-kv", self.layout.size_bytes)
-        self._map = mmap.mmap(self.fd, self.layout.size_bytes)
-        memory = np.frombuffer(self._map, dtype=np.uint8)
-        self.kv = engine.model.view(memory, rank)
-        exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout)
-        self.wire: Wire
-        self.role = SimWorker(
-            exported,
-            self._wired,
-            self._describe,
-            clock=engine.world.clock,
-            late=engine.late_fences,
-        )
-
-    def _wired(self, make_attempt: Callable[[], Attempt]) -> Client:
-        self.wire = Wire(self.engine.node, f"{self.engine.name}.{self.rank}", make_attempt)
-        return self.wire.as_client()
-
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        segment = self.layout.segment
-        return self.engine.attach_message(
-            Role.WORKER, self.rank, segment=segment, layout=self.layout, memory=shared
-        )
-
-    def device_done(self) -> None:
-        """The step's work on the device is over."""
-        pages = self.role.pages
-        pages[:] = [page for page in pages if page.fd >= 0]
-        for page in pages:
-            page.reach()
-
-    def close(self) -> None:
-        """The process is gone."""
-        self.wire.die()
-        for page in self.role.pages:
-            page.close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class SimEngine:
