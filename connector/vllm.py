@@ -1,19 +1,16 @@
-"""`KVLakeConnector`: the class that vLLM loads, and the only file that subclasses vLLM.
+"""`KVLakeConnector`: the class that vLLM loads. Each of vLLM's calls goes to a role or a module.
 
 Delegates by role to `SchedulerRole` or `WorkerRole`. Where an engine cannot be cached safely
-(KV cache groups of an unknown kind, ranks that replicate heads, pipeline stages, drafts), it serves
-without the cache and says so once. No method raises for a fault of the cache.
+(`refusals.py`), it serves without the cache and says so once. No method raises for a fault of the
+cache.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, ZmqEventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,29 +19,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from connector.client import Attempt, Client
+from connector.engine import EngineGroup, ServedEngine
+from connector.events import events_endpoints, events_of
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
-from connector.groups import FULL, Attention, CachedGroup, Geometry, chunk_tokens_of
-from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
+from connector.groups import CachedGroup
+from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
+from connector.metrics import KVLakePromMetrics, KVLakeStats
+from connector.namespace import digest_of
 from connector.plan import StepPlan, StepReport
-from connector.requests import Settings, Stats
+from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.worker import TransferResults, WorkerRole
-from sidecar.protocol import GROUPS_MAX, PROTOCOL_VERSION, Attach, Group, Memory, Role
+from sidecar.protocol import Attach, Memory, Role
 from tiers.errors import LayoutError
-from tiers.layout import Segment, head_segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,262 +43,14 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from tiers.layout import KVLayout
-
 logger = logging.getLogger("vllm.kvlake")
-
-MEDIUM_STORAGE = "STORAGE"
-EVENT_NAME_BYTES = 16
-"""Of a chunk's key, as in the sidecar's own stream."""
-
-
-class KVLakeMetadata(KVConnectorMetadata):
-    """A step's jobs on their way from the scheduler to the workers."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-
-
-class KVLakeWorkerMetadata(KVConnectorWorkerMetadata):
-    """Ended stores on their way from the workers to the scheduler."""
-
-    def __init__(self, report: StepReport) -> None:
-        self.report = report
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add up what several ranks reported."""
-        assert isinstance(other, KVLakeWorkerMetadata)
-        return KVLakeWorkerMetadata(self.report.add(other.report))
-
-
-class KVLakeStats(KVConnectorStats):
-    """Counts of one interval, by the field names of `connector.scheduler.Stats`."""
-
-    def reset(self) -> None:
-        """Forget the counts."""
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another interval, or another engine."""
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """The counts as they are; they are sums already."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not any(self.data.values())
-
-
-class KVLakePromMetrics(KVConnectorPromMetrics):
-    """Exports the counts as `vllm:kvlake_*_total` beside vLLM's own metrics."""
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, Any] = {}
-        for name in asdict(Stats()):
-            counter = self._counter_cls(
-                name=f"vllm:kvlake_{name}",
-                documentation=f"kvlake connector: {name.replace('_', ' ')}.",
-                labelnames=labelnames,
-            )
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
-            }
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts of one engine."""
-        for name, count in transfer_stats_data.items():
-            if count and name in self._counters:
-                self._counters[name][engine_idx].inc(count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One KV cache group, as both roles must see it."""
-
-    layer_names: list[str]
-    geometry: Geometry
-    num_heads: int
-    encoding: str
-    namespace: bytes
-    latent: bool = False
-    """MLA: one vector per token instead of heads, and every rank holds all of it."""
-
-    def segment(self, rank: int, tp_size: int) -> Segment:
-        """Layers and heads of a tensor-parallel rank. Raises `LayoutError`."""
-        if self.latent:
-            return Segment(0, len(self.layer_names), 0, 1)
-        return head_segment(len(self.layer_names), self.num_heads, rank, tp_size)
-
-
-class _Engine:
-    """What both roles must agree on, read from vLLM's configuration once."""
-
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        self.socket = str(extra.get("socket") or default_socket())
-        self.attach_seconds = _seconds(extra, "attach_seconds", 2.0)
-        self.load_tokens_min = _count(extra, "load_tokens_min", 64)
-        chunk_tokens = _count(extra, "chunk_tokens", 256)
-        parallel = vllm_config.parallel_config
-        self.engine_id = str(transfer.engine_id)
-        self.tp_size = int(parallel.tensor_parallel_size)
-        self.world_size = int(parallel.world_size)
-        self.refusal = self._refusal(vllm_config, kv_cache_config, chunk_tokens)
-        if self.refusal:
-            return
-        groups = kv_cache_config.kv_cache_groups
-        try:
-            self.groups = [
-                self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
-                for group in groups
-            ]
-        except (WeightsUnknown, OSError) as error:
-            self.refusal = str(error)
-            return
-        self.replicas = self.tp_size if self.groups[0].latent else 1
-
-    def _group(self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool) -> _Group:
-        spec = group.kv_cache_spec
-        layer_names: list[str] = list(group.layer_names)
-        attention = _attention(spec)
-        assert attention is not None, "refused before"
-        block_tokens = int(spec.block_size)
-        own_tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
-        geometry = Geometry(block_tokens, own_tokens, attention)
-        num_heads = self._num_heads(vllm_config, spec)
-        namespace = namespace_of(
-            vllm_config,
-            block_tokens=block_tokens,
-            blocks_per_chunk=geometry.blocks_per_chunk,
-            spec=spec,
-            # Of a group that is the whole model, the model says it all.
-            layer_names=() if alone else layer_names,
-            kv_heads=num_heads,
-        )
-        encoding = encoding_of(vllm_config, block_tokens, spec)
-        latent = isinstance(spec, MLAAttentionSpec)
-        return _Group(layer_names, geometry, num_heads, encoding, namespace, latent)
-
-    def _num_heads(self, vllm_config: Any, spec: Any) -> int:
-        """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
-        if isinstance(spec, MLAAttentionSpec):
-            return 1
-        total = int(vllm_config.model_config.get_total_num_kv_heads())
-        # Where heads are replicated the product would count them twice; that is refused.
-        return total if self.tp_size > total else int(spec.num_kv_heads) * self.tp_size
-
-    def _refusal(self, vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
-        """Why this engine cannot be cached safely, or nothing."""
-        # Not at import: vLLM imports this module in its front end, which must not pick a platform.
-        from vllm.platforms import current_platform
-
-        if not (current_platform.is_cpu() or current_platform.is_cuda()):
-            return f"platform {current_platform.device_type!r} is not supported by this release"
-        if vllm_config.model_config.enable_sleep_mode:
-            # Asleep, its memory goes, and what the sidecar mapped would no longer be the cache.
-            return "enable_sleep_mode is not supported by this release"
-        parallel = vllm_config.parallel_config
-        groups = kv_cache_config.kv_cache_groups
-        unknown = {
-            type(group.kv_cache_spec).__name__
-            for group in groups
-            if _attention(group.kv_cache_spec) is None
-            or not getattr(group, "enable_kv_transfer", True)
-        }
-        if unknown or not 0 < len(groups) <= GROUPS_MAX:
-            kinds = f", {', '.join(sorted(unknown))} among them" if unknown else ""
-            return (
-                f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
-                "sliding-window and chunked local attention"
-            )
-        for name in (
-            "pipeline_parallel_size",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-        ):
-            if getattr(parallel, name, 1) > 1:
-                return f"{name}={getattr(parallel, name)} is not supported by this release"
-        if vllm_config.speculative_config is not None:
-            return "speculative decoding is not supported by this release"
-        latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
-        if any(latent):
-            if len(groups) > 1:
-                return "MLA beside groups of other kinds is not supported by this release"
-            if current_platform.is_cpu() and not (
-                vllm_config.scheduler_config.enable_chunked_prefill
-            ):
-                # Its reference backend attends to the tokens of the step only.
-                return "its MLA backend cannot go on from a cached prefix"
-        for group in groups:
-            spec = group.kv_cache_spec
-            if chunk_tokens % spec.block_size:
-                return (
-                    f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
-                    f"{spec.block_size}"
-                )
-            if any(latent):
-                continue
-            try:
-                heads = self._num_heads(vllm_config, spec)
-                head_segment(len(group.layer_names), heads, 0, self.tp_size)
-            except LayoutError as error:
-                return str(error)
-        return ""
-
-    def owner(self, group: int) -> str:
-        """Whose chunks are told of in events."""
-        namespace = digest_of(self.groups[group].namespace)
-        return f"kvlake/{namespace.hex()[:16]}/tp{self.tp_size}"
-
-    def attach(
-        self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
-    ) -> Attach:
-        """The attach message of one role of this engine; of a worker, with its memory."""
-        first, *others = self.groups
-        layouts: Sequence[KVLayout | None] = [None] * len(self.groups)
-        if exported is not None:
-            layouts = exported.layouts
-            parts |= {"segment": exported.layout.segment, "layout": exported.layout}
-        return Attach(
-            version=PROTOCOL_VERSION,
-            role=role,
-            engine_id=self.engine_id,
-            rank=rank,
-            world_size=self.world_size,
-            # Ranks that hold copies do not count: they read what an engine without them stored.
-            topology=f"tp{self.tp_size // self.replicas}",
-            replicas=self.replicas,
-            namespace=first.namespace,
-            block_tokens=first.geometry.block_tokens,
-            blocks_per_chunk=first.geometry.blocks_per_chunk,
-            pid=os.getpid(),
-            groups=tuple(
-                Group(
-                    namespace=group.namespace,
-                    block_tokens=group.geometry.block_tokens,
-                    blocks_per_chunk=group.geometry.blocks_per_chunk,
-                    segment=None if layout is None else layout.segment,
-                    layout=layout,
-                )
-                for group, layout in zip(others, layouts[1:], strict=True)
-            ),
-            **parts,
-        )
 
 
 class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -325,7 +67,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerRole | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
-        self._engine = _Engine(vllm_config, kv_cache_config)
+        self._engine = ServedEngine(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
                 logger.warning(
@@ -567,37 +309,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return ()
         stored, removed = self._scheduler.take_events()
         several = len(self._engine.groups) > 1
-        events: list[KVCacheEvent] = []
-        for event in stored:
-            medium, locality = _medium(event.tier)
-            events.append(
-                BlockStored(
-                    block_hashes=[event.key[:EVENT_NAME_BYTES]],
-                    parent_block_hash=event.parent[:EVENT_NAME_BYTES]
-                    if any(event.parent)
-                    else None,
-                    token_ids=[],
-                    block_size=event.num_tokens,
-                    lora_id=None,
-                    medium=medium,
-                    lora_name=None,
-                    locality=locality,
-                    ownership=self._engine.owner(event.group),
-                    group_idx=event.group if several else None,
-                )
-            )
-        for gone in removed:
-            medium, locality = _medium(gone.tier)
-            events.append(
-                BlockRemoved(
-                    block_hashes=[gone.key[:EVENT_NAME_BYTES]],
-                    medium=medium,
-                    locality=locality,
-                    ownership=self._engine.owner(gone.group),
-                    group_idx=gone.group if several else None,
-                )
-            )
-        return events
+        return events_of(stored, removed, self._engine.owner, several=several)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts of the scheduler role since the last call."""
@@ -637,58 +349,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
 
-def default_socket() -> str:
-    """Where a sidecar with the default configuration listens for this user."""
-    own = os.environ.get("XDG_RUNTIME_DIR")
-    if own and Path(own).is_dir():
-        base = Path(own) / "kvlake"
-    else:
-        base = Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (the sidecar checks its owner)
-    return str(base / "default" / "attach.sock")
-
-
-def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
-    """Where a process of this machine subscribes to vLLM's own KV events, and has them replayed.
-
-    Empty where vLLM publishes none, or where it connects to its subscriber rather than binds.
-    """
-    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
-        return "", ""
-    places: list[str] = []
-    for given in (events.endpoint, events.replay_endpoint or ""):
-        try:
-            place = ZmqEventPublisher.offset_endpoint_port(given, data_parallel_rank) or ""
-        except ValueError:
-            # vLLM itself refuses such an endpoint for this rank, and says so.
-            place = ""
-        place = place.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
-        reached = place.startswith("ipc:///") or "*" in given or "::" in given
-        places.append(place if reached and not place.endswith(":0") else "")
-    endpoint, replay = places
-    return (endpoint, replay) if endpoint else ("", "")
-
-
-def _medium(tier: str) -> tuple[str, str]:
-    """Medium and locality of a tier."""
-    return (MEDIUM_CPU, "LOCAL") if tier == "host" else (MEDIUM_STORAGE, "REMOTE")
-
-
-def _attention(spec: Any) -> Attention | None:
-    """What layers of a KV cache group still read of their past; None of a kind not known here."""
-    # Not subclasses: they may keep other things in a block than keys and values of its tokens.
-    if type(spec) is FullAttentionSpec:
-        return FULL
-    if type(spec) is MLAAttentionSpec:
-        # With several tokens in one state a block is no row of tokens.
-        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
-    if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
-        return Attention(window=int(spec.sliding_window))
-    if type(spec) is ChunkedLocalAttentionSpec:
-        return Attention(local=int(spec.attention_chunk_size))
-    return None
-
-
-def _require_blocks(memory: ExportedMemory, groups: list[_Group]) -> None:
+def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:
     """Raise `ExportRefused` where attention kernels divide the scheduler's blocks."""
     for layout, group in zip(memory.layouts, groups, strict=True):
         if layout.block_tokens != group.geometry.block_tokens:
@@ -704,21 +365,3 @@ def _unserved(plan: StepPlan) -> TransferResults:
     loads = {load.request_id for load in plan.loads}
     ended = {store.job_id: 1 for store in plan.stores}
     return TransferResults(loads, set(loads), StepReport(ended, len(ended)))
-
-
-def _count(extra: dict[str, Any], name: str, default: int) -> int:
-    value = extra.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer"
-        )
-    return value
-
-
-def _seconds(extra: dict[str, Any], name: str, default: float) -> float:
-    value = extra.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r}: must be seconds, 0 or more"
-        )
-    return float(value)

@@ -33,14 +33,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connector import plugin
+from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
+from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
-from connector.vllm import (
-    KVLakeConnector,
-    KVLakeMetadata,
-    KVLakeStats,
-    KVLakeWorkerMetadata,
-    _Engine,
-)
+from connector.refusals import refusal_of
+from connector.vllm import KVLakeConnector
 from tests.contract.surface import OVERRIDDEN
 
 READ_OF_A_REQUEST = [
@@ -251,5 +248,4 @@ class TestGpu:
 
     def test_an_engine_that_may_sleep_is_not_served(self) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-        engine = object.__new__(_Engine)
-        assert "enable_sleep_mode" in engine._refusal(config, None, 256)
+        assert "enable_sleep_mode" in refusal_of(config, None, 256)

@@ -15,7 +15,8 @@ import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.vllm import KVLakeConnector, events_endpoints
+from connector.events import events_endpoints
+from connector.vllm import KVLakeConnector
 from tests.connector.engine import (
     BLOCK_TOKENS,
     Engine,

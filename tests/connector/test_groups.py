@@ -41,7 +41,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from connector.groups import FULL, Attention, Geometry, chunk_tokens_of, longest_hit
-from connector.vllm import KVLakeConnector, _attention
+from connector.refusals import attention_of
+from connector.vllm import KVLakeConnector
 from sidecar.protocol import Outcome
 from tests.connector.engine import (
     BLOCK_TOKENS,
@@ -91,7 +92,7 @@ def engine(tmp_path: Path, specs: list[AttentionSpec]) -> Iterator[Engine]:
 def geometries_of(specs: list[AttentionSpec]) -> list[Geometry]:
     found: list[Geometry] = []
     for spec in specs:
-        attention = _attention(spec)
+        attention = attention_of(spec)
         assert attention is not None
         tokens = chunk_tokens_of(CHUNK_TOKENS, spec.block_size, attention)
         found.append(Geometry(spec.block_size, tokens, attention))
@@ -330,7 +331,7 @@ def test_random_conversations_in_a_small_cache(
     ],
 )
 def test_kinds_that_are_not_known_are_not_taken_for_others(spec: Any) -> None:
-    assert _attention(spec) is None
+    assert attention_of(spec) is None
 
 
 def test_a_model_with_an_unknown_group_is_served_without_the_cache(

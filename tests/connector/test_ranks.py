@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.namespace import encoding_of, namespace_of
-from connector.vllm import _Engine  # pyright: ignore[reportPrivateUsage]
 from sidecar.protocol import Role
 from tiers.layout import Segment
 
@@ -56,12 +56,12 @@ def config_of(
     )
 
 
-def engine_of(spec: Any, tp_size: int, *, beside: Any = None, **changes: Any) -> _Engine:
+def engine_of(spec: Any, tp_size: int, *, beside: Any = None, **changes: Any) -> ServedEngine:
     names = [f"layer.{number}" for number in range(LAYERS)]
     specs = [spec] if beside is None else [spec, beside]
     groups = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=one) for one in specs]
     caches: Any = SimpleNamespace(kv_cache_groups=groups)
-    return _Engine(config_of(tp_size, **changes), caches)
+    return ServedEngine(config_of(tp_size, **changes), caches)
 
 
 def test_mla_is_one_head_that_every_rank_holds() -> None:

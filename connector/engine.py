@@ -1,0 +1,138 @@
+"""An engine as both roles must see it: its groups, their namespaces, and how it attaches.
+
+Read from vLLM's configuration once. Where the engine is refused (`refusals.py`), only `refusal` and
+what comes before it is there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from connector.groups import Geometry, chunk_tokens_of
+from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
+from connector.options import count_of, default_socket, seconds_of
+from connector.refusals import attention_of, num_heads_of, refusal_of
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
+from tiers.layout import Segment, head_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from connector.export import ExportedMemory
+    from tiers.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """One KV cache group, as both roles must see it."""
+
+    layer_names: list[str]
+    geometry: Geometry
+    num_heads: int
+    encoding: str
+    namespace: bytes
+    latent: bool = False
+    """MLA: one vector per token instead of heads, and every rank holds all of it."""
+
+    def segment(self, rank: int, tp_size: int) -> Segment:
+        """Layers and heads of a tensor-parallel rank. Raises `LayoutError`."""
+        if self.latent:
+            return Segment(0, len(self.layer_names), 0, 1)
+        return head_segment(len(self.layer_names), self.num_heads, rank, tp_size)
+
+
+class ServedEngine:
+    """What both roles must agree on, read from vLLM's configuration once."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        self.socket = str(extra.get("socket") or default_socket())
+        self.attach_seconds = seconds_of(extra, "attach_seconds", 2.0)
+        self.load_tokens_min = count_of(extra, "load_tokens_min", 64)
+        chunk_tokens = count_of(extra, "chunk_tokens", 256)
+        parallel = vllm_config.parallel_config
+        self.engine_id = str(transfer.engine_id)
+        self.tp_size = int(parallel.tensor_parallel_size)
+        self.world_size = int(parallel.world_size)
+        self.refusal = refusal_of(vllm_config, kv_cache_config, chunk_tokens)
+        if self.refusal:
+            return
+        groups = kv_cache_config.kv_cache_groups
+        try:
+            self.groups = [
+                self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
+                for group in groups
+            ]
+        except (WeightsUnknown, OSError) as error:
+            self.refusal = str(error)
+            return
+        self.replicas = self.tp_size if self.groups[0].latent else 1
+
+    def _group(
+        self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool
+    ) -> EngineGroup:
+        spec = group.kv_cache_spec
+        layer_names: list[str] = list(group.layer_names)
+        attention = attention_of(spec)
+        assert attention is not None, "refused before"
+        block_tokens = int(spec.block_size)
+        own_tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
+        geometry = Geometry(block_tokens, own_tokens, attention)
+        num_heads = num_heads_of(vllm_config, spec)
+        namespace = namespace_of(
+            vllm_config,
+            block_tokens=block_tokens,
+            blocks_per_chunk=geometry.blocks_per_chunk,
+            spec=spec,
+            # Of a group that is the whole model, the model says it all.
+            layer_names=() if alone else layer_names,
+            kv_heads=num_heads,
+        )
+        encoding = encoding_of(vllm_config, block_tokens, spec)
+        latent = isinstance(spec, MLAAttentionSpec)
+        return EngineGroup(layer_names, geometry, num_heads, encoding, namespace, latent)
+
+    def owner(self, group: int) -> str:
+        """Whose chunks are told of in events."""
+        namespace = digest_of(self.groups[group].namespace)
+        return f"kvlake/{namespace.hex()[:16]}/tp{self.tp_size}"
+
+    def attach(
+        self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
+    ) -> Attach:
+        """The attach message of one role of this engine; of a worker, with its memory."""
+        first, *others = self.groups
+        layouts: Sequence[KVLayout | None] = [None] * len(self.groups)
+        if exported is not None:
+            layouts = exported.layouts
+            parts |= {"segment": exported.layout.segment, "layout": exported.layout}
+        return Attach(
+            version=PROTOCOL_VERSION,
+            role=role,
+            engine_id=self.engine_id,
+            rank=rank,
+            world_size=self.world_size,
+            # Ranks that hold copies do not count: they read what an engine without them stored.
+            topology=f"tp{self.tp_size // self.replicas}",
+            replicas=self.replicas,
+            namespace=first.namespace,
+            block_tokens=first.geometry.block_tokens,
+            blocks_per_chunk=first.geometry.blocks_per_chunk,
+            pid=os.getpid(),
+            groups=tuple(
+                Group(
+                    namespace=group.namespace,
+                    block_tokens=group.geometry.block_tokens,
+                    blocks_per_chunk=group.geometry.blocks_per_chunk,
+                    segment=None if layout is None else layout.segment,
+                    layout=layout,
+                )
+                for group, layout in zip(others, layouts[1:], strict=True)
+            ),
+            **parts,
+        )

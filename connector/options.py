@@ -1,0 +1,41 @@
+"""The connector's extra configuration: how its values are read, and what is taken without them.
+
+Raises `ValueError` with the field, the value and what it must be, so a wrong option ends the
+engine at its start and not its cache later.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def default_socket() -> str:
+    """Where a sidecar with the default configuration listens for this user."""
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own).is_dir():
+        base = Path(own) / "kvlake"
+    else:
+        base = Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (the sidecar checks its owner)
+    return str(base / "default" / "attach.sock")
+
+
+def count_of(extra: dict[str, Any], name: str, default: int) -> int:
+    """A positive integer of the extra configuration."""
+    value = extra.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(
+            f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer"
+        )
+    return value
+
+
+def seconds_of(extra: dict[str, Any], name: str, default: float) -> float:
+    """Seconds, 0 or more, of the extra configuration."""
+    value = extra.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"kv_connector_extra_config[{name!r}]={value!r}: must be seconds, 0 or more"
+        )
+    return float(value)

@@ -1,0 +1,102 @@
+"""Which engines are cached: what is known of each kind of KV cache group, and what is refused.
+
+An engine that cannot be cached safely is served without the cache, never wrongly; the reason is one
+line in vLLM's log. Both roles come to the same answer, from vLLM's configuration alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from connector.groups import FULL, Attention
+from sidecar.protocol import GROUPS_MAX
+from tiers.errors import LayoutError
+from tiers.layout import head_segment
+
+
+def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
+    """Why this engine cannot be cached safely, or nothing."""
+    # Not at import: vLLM imports this module in its front end, which must not pick a platform.
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        return f"platform {current_platform.device_type!r} is not supported by this release"
+    if vllm_config.model_config.enable_sleep_mode:
+        # Asleep, its memory goes, and what the sidecar mapped would no longer be the cache.
+        return "enable_sleep_mode is not supported by this release"
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    unknown = {
+        type(group.kv_cache_spec).__name__
+        for group in groups
+        if attention_of(group.kv_cache_spec) is None
+        or not getattr(group, "enable_kv_transfer", True)
+    }
+    if unknown or not 0 < len(groups) <= GROUPS_MAX:
+        kinds = f", {', '.join(sorted(unknown))} among them" if unknown else ""
+        return (
+            f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
+            "sliding-window and chunked local attention"
+        )
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name}={getattr(parallel, name)} is not supported by this release"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is not supported by this release"
+    latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
+    if any(latent):
+        if len(groups) > 1:
+            return "MLA beside groups of other kinds is not supported by this release"
+        if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
+            # Its reference backend attends to the tokens of the step only.
+            return "its MLA backend cannot go on from a cached prefix"
+    for group in groups:
+        spec = group.kv_cache_spec
+        if chunk_tokens % spec.block_size:
+            return (
+                f"chunk_tokens={chunk_tokens} is not a multiple of the block size {spec.block_size}"
+            )
+        if any(latent):
+            continue
+        try:
+            heads = num_heads_of(vllm_config, spec)
+            head_segment(len(group.layer_names), heads, 0, int(parallel.tensor_parallel_size))
+        except LayoutError as error:
+            return str(error)
+    return ""
+
+
+def attention_of(spec: Any) -> Attention | None:
+    """What layers of a KV cache group still read of their past; None of a kind not known here."""
+    # Not subclasses: they may keep other things in a block than keys and values of its tokens.
+    if type(spec) is FullAttentionSpec:
+        return FULL
+    if type(spec) is MLAAttentionSpec:
+        # With several tokens in one state a block is no row of tokens.
+        return FULL if spec.tokens_per_state == 1 and spec.page_size_padded is None else None
+    if type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
+        return Attention(window=int(spec.sliding_window))
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return Attention(local=int(spec.attention_chunk_size))
+    return None
+
+
+def num_heads_of(vllm_config: Any, spec: Any) -> int:
+    """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    # Where heads are replicated the product would count them twice; that is refused.
+    return total if tp_size > total else int(spec.num_kv_heads) * tp_size
