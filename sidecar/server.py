@@ -313,7 +313,7 @@ class Server:
         if self._hub.watch is not None:
             # Whatever was written, however far the drain got.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
-                await self._hub.watch.flush()
+                await self._hub.watch.flush_all()
         # Loads are served to the end, so some may have come while that was announced.
         with anyio.CancelScope(deadline=patience.deadline):
             while self._broken is None and not self._hub.engine.pending_work().idle:

@@ -143,13 +143,18 @@ class StoreWatch:
                 await anyio.sleep(FLUSH_PAUSE_SECONDS)
 
     async def flush(self) -> bool:
-        """Announce everything that waits, now. False where the store would not take it."""
+        """Announce everything that waits now. False where the store would not take it."""
         try:
             await self._catalogs.flush()
         except TierError as error:
             self.failed(error)
             return False
         return True
+
+    async def flush_all(self) -> None:
+        """Announce everything, and what comes meanwhile, as far as the store takes it."""
+        while self._catalogs.rows_waiting and await self.flush():
+            pass
 
     async def _refresh(self) -> None:
         while True:

@@ -98,11 +98,16 @@ class LogWriter:
         return max(0.0, self._oldest + self._seconds_max - self._clock())
 
     async def flush(self) -> None:
-        """Write everything that waits. Raises the tier's errors; the rows then wait on."""
+        """Write everything that waits now. Raises the tier's errors; the rows then wait on.
+
+        What comes meanwhile waits until it is due itself: chunks that are written one after the
+        other would otherwise have a file each.
+        """
         async with self._flushing:
-            while self._rows:
+            left, begun = len(self._rows), self._clock()
+            while left > 0:
                 if self._unsent is None:
-                    rows = rows_of(self._rows[:ROWS_PER_FILE_MAX])
+                    rows = rows_of(self._rows[: min(left, ROWS_PER_FILE_MAX)])
                     self._unsent = (await anyio.to_thread.run_sync(encode, rows), len(rows))
                 # An answer may have been lost, so the same bytes are sent again under the same
                 # name: a reader never finds two files of one number.
@@ -110,7 +115,8 @@ class LogWriter:
                 await self._send(body)
                 self._unsent = None
                 del self._rows[:count]
-                self._oldest = self._clock()
+                left -= count
+                self._oldest = begun
 
     async def write(self, rows: Rows) -> None:
         """Write these rows at once, past the buffer. After an error, use another writer's name."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import anyio.lowlevel
 import pytest
@@ -13,7 +15,9 @@ from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.names import parse_log
 from tiers.catalog.rows import rows_of
 from tiers.errors import TierUnavailable
-from tiers.wrap import FaultRates, Faulty, Retrying
+from tiers.wrap import FaultRates, Faulty, Retrying, Verb, Wrapper
+
+T = TypeVar("T")
 
 
 def test_every_life_has_a_name_of_its_own() -> None:
@@ -38,6 +42,36 @@ async def test_rows_wait_until_they_are_due() -> None:
     assert (log.files, len(log)) == (1, 0)
     await log.flush()
     assert log.files == 1
+
+
+class OneMoreEachTime(Wrapper):
+    """A store to which a row is written while it takes a file of rows, and another, and so on."""
+
+    log: LogWriter
+    rows = 1
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "write":
+            assert self.rows < 100, "a file for each row"
+            self.log.append(row(self.rows))
+            self.rows += 1
+        return await call()
+
+
+async def test_rows_that_come_during_a_flush_wait_until_they_are_due() -> None:
+    now = [0.0]
+    inner = memory()
+    tier = OneMoreEachTime(inner)
+    log = tier.log = LogWriter(
+        tier, FOLDER, new_writer(), rows_max=10, seconds_max=2.0, clock=lambda: now[0]
+    )
+    log.append(row(0))
+    now[0] = 2.0
+    await log.flush()
+    assert (log.files, len(log), log.due_in) == (1, 1, 2.0)
+    now[0] = 4.0
+    await log.flush()
+    assert await new_rows(reader(inner)) == [row(0), row(1)]
 
 
 async def test_files_are_numbered_from_zero_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
