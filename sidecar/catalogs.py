@@ -13,9 +13,9 @@ estimate between two compactions: rows add to it as they come, and a manifest se
 from __future__ import annotations
 
 import time
-from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from tiers.catalog.census import Holding
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
@@ -23,9 +23,13 @@ from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from sidecar.realms import Realm
     from tiers.catalog.rows import Row
     from tiers.objects import ObjectTier
+
+NOTHING_HELD: Final = Holding()
 
 
 class Catalogs:
@@ -96,7 +100,7 @@ class Catalogs:
             self._readers[realm.realm_id] = reader
         return reader
 
-    def note(self, realm: Realm, bytes_by_tenant: Counter[bytes]) -> None:
+    def note(self, realm: Realm, held: Mapping[bytes, Holding]) -> None:
         """Count what rows say of tenants; those of a namespace are counted for one realm only."""
         usage = self._usage.setdefault(realm.namespace_digest, _Usage(realm.realm_id))
         if usage.realm_id != realm.realm_id:
@@ -104,18 +108,32 @@ class Catalogs:
         manifest = self.reader(realm).manifest
         if manifest.generation != usage.generation:
             usage.generation = manifest.generation
-            held = {bytes.fromhex(name): size for name, size in manifest.tenants.items()}
-            usage.tenant_bytes = Counter(held)
-        usage.tenant_bytes.update(bytes_by_tenant)
+            usage.tenants = {bytes.fromhex(name): own for name, own in manifest.tenants.items()}
+            usage.whole = manifest.held
+        for tenant, own in held.items():
+            usage.tenants[tenant] = usage.tenants.get(tenant, NOTHING_HELD).plus(own)
+            usage.whole = usage.whole.plus(own)
 
     @property
-    def stored_bytes(self) -> int:
+    def stored(self) -> Holding:
         """What all tenants of the namespaces that are known here hold in the store."""
-        return sum(usage.tenant_bytes.total() for usage in self._usage.values())
+        whole = NOTHING_HELD
+        for usage in self._usage.values():
+            whole = whole.plus(usage.whole)
+        return whole
 
-    def tenant_bytes(self, tenant: bytes) -> int:
-        """What a tenant is known to hold in the store."""
-        return sum(usage.tenant_bytes[tenant or NO_TENANT] for usage in self._usage.values())
+    def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Holding:
+        """What a tenant is known to hold in the store: in one namespace, or in all together."""
+        whole = NOTHING_HELD
+        for usage in self._of(namespace_digest):
+            whole = whole.plus(usage.tenants.get(tenant or NO_TENANT, NOTHING_HELD))
+        return whole
+
+    def _of(self, namespace_digest: bytes | None) -> Iterator[_Usage]:
+        if namespace_digest is None:
+            yield from self._usage.values()
+        elif namespace_digest in self._usage:
+            yield self._usage[namespace_digest]
 
     def _log(self, realm: Realm) -> LogWriter:
         log = self._logs.get(realm.namespace_digest)
@@ -137,4 +155,5 @@ class _Usage:
     def __init__(self, realm_id: int) -> None:
         self.realm_id = realm_id
         self.generation = -1
-        self.tenant_bytes: Counter[bytes] = Counter()
+        self.tenants: dict[bytes, Holding] = {}
+        self.whole = NOTHING_HELD

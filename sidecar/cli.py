@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 from sidecar.exits import Exit
 
@@ -49,6 +49,7 @@ _PR_SET_PDEATHSIG: Final = 1
 # argparse has no public names for what `add_subparsers` returns, nor for what takes options.
 _Commands: TypeAlias = Any
 _Options: TypeAlias = Any
+_T = TypeVar("_T")
 
 
 class UsageError(Exception):
@@ -240,30 +241,44 @@ def _du(options: argparse.Namespace) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from sidecar import storecommands
+    from sidecar import storecommands, storelisting
 
-    wanted = storecommands.Wanted(options.namespace, options.key, options.tenant, options.limit)
-    document = _on_store(lambda: storecommands.ls(_load(options.config), wanted))
-    say(json.dumps(document, indent=2) if options.json else storecommands.ls_text(document))
+    key = options.key.lower()
+    wanted = storelisting.Wanted(options.namespace, key, options.tenant, options.limit)
+    config = _load(options.config)
+    _on_store(lambda: storecommands.ls(config, wanted, say, as_json=options.json))
     return Exit.OK
 
 
 def _gc(options: argparse.Namespace) -> int:
     from sidecar import storecommands
+    from sidecar.storelisting import Listing, TenantNames
 
+    config, victims = _load(options.config), None
+    if options.list and not options.dry_run:
+        raise UsageError("--list tells what would go: give it together with --dry-run")
+    if options.list:
+        victims = Listing(say, TenantNames(config), as_json=options.json, bounds=True)
+        victims.open({}, "victims")
     document = _on_store(
         lambda: storecommands.gc(
-            _load(options.config),
+            config,
             dry_run=options.dry_run,
             wait=options.wait,
             namespace=options.namespace,
+            victims=victims,
         )
     )
-    say(json.dumps(document, indent=2) if options.json else storecommands.gc_text(document))
+    if victims is not None:
+        victims.close(document)
+    if victims is not None and not options.json:
+        say("")
+    if victims is None or not options.json:
+        say(json.dumps(document, indent=2) if options.json else storecommands.gc_text(document))
     return Exit.OK
 
 
-def _on_store(command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _on_store(command: Callable[[], _T]) -> _T:
     from sidecar.storecommands import StoreCommandError
 
     try:
@@ -444,10 +459,13 @@ def _add_store(commands: _Commands) -> None:
         "gc",
         help="keep the object store within its bounds, now",
         description="Compact the catalog, withdraw what is beyond store.ttl, store.size_max, "
-        "store.objects_max and the tenants' store_max, and delete what was withdrawn at least "
-        "store.gc.grace ago. Sidecars do the same by themselves.",
+        "store.objects_max and the tenants' store_ttl, store_max and store_objects_max, and delete "
+        "what was withdrawn at least store.gc.grace ago. Sidecars do the same by themselves.",
     )
     gc.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+    gc.add_argument(
+        "--list", action="store_true", help="with --dry-run: every chunk that would go, and why"
+    )
     gc.add_argument(
         "--wait", action="store_true", help="wait for store.gc.grace, and delete what was withdrawn"
     )

@@ -18,16 +18,17 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from sidecar.logs import fields
+from tiers.catalog.bounds import Bounds, Limits
 from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
-from tiers.catalog.merge import Bounds
 from tiers.catalog.names import FORMAT, parse_namespace
 from tiers.errors import TierError
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from sidecar.config import Config
     from sidecar.settings.store import Store
+    from sidecar.tenants import Quota
     from sidecar.watch import StoreHealth
     from tiers.objects import ObjectTier
 
@@ -79,11 +81,16 @@ def bounds_of(config: Config) -> Bounds:
     store, rules = config.store, config.tenants.rules()
     assert store is not None, "only a store has bounds"
 
-    def quota(tenant: bytes) -> int | None:
-        _, own = rules.named.get(tenant, ("", rules.default))
-        return own.store_bytes_max
+    def limits(quota: Quota) -> Limits:
+        return Limits(quota.store_ttl_seconds, quota.store_bytes_max, quota.store_objects_max)
 
-    return Bounds(store.ttl, store.size_max, store.objects_max, quota)
+    return Bounds(
+        store.ttl,
+        store.size_max,
+        store.objects_max,
+        tenant=limits(rules.default),
+        named={tenant: limits(quota) for tenant, (_, quota) in rules.named.items()},
+    )
 
 
 def plan_of(config: Config, *, whole: bool = False, dry_run: bool = False) -> Plan:
@@ -154,6 +161,8 @@ class Collector:
         # The newest lease at the last look; None before the first.
         self._last_seen: int | None = None
         self.collected = Collected()
+        self.withdrawn_by: Counter[str] = Counter()
+        """Objects that were withdrawn, by the setting that they fell to."""
         self.counts = Counts()
         """What rounds read."""
 
@@ -210,6 +219,7 @@ class Collector:
         prefixes = await namespaces(self._store)
         for report in await collect(self._store, self._lease, self._plan, prefixes, self.counts):
             self.collected.add(report)
+            self.withdrawn_by.update(report.withdrawn_by())
             if report.withdrawn or report.deleted:
                 _logger.info(
                     "collected",
@@ -217,6 +227,11 @@ class Collector:
                         namespace=report.prefix,
                         withdrawn=report.withdrawn,
                         withdrawn_bytes=report.withdrawn_bytes,
+                        withdrawn_by={
+                            setting: count
+                            for setting, count in report.withdrawn_by().items()
+                            if count
+                        },
                         deleted=report.deleted,
                     ),
                 )

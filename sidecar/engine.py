@@ -146,7 +146,7 @@ class EngineSnapshot:
     tenants: tuple[TenantSnapshot, ...]
 
 
-def _always(tenant: bytes, num_bytes: int) -> bool:  # noqa: ARG001
+def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
     """No tenant has a limit in the store."""
     return True
 
@@ -157,7 +157,8 @@ class Engine:
     Args:
         policy: the order of eviction of all chunks.
         tenants: limits of tenants; none where it is left out.
-        admit_write: whether a tenant may have so many bytes more in the store.
+        admit_write: whether a tenant may have so many bytes and objects more in the
+            store, in the namespace of a realm.
         tell: hears of every chunk that became available in a tier, or went from it; except
         tell_listed: of those in the store that nothing but the catalog is known of.
     """
@@ -170,7 +171,7 @@ class Engine:
         *,
         epoch: int,
         tenants: Tenants | None = None,
-        admit_write: Callable[[bytes, int], bool] = _always,
+        admit_write: Callable[[int, bytes, int, int], bool] = _always,
         tell: Callable[[list[FlagChange]], None] | None = None,
         tell_listed: Callable[[Realm, Keys], None] | None = None,
     ) -> None:

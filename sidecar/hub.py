@@ -159,12 +159,13 @@ class Hub:
         catalogs = self.catalogs
         return Collector(self.store, self.config, self.watch.health, lambda: catalogs.crowd)
 
-    def _admits(self, tenant: bytes, num_bytes: int) -> bool:
-        """Whether a tenant may have so many bytes more in the store, as far as is known."""
-        most = self.engine.tenants.quota(tenant).store_bytes_max
-        if most is None or self.catalogs is None:
+    def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
+        """Whether a tenant may have so much more in a realm's namespace, as far as is known."""
+        quota = self.engine.tenants.quota(tenant)
+        if self.catalogs is None or not quota.store_capped:
             return True
-        return self.catalogs.tenant_bytes(tenant) + num_bytes <= most
+        held = self.catalogs.held(tenant, self.realms[realm_id].namespace_digest)
+        return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
     def connect(self, router: Router) -> None:
         """Give it the socket that its replies go to."""

@@ -24,9 +24,11 @@ from prometheus_client.registry import Collector
 
 from sidecar.breaker import BreakerState
 from sidecar.protocol import PROTOCOL_VERSION
-from sidecar.tenants import TenantCounters
+from sidecar.tenants import OTHER, TenantCounters
 from sidecar.watchdog import PROBLEMS
 from tiers.billing import OPERATIONS, monthly
+from tiers.catalog.bounds import BOUNDS
+from tiers.catalog.census import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -110,10 +112,27 @@ class HubCollector(Collector):
         yield _gauge("tenant_host_bytes", "Bytes of slots, by named tenant", held, labels)
         limits = {(one.name,): one.host_bytes_max or 0 for one in told}
         yield _gauge("tenant_host_bytes_max", "Limit of it for each, 0: none", limits, labels)
+        yield from self._tenants_in_store(told)
         for count in dataclasses.fields(TenantCounters):
             values = {(one.name,): getattr(one.counters, count.name) for one in told}
             about = f"Of each named tenant: {count.name.replace('_', ' ')}"
             yield _counter(f"tenant_{count.name}", about, values, labels)
+
+    def _tenants_in_store(self, told: tuple[TenantSnapshot, ...]) -> Iterator[Metric]:
+        if self._hub.catalogs is None:
+            return
+        labels, held = ["tenant"], _held_in_store(self._hub)
+        sizes = {(name,): one.size_bytes for name, one in held.items()}
+        yield _gauge("tenant_store_bytes", "Bytes in the store, by named tenant", sizes, labels)
+        objects = {(name,): one.objects for name, one in held.items()}
+        yield _gauge("tenant_store_objects", "Objects in the store, likewise", objects, labels)
+        about = "Limit of it in a namespace for each, 0: none"
+        limits = {(one.name,): one.store_bytes_max or 0 for one in told}
+        yield _gauge("tenant_store_bytes_max", about, limits, labels)
+        limits = {(one.name,): one.store_objects_max or 0 for one in told}
+        yield _gauge("tenant_store_objects_max", about, limits, labels)
+        ages = {(one.name,): one.store_ttl_seconds or 0.0 for one in told}
+        yield _gauge("tenant_store_ttl_seconds", "Age at which it goes, 0: none", ages, labels)
 
     def _host(self) -> Iterator[Metric]:
         stats = self._hub.pool.stats()
@@ -191,6 +210,10 @@ class HubCollector(Collector):
             for name, value in dataclasses.asdict(collector.collected).items():
                 told = f"Collection: {name.replace('_', ' ')}"
                 yield _counter(f"collection_{name}", told, {(): value})
+            fallen = {(why.setting,): collector.withdrawn_by[why.setting] for why in BOUNDS}
+            yield _counter(
+                "collection_withdrawn_by_bound", "Objects withdrawn, by bound", fallen, ["bound"]
+            )
         yield _gauge("catalog_rows_waiting", "Rows to announce", {(): catalogs.rows_waiting})
 
     def _sockets(self) -> Iterator[Metric]:
@@ -346,10 +369,18 @@ class Reporter:
             "refused": {
                 f"{what}/{why}": count for (what, why), count in hub.engine.bounds.refused.items()
             },
-            "tenants": [_tenant(one) for one in now.tenants],
+            "tenants": self._tenants(now),
             "events": self._event_stream(),
             "sessions": self._sessions(),
         }
+
+    def _tenants(self, now: EngineSnapshot) -> list[dict[str, object]]:
+        held = _held_in_store(self._hub)
+        return [
+            _tenant(one)
+            | {"store_bytes": held[one.name].size_bytes, "store_objects": held[one.name].objects}
+            for one in now.tenants
+        ]
 
     def _event_stream(self) -> dict[str, object] | None:
         stream, sockets = self._hub.events, self._hub.event_sockets
@@ -435,7 +466,7 @@ class Reporter:
         items = monthly(
             settings.prices.table(),
             store.billed,
-            stored_bytes=catalogs.stored_bytes,
+            stored_bytes=catalogs.stored.size_bytes,
             seconds=seconds,
         )
         return {"currency": settings.prices.currency, **items}
@@ -443,7 +474,11 @@ class Reporter:
     def _collection_status(self) -> dict[str, object]:
         collector = self._hub.collector
         assert collector is not None, "a store was opened"
-        return {"state": collector.state, **dataclasses.asdict(collector.collected)}
+        return {
+            "state": collector.state,
+            **dataclasses.asdict(collector.collected),
+            "withdrawn_by": dict(collector.withdrawn_by),
+        }
 
     def _sessions(self) -> list[dict[str, object]]:
         now = time.monotonic()
@@ -460,6 +495,20 @@ class Reporter:
             }
             for session in self._hub.sessions.all()
         ]
+
+
+def _held_in_store(hub: Hub) -> dict[str, Holding]:
+    """What the tenants of each label are known to hold in the store, all namespaces together."""
+    names, catalogs = hub.engine.tenants.names, hub.catalogs
+    if catalogs is None:
+        return dict.fromkeys((*names.values(), OTHER), Holding())
+    held = {name: catalogs.held(tenant) for tenant, name in names.items()}
+    whole = catalogs.stored
+    other = Holding(
+        size_bytes=whole.size_bytes - sum(one.size_bytes for one in held.values()),
+        objects=whole.objects - sum(one.objects for one in held.values()),
+    )
+    return held | {OTHER: other}
 
 
 def _tenant(tenant: TenantSnapshot) -> dict[str, object]:

@@ -137,7 +137,9 @@ def _tiers(document: Document) -> str:
 
 def _tenants(document: Document) -> str:
     """Whose chunks fill host memory; left out where no request had a cache salt."""
-    rows: list[Sequence[object]] = [("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED")]
+    rows: list[Sequence[object]] = [
+        ("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED", "IN STORE")
+    ]
     for one in document.get("tenants", []):
         limit = one.get("host_bytes_max")
         rows.append(
@@ -148,6 +150,7 @@ def _tenants(document: Document) -> str:
                 approximate_size(one.get("bytes_stored", 0)),
                 one.get("chunks_evicted", 0),
                 one.get("dropped_quota", 0),
+                approximate_size(one.get("store_bytes", 0)),
             )
         )
     names = {row[0] for row in rows[1:]}

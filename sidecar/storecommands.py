@@ -1,33 +1,37 @@
 """`kvlake du`, `kvlake ls` and `kvlake gc`: look into the store, and keep it within its bounds.
 
-Owns opening the configured store for one command, what is counted and listed, and the tables.
-Does not own rounds of collection (`tiers/catalog/compaction.py`) or the catalog's files.
+Owns opening the configured store for one command, what is counted, and the tables. Does not own
+lists of chunks (`storelisting.py`), rounds of collection (`tiers/catalog/compaction.py`) or the
+catalog's files.
 
 Invariants: `du` and `ls` write nothing; what they tell is the catalog: what is offered, not what a
 listing of the bucket would find; a command that the store refuses ends with a sentence that says
-what to change, and never in the middle of a table.
+what to change.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.to_thread
+import numpy as np
 
 from sidecar.attach import StartError
 from sidecar.collector import LEASE_SECONDS, collect, holder_name, namespaces, plan_of
 from sidecar.storage import open_store
+from sidecar.storelisting import Listing, TenantNames, Wanted, age, list_chunks, table
 from sidecar.units import approximate_size, format_duration
+from tiers.catalog.bounds import Why
+from tiers.catalog.census import CHUNKS, OBJECTS, SIZE, Census, tenant_of
 from tiers.catalog.compaction import Report, Superseded, compact
 from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
-from tiers.catalog.merge import Census
-from tiers.catalog.names import NAMESPACE_CHARACTERS, catalog_folder
+from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS, catalog_folder
 from tiers.catalog.reader import Files
-from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.shards import Shards, load
 from tiers.errors import TierError
 
@@ -35,10 +39,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from sidecar.config import Config
+    from tiers.catalog.bounds import Whys
+    from tiers.catalog.census import Holding
     from tiers.catalog.rows import Rows
     from tiers.objects import ObjectTier
 
 LEASE_POLL_SECONDS: Final = 2.0
+TENANTS_TOLD_MAX: Final = 1000
+"""Tenants of a namespace that a table names, those that hold most."""
+_DIGITS: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
 
 Document = dict[str, Any]
 
@@ -92,24 +101,20 @@ def du(config: Config, namespace: str | None) -> Document:
 
     async def command(store: ObjectTier) -> Document:
         told: list[Document] = []
+        names = TenantNames(config)
         for prefix in await chosen(store, namespace):
             census = await census_of(store, prefix)
+            tenants = census.largest(TENANTS_TOLD_MAX)
             told.append(
                 {
                     "namespace": prefix.rpartition("/")[2],
-                    "chunks": census.chunks,
-                    "objects": census.objects,
-                    "size_bytes": census.size_bytes,
+                    **_held(census.whole),
                     "withdrawn": census.withdrawn,
-                    "oldest_seconds": census.oldest / 1e6,
                     "tenants": [
-                        {
-                            "tenant": _tenant_name(config, tenant),
-                            "objects": census.tenant_objects[tenant],
-                            "size_bytes": size_bytes,
-                        }
-                        for tenant, size_bytes in census.tenant_bytes.most_common()
+                        {"tenant": names.name(tenant), **_held(held)}
+                        for tenant, held in tenants.items()
                     ],
+                    "tenants_left_out": census.num_tenants - len(tenants),
                 }
             )
         return {"url": store.url, "namespaces": told}
@@ -126,11 +131,13 @@ async def census_of(store: ObjectTier, prefix: str) -> Census:
     return census
 
 
-def _tenant_name(config: Config, tenant: bytes) -> str:
-    if tenant == NO_TENANT:
-        return "unsalted"
-    name, _ = config.tenants.rules().named.get(tenant, ("", None))
-    return name or tenant.hex()
+def _held(held: Holding) -> Document:
+    return {
+        "chunks": held.chunks,
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
+        "oldest_seconds": held.oldest / 1e6,
+    }
 
 
 def du_text(document: Document) -> str:
@@ -138,116 +145,88 @@ def du_text(document: Document) -> str:
     rows: list[Sequence[object]] = [
         ("NAMESPACE", "TENANT", "CHUNKS", "OBJECTS", "SIZE", "WITHDRAWN", "OLDEST")
     ]
+    now = time.time()
+
+    def counted(held: Document) -> tuple[object, ...]:
+        return (held["chunks"], held["objects"], approximate_size(held["size_bytes"]))
+
     for one in document["namespaces"]:
-        counted = (one["chunks"], one["objects"], approximate_size(one["size_bytes"]))
-        oldest = _age(one["oldest_seconds"])
-        rows.append((one["namespace"], "all", *counted, one["withdrawn"], oldest))
+        oldest = age(one["oldest_seconds"], now)
+        rows.append((one["namespace"], "all", *counted(one), one["withdrawn"], oldest))
         rows += [
-            ("", who["tenant"], "", who["objects"], approximate_size(who["size_bytes"]), "", "")
+            ("", who["tenant"], *counted(who), "", age(who["oldest_seconds"], now))
             for who in one["tenants"]
         ]
+        if one["tenants_left_out"]:
+            rows.append(("", f"and {one['tenants_left_out']} that hold less", *[""] * 5))
     return table(rows) if len(rows) > 1 else f"{document['url']} holds no chunks"
 
 
 # --- ls ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What `ls` is to list."""
-
-    namespace: str | None = None
-    key: str = ""
-    tenant: str = ""
-    limit: int = 1000
-
-
-def ls(config: Config, wanted: Wanted) -> Document:
-    """The chunks of a namespace, sorted by key; without one, all namespaces."""
+def ls(config: Config, wanted: Wanted, say: Callable[[str], None], *, as_json: bool) -> None:
+    """Write the chunks of a namespace, sorted by key; without one, all namespaces."""
+    if not _DIGITS.match(wanted.key):
+        raise StoreCommandError(
+            f"key {wanted.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls prints "
+            "them; give the first of them"
+        )
 
     async def command(store: ObjectTier) -> Document:
         prefixes = await chosen(store, wanted.namespace)
+        found = [one.rpartition("/")[2] for one in prefixes]
         if wanted.namespace is None:
-            found = [one.rpartition("/")[2] for one in prefixes]
             return {"url": store.url, "namespaces": found}
-        return {
-            "url": store.url,
-            "namespace": prefixes[0].rpartition("/")[2],
-            **await _chunks(store, prefixes[0], config, wanted),
-        }
+        names = TenantNames(config)
+        listing = Listing(say, names, as_json=as_json)
+        listing.open({"url": store.url, "namespace": found[0]}, "chunks")
+        more = await list_chunks(store, prefixes[0], wanted, names, listing)
+        listing.close({"more": more})
+        if more and not as_json:
+            say("more than --limit; raise it, or narrow it with --key")
+        return {}
 
-    return run(config, command)
-
-
-async def _chunks(store: ObjectTier, prefix: str, config: Config, wanted: Wanted) -> Document:
-    files = Files(store, catalog_folder(prefix), Counts())
-    chunks: dict[str, Document] = {}
-    async for _, rows, _ in Shards(files, await load(files, time.time())).rows():
-        for line in _lines(rows, config, wanted):
-            if line["key"] not in chunks and len(chunks) >= wanted.limit:
-                return {"chunks": list(chunks.values()), "more": True}
-            chunk = chunks.setdefault(
-                line["key"], {**line, "objects": 0, "size_bytes": 0, "segments": []}
-            )
-            chunk["objects"] += 1
-            chunk["size_bytes"] += line["size_bytes"]
-            chunk["segments"].append(line["segment"])
-            chunk["written_seconds"] = max(chunk["written_seconds"], line["written_seconds"])
-            chunk.pop("segment", None)
-    return {"chunks": list(chunks.values()), "more": False}
-
-
-def _lines(rows: Rows, config: Config, wanted: Wanted) -> list[Document]:
-    found: list[Document] = []
-    for index in range(len(rows)):
-        row = rows.row(index)
-        tenant = _tenant_name(config, row.tenant or NO_TENANT)
-        if row.withdrawn or not row.key.hex().startswith(wanted.key):
-            continue
-        if wanted.tenant and wanted.tenant != tenant:
-            continue
-        found.append(
-            {
-                "key": row.key.hex(),
-                "parent": row.parent.hex(),
-                "segment": row.segment,
-                "size_bytes": row.size_bytes,
-                "num_blocks": row.num_blocks,
-                "written_seconds": row.written_at / 1e6,
-                "tenant": tenant,
-            }
-        )
-    return found
-
-
-def ls_text(document: Document) -> str:
-    """`ls` as a table."""
-    if "chunks" not in document:
-        names: list[str] = document["namespaces"]
-        return "\n".join(names) if names else f"{document['url']} holds no chunks"
-    rows: list[Sequence[object]] = [("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT")]
-    for one in document["chunks"]:
-        size = approximate_size(one["size_bytes"])
-        age = _age(one["written_seconds"])
-        rows.append((one["key"], size, one["objects"], one["num_blocks"], age, one["tenant"]))
-    more = "\nmore than --limit; raise it, or narrow it with --key" if document["more"] else ""
-    return table(rows) + more
+    document = run(config, command)
+    if not document:
+        return
+    namespaces_found: list[str] = document["namespaces"]
+    if as_json:
+        say(json.dumps(document, indent=2))
+    else:
+        say("\n".join(namespaces_found) or f"{document['url']} holds no chunks")
 
 
 # --- gc ------------------------------------------------------------------------------------------
 
 
-def gc(config: Config, *, dry_run: bool, wait: bool, namespace: str | None) -> Document:
-    """A whole round of collection on each namespace; with `wait`, the one that deletes too."""
+def gc(
+    config: Config,
+    *,
+    dry_run: bool,
+    wait: bool,
+    namespace: str | None,
+    victims: Listing | None = None,
+) -> Document:
+    """A whole round of collection on each namespace; with `wait`, the one that deletes too.
+
+    With `dry_run`, whatever would be withdrawn is written to `victims`.
+    """
+    names = TenantNames(config)
+
+    async def tell(rows: Rows, whys: Whys) -> None:
+        if victims is not None:
+            victims.chunks(rows, whys)
 
     async def tried(store: ObjectTier, prefix: str) -> Report:
-        return await compact(store, prefix, plan_of(config, whole=True, dry_run=True), time.time())
+        plan = plan_of(config, whole=True, dry_run=True)
+        return await compact(store, prefix, plan, time.time(), tell=tell)
 
     def told(reports: list[Report]) -> Document:
         return {
             "dry_run": dry_run,
             "grace": format_duration(plan_of(config).grace_seconds),
-            "namespaces": [_told(report) for report in reports],
+            "namespaces": [_told(report, names) for report in reports],
         }
 
     async def command(store: ObjectTier) -> Document:
@@ -300,6 +279,7 @@ def _both(first: Report, second: Report) -> Report:
     second.logs_merged += first.logs_merged
     second.withdrawn += first.withdrawn
     second.withdrawn_bytes += first.withdrawn_bytes
+    second.fallen.add(first.fallen.cells)
     second.deleted += first.deleted
     second.found += first.found
     second.lost += first.lost
@@ -307,19 +287,39 @@ def _both(first: Report, second: Report) -> Report:
     return second
 
 
-def _told(report: Report) -> Document:
+def _told(report: Report, names: TenantNames) -> Document:
+    fallen = report.fallen.cells
+    order = np.argsort(-fallen.amounts[:, SIZE], kind="stable")
+    columns = zip(
+        fallen.spans[order[:TENANTS_TOLD_MAX]].tolist(),
+        fallen.tenants[order[:TENANTS_TOLD_MAX]].tolist(),
+        fallen.amounts[order[:TENANTS_TOLD_MAX]].tolist(),
+        strict=True,
+    )
+    held = report.census.whole
     return {
         "namespace": report.prefix.rpartition("/")[2],
         "withdrawn": report.withdrawn,
         "withdrawn_bytes": report.withdrawn_bytes,
+        "withdrawn_by": [
+            {
+                "bound": Why(why).setting,
+                "tenant": names.name(tenant_of(word)),
+                "chunks": amounts[CHUNKS],
+                "objects": amounts[OBJECTS],
+                "size_bytes": amounts[SIZE],
+            }
+            for why, word, amounts in columns
+        ],
+        "withdrawn_by_left_out": max(0, len(fallen) - TENANTS_TOLD_MAX),
         "deleted": report.deleted,
         "waiting": report.waiting,
         "found": report.found,
         "lost": report.lost,
         "logs_merged": report.logs_merged,
         "files_removed": report.files_removed,
-        "objects": report.census.objects,
-        "size_bytes": report.census.size_bytes,
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
     }
 
 
@@ -342,6 +342,8 @@ def gc_text(document: Document) -> str:
         for one in document["namespaces"]
     ]
     lines = [table(rows)] if len(rows) > 1 else ["the store holds no chunks"]
+    if any(one["withdrawn_by"] for one in document["namespaces"]):
+        lines += ["", _fallen_text(document), ""]
     waiting = sum(one["waiting"] for one in document["namespaces"])
     if document["dry_run"]:
         lines.append("nothing was changed (--dry-run)")
@@ -353,24 +355,16 @@ def gc_text(document: Document) -> str:
     return "\n".join(lines)
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def _age(seconds: float) -> str:
-    if not seconds:
-        return "-"
-    age = int(max(0.0, time.time() - seconds))
-    for name, factor in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if age >= factor:
-            return f"{age // factor}{name}"
-    return f"{age}s"
-
-
-def table(rows: list[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in texts
-    )
+def _fallen_text(document: Document) -> str:
+    """What was withdrawn, by the bound that it fell to and by tenant."""
+    rows: list[Sequence[object]] = [("NAMESPACE", "BOUND", "TENANT", "CHUNKS", "OBJECTS", "BYTES")]
+    for one in document["namespaces"]:
+        for index, part in enumerate(one["withdrawn_by"]):
+            size = approximate_size(part["size_bytes"])
+            counted = (part["chunks"], part["objects"], size)
+            rows.append(
+                ("" if index else one["namespace"], part["bound"], part["tenant"], *counted)
+            )
+        if one["withdrawn_by_left_out"]:
+            rows.append(("", f"and {one['withdrawn_by_left_out']} lines with less", *[""] * 4))
+    return table(rows)

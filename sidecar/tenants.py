@@ -36,6 +36,20 @@ class Quota:
 
     host_bytes_max: int | None = None
     store_bytes_max: int | None = None
+    """In one namespace of the store, as the two below."""
+    store_objects_max: int | None = None
+    store_ttl_seconds: float | None = None
+
+    @property
+    def store_capped(self) -> bool:
+        """Whether it says how much may be in the store."""
+        return self.store_bytes_max is not None or self.store_objects_max is not None
+
+    def admits(self, num_bytes: int, objects: int) -> bool:
+        """Whether so much may be in the store."""
+        if self.store_bytes_max is not None and num_bytes > self.store_bytes_max:
+            return False
+        return self.store_objects_max is None or objects <= self.store_objects_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,8 @@ class TenantSnapshot:
     host_bytes: int
     host_bytes_max: int | None
     store_bytes_max: int | None
+    store_objects_max: int | None
+    store_ttl_seconds: float | None
     counters: TenantCounters
 
 
@@ -161,11 +177,15 @@ class Tenants:
         """What this sidecar wrote to the store for a tenant in its life."""
         return self._written.get(tenant, 0)
 
+    @property
+    def names(self) -> dict[bytes, str]:
+        """The tenants that have a label of their own, and the labels."""
+        named = {tenant: name for tenant, (name, _) in self._rules.named.items()}
+        return {NO_TENANT: UNSALTED} | named
+
     def snapshot(self) -> tuple[TenantSnapshot, ...]:
         """Every label: the named tenants, those without a salt, all others together."""
-        names = {NO_TENANT: UNSALTED} | {
-            tenant: name for tenant, (name, _) in self._rules.named.items()
-        }
+        names = self.names
         told = [
             self._label(name, self.quota(tenant), self._held(tenant), self.counters(tenant))
             for tenant, name in names.items()
@@ -182,5 +202,11 @@ class Tenants:
         name: str, quota: Quota, host_bytes: int, counters: TenantCounters
     ) -> TenantSnapshot:
         return TenantSnapshot(
-            name, host_bytes, quota.host_bytes_max, quota.store_bytes_max, counters
+            name,
+            host_bytes,
+            quota.host_bytes_max,
+            quota.store_bytes_max,
+            quota.store_objects_max,
+            quota.store_ttl_seconds,
+            counters,
         )

@@ -26,7 +26,7 @@ from sidecar.commands import CaughtUp, Event, Listed
 from sidecar.listed import ListedRows, by_key
 from sidecar.logs import fields
 from sidecar.reconcile import Reconciler
-from tiers.catalog.merge import bytes_by_tenant
+from tiers.catalog.census import held_by_tenant
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class StoreWatch:
         try:
             reader = self._catalogs.reader(realm)
             async for rows in reader.changes():
-                held = await anyio.to_thread.run_sync(bytes_by_tenant, rows)
+                held = await anyio.to_thread.run_sync(held_by_tenant, rows)
                 self._catalogs.note(realm, held)
                 await self._feed_rows(realm, rows)
             if reader.take_doubt():

@@ -2,8 +2,8 @@
 
 Owns the write policy, the queue of chunks that wait, the running writes, and the breaker that
 stops writing while the store fails. It does not own what the store holds (`store.py`), nor the
-slots that are sent. Whether a tenant may have so many bytes more in the store is asked of
-`admit(tenant, num_bytes)`.
+slots that are sent. Whether a tenant may have so much more in the store is asked of
+`admit(realm_id, tenant, num_bytes, objects)`.
 
 Three policies say when a chunk that the store lacks is queued:
 
@@ -84,7 +84,7 @@ class Writes:
         policy: WritePolicy,
         inflight_max: int,
         queue_bytes_max: int,
-        admit: Callable[[bytes, int], bool],
+        admit: Callable[[int, bytes, int, int], bool],
     ) -> None:
         self._host = host
         self._store = store
@@ -215,7 +215,7 @@ class Writes:
         if not ranks:
             return
         num_bytes = self._bytes(chunk, ranks)
-        if not self._admit(chunk.tenant, num_bytes):
+        if not self._admit(chunk.realm.realm_id, chunk.tenant, num_bytes, len(ranks)):
             self._counters.writes_refused_quota += 1
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return

@@ -26,6 +26,7 @@ from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.realms import Realms
 from sidecar.watch import StoreWatch
 from tiers.catalog import manifest as manifests
+from tiers.catalog.census import Holding
 from tiers.catalog.compaction import SNAPSHOT_ROWS
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Manifest
@@ -52,6 +53,11 @@ LAYOUT: Final = ChunkLayout(
     encoding="plain",
 )
 WRITTEN_AT: Final = 1_700_000_000_000_000
+DAYS: Final = 30
+"""Chunks were written in so many days, evenly."""
+NOW_SECONDS: Final = WRITTEN_AT / 1e6 + DAYS * 86_400
+TENANTS: Final = 16
+SIZE_BYTES: Final = 1 << 20
 LAG_PERIOD_SECONDS: Final = 0.001
 
 Keys = Any
@@ -89,10 +95,16 @@ def rows_of(generator: np.random.Generator, count: int, first: float, last: floa
         segments=(SEGMENT.name,),
         segment_ids=np.zeros(count, dtype=np.int32),
         num_blocks=np.full(count, 16, dtype=np.int32),
-        size_bytes=np.full(count, 1 << 20, dtype=np.int64),
-        written_at=np.full(count, WRITTEN_AT, dtype=np.int64),
-        tenants=np.zeros((count, 8), dtype=np.uint8),
+        size_bytes=np.full(count, SIZE_BYTES, dtype=np.int64),
+        written_at=WRITTEN_AT + generator.integers(0, DAYS * 86_400 * 1_000_000, count),
+        tenants=_TENANTS[generator.integers(0, TENANTS, count)],
     )
+
+
+_TENANTS: Final = np.stack(
+    [np.frombuffer(number.to_bytes(8, "big"), dtype=np.uint8) for number in range(TENANTS)]
+)
+"""The first are the requests without a salt."""
 
 
 class World:
@@ -106,6 +118,7 @@ class World:
         self.realm.learn(0, LAYOUT)
         self.prefix = namespace_prefix(self.realm.namespace_digest)
         self.folder = catalog_folder(self.prefix)
+        self.tenants = [number.to_bytes(8, "big") for number in range(TENANTS)]
 
     async def fill(self, sample: int) -> list[bytes]:
         """Write the catalog; some of its keys, `sample` of each file."""
@@ -120,15 +133,16 @@ class World:
             body = encode(rows)
             names.append(snapshot_name(self.folder, 0, part, digest_of(body)))
             await self.tier.write(names[-1], body)
+        each = self.chunks // TENANTS
+        held = Holding(each * SIZE_BYTES, each, WRITTEN_AT, each)
         manifest = Manifest(
             generation=0,
             snapshots=tuple(names),
             base=len(names),
             base_seconds=WRITTEN_AT / 1e6,
             rows=self.chunks,
-            oldest=WRITTEN_AT,
-            objects=self.chunks,
-            tenants={"0" * 16: self.chunks << 20},
+            held=Holding(self.chunks * SIZE_BYTES, self.chunks, WRITTEN_AT, self.chunks),
+            tenants={tenant.hex(): held for tenant in self.tenants},
         )
         await self.tier.write(manifest_name(self.folder, 0), manifests.encode(manifest))
         return kept

@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, field_serializer, field_validator, model_
 from sidecar import tenants
 from sidecar.configfile import MASK
 from sidecar.protocol import tenant_id
-from sidecar.settings.fieldtypes import Size
+from sidecar.settings.fieldtypes import Count, Duration, Size
 from sidecar.settings.section import Section
 from sidecar.tenants import OTHER, UNSALTED, TenantRules
 
@@ -27,7 +27,20 @@ class Quota(Section):
     host_max: Size | None = Field(default=None, ge=1)
     """Host memory; at it, the tenant's own least recently used chunks make room. null: no limit."""
     store_max: Size | None = Field(default=None, ge=1)
-    """Bytes in the object store; at it, its chunks are written no more. null: no limit."""
+    """Bytes in a namespace of the object store; at it, its chunks are written no more."""
+    store_objects_max: Count | None = Field(default=None, ge=1)
+    """Objects in a namespace of the object store; at it, its chunks are written no more."""
+    store_ttl: Duration | None = Field(default=None, ge=1.0)
+    """Age at which its chunks are deleted from the object store, where `store.ttl` is not less."""
+
+    def rule(self, default: Quota) -> tenants.Quota:
+        """What holds for one tenant, with another's limits in place of those that are null."""
+        return tenants.Quota(
+            host_bytes_max=self.host_max or default.host_max,
+            store_bytes_max=self.store_max or default.store_max,
+            store_objects_max=self.store_objects_max or default.store_objects_max,
+            store_ttl_seconds=self.store_ttl or default.store_ttl,
+        )
 
 
 class NamedTenant(Quota):
@@ -81,16 +94,7 @@ class Tenants(Section):
 
     def rules(self) -> TenantRules:
         """The limits as the engine takes them."""
-        default = self.default
         return TenantRules(
-            default=tenants.Quota(default.host_max, default.store_max),
-            named={
-                one.tenant: (
-                    name,
-                    tenants.Quota(
-                        one.host_max or default.host_max, one.store_max or default.store_max
-                    ),
-                )
-                for name, one in self.named.items()
-            },
+            default=self.default.rule(Quota()),
+            named={one.tenant: (name, one.rule(self.default)) for name, one in self.named.items()},
         )

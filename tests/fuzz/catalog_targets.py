@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from tests.fuzz.mutation import INPUT_BYTES_MAX, change, damage
 from tiers.catalog import manifest as manifests
+from tiers.catalog.census import Holding
 from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -231,10 +232,9 @@ def manifest_seeds() -> list[bytes]:
         snapshots=tuple(snapshot_name(FOLDER, 6, part, DIGEST) for part in range(3)),
         base=2,
         rows=123,
-        objects=100,
-        oldest=1,
+        held=Holding(1 << 40, 100, 1, 100),
         merged={"s" + "0" * 15: Merged(3, 6), "c" + "f" * 15: Merged(0, 5)},
-        tenants={"0" * 16: 1 << 40, "0123456789abcdef": 1},
+        tenants={"0" * 16: Holding(1 << 40, 99, 1, 99), "0123456789abcdef": Holding(1)},
         reconciled_seconds=1e9,
     )
     return [manifests.encode(one).tobytes() for one in (Manifest(generation=GENERATION), full)]

@@ -234,7 +234,7 @@ class World:
     slots: SlabSlots
     policy: Policy
     limits: EngineLimits
-    admit_write: Callable[[bytes, int], bool]
+    admit_write: Callable[[int, bytes, int, int], bool]
     now: float = 0.0
     content: dict[int, Content] = field(default_factory=dict[int, Content])
     gathers: dict[int, Gather] = field(default_factory=dict[int, Gather])
@@ -570,7 +570,9 @@ def make_world(
     slab_slots: int = 1,
     policy: Policy | None = None,
     tenants: Tenants | None = None,
-    admit_write: Callable[[bytes, int], bool] = lambda _tenant, _num_bytes: True,
+    admit_write: Callable[[int, bytes, int, int], bool] = lambda _realm, _who, _size, _objects: (
+        True
+    ),
     **changes: Any,
 ) -> World:
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)

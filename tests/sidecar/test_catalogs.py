@@ -134,10 +134,10 @@ def test_a_chunk_that_is_gone_is_withdrawn_for_all(short_directory: Path) -> Non
             sidecar.wait_until(lambda now: stored(now) == 0)
 
 
-def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path) -> None:
+@pytest.mark.parametrize("limit", [{"store_max": 150_000}, {"store_objects_max": 3}], ids=str)
+def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path, limit: dict[str, int]) -> None:
     store = {"url": f"file://{short_directory}/bucket", **QUICK}
-    limits = {"default": {"store_max": 50_000}}
-    config = config_in(short_directory, store=store, tenants=limits)
+    config = config_in(short_directory, store=store, tenants={"default": limit})
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
         for number in range(30):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
@@ -149,9 +149,17 @@ def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path) -> None:
             )
             if sidecar.status()["counters"]["writes_refused_quota"]:
                 break
-        counters = sidecar.status()["counters"]
+        status = sidecar.status()
+        counters, [unsalted, _] = status["counters"], status["tenants"]
         assert counters["writes_refused_quota"] == 1
-        assert counters["bytes_written"] <= 50_000
+        assert 0 < unsalted["store_bytes"] == counters["bytes_written"] <= 150_000
+        assert unsalted["store_objects"] == counters["chunks_written"]
+        if "store_objects_max" in limit:
+            assert unsalted["store_objects"] == unsalted["store_objects_max"] == 3
+        page = sidecar.get("/metrics").decode()
+        held = f'kvlake_tenant_store_bytes{{tenant="unsalted"}} {float(unsalted["store_bytes"])}'
+        assert held in page
+        assert 'kvlake_tenant_store_ttl_seconds{tenant="other"} 0.0' in page
 
 
 def found(now: dict[str, Any]) -> int:

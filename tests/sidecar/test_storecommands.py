@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import yaml
 
 from sidecar import collector
 from sidecar.cli import main
-from sidecar.protocol import Outcome, tenant_id
+from sidecar.protocol import Outcome, StoreJob, tenant_id
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.index import FLAG_STORE
 
@@ -80,9 +84,18 @@ def test_du_and_ls_tell_what_is_there(
     page = kvlake(store, "ls", told["namespace"], "--limit", "2")
     assert "more than --limit" in page
     assert len(page.splitlines()) == 4
-    one = kvlake.json(store, "ls", told["namespace"], "--key", key_of(3).hex()[:9])
+    assert all(len(line) < 120 for line in page.splitlines())
+    one = kvlake.json(store, "ls", told["namespace"], "--key", key_of(3).hex()[:9].upper())
     assert [chunk["key"] for chunk in one["chunks"]] == [key_of(3).hex()]
-    assert kvlake.json(store, "ls", told["namespace"], "--tenant", "team-a")["chunks"] == []
+    assert len(one["chunks"][0]["segments"]) == one["chunks"][0]["objects"] == 1
+    assert kvlake.json(store, "ls", told["namespace"], "--limit", "0") == {
+        "url": listed["url"], "namespace": told["namespace"], "chunks": [], "more": True
+    }  # fmt: skip
+    for nobody in ("team-a", "other", "0" * 15 + "1", "00"):
+        assert kvlake.json(store, "ls", told["namespace"], "--tenant", nobody)["chunks"] == []
+    for unsalted in ("unsalted", "0" * 16):
+        found = kvlake.json(store, "ls", told["namespace"], "--tenant", unsalted)
+        assert len(found["chunks"]) == 5
 
 
 def test_gc_withdraws_waits_and_deletes(
@@ -106,13 +119,82 @@ def test_gc_withdraws_waits_and_deletes(
     assert "KEPT" in kvlake(bounded, "gc")
 
 
-def test_a_tenants_limit_takes_its_own_oldest(
-    short_directory: Path, store: dict[str, Any], kvlake: Command
+A, B = tenant_id("a"), tenant_id("b")
+TENANTS_CHUNKS = 4
+"""Of each of A, B, and those without a salt, written in turn."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """A folder with chunks of three tenants, and the size of one."""
+    with tempfile.TemporaryDirectory(prefix="kvlake-") as folder:
+        url = f"file://{folder}/bucket"
+        config = config_in(Path(folder), store={"url": url, **QUICK})
+        with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+            for number in range(3 * TENANTS_CHUNKS):
+                chunk = worker.chunk(key_of(number), [number], tenant=(A, B, b"")[number % 3])
+                worker.submit(stores=[StoreJob(number, [chunk])])
+                assert worker.outcome(number) is Outcome.OK
+                done = number + 1
+                sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == done)  # noqa: B023
+            written = sidecar.status()["counters"]["bytes_written"]
+        yield url, written // (3 * TENANTS_CHUNKS)
+
+
+@pytest.mark.parametrize("scope", ["namespace", "tenant", "named tenant"])
+@pytest.mark.parametrize("bound", ["ttl", "bytes", "objects"])
+def test_each_bound_withdraws_and_deletes_the_oldest(
+    bound: str, scope: str, shared: tuple[str, int], tmp_path: Path, kvlake: Command
 ) -> None:
-    fill(short_directory, store, 4)
-    salted = {"default": {"store_max": 1}, "named": {"team-a": {"id": tenant_id("a").hex()}}}
-    [told] = kvlake.json(store, "gc", tenants=salted)["namespaces"]
-    assert told["withdrawn"] == 4
+    """Seen in a dry run, with the setting that each chunk falls to, and then done."""
+    url, size_bytes = shared
+    shutil.copytree(url.removeprefix("file://"), tmp_path / "bucket")
+    store = {"url": f"file://{tmp_path}/bucket", **QUICK, "gc": {"grace": 1.0}}
+    whole = scope == "namespace"
+    keep = 6 if whole else 2
+    limit = {"ttl": 1.0, "bytes": keep * size_bytes + size_bytes // 2, "objects": keep}[bound]
+    name = {"ttl": "ttl", "bytes": "max", "objects": "objects_max"}[bound]
+    tenants: dict[str, Any] = {"default": {}, "named": {"team-a": {"id": A.hex()}}}
+    if whole:
+        setting = f"store.{'size_max' if bound == 'bytes' else name}"
+        store[setting.partition(".")[2]] = limit
+    else:
+        setting = f"tenants.store_{name}"
+        place = tenants["default"] if scope == "tenant" else tenants["named"]["team-a"]
+        place[f"store_{name}"] = limit
+    owners = ["team-a", B.hex(), "unsalted"] if scope != "named tenant" else ["team-a"]
+    each = TENANTS_CHUNKS if bound == "ttl" else TENANTS_CHUNKS - 2
+    going = len(owners) * each
+
+    def tried() -> Any:
+        return kvlake.json(store, "gc", "--dry-run", "--list", tenants=tenants)
+
+    until = time.monotonic() + 30
+    while (told := tried())["namespaces"][0]["withdrawn"] < going and time.monotonic() < until:
+        time.sleep(0.1)
+    assert {victim["bound"] for victim in told["victims"]} == {setting}
+    assert len(told["victims"]) == going
+    by = told["namespaces"][0]["withdrawn_by"]
+    assert {one["bound"] for one in by} == {setting}
+    # Of one minute any may go, so of a namespace it is not said whose.
+    mixed = whole and bound != "ttl"
+    if not mixed:
+        assert {one["tenant"]: one["objects"] for one in by} == dict.fromkeys(owners, each)
+    page = kvlake(store, "gc", "--dry-run", "--list", tenants=tenants)
+    assert sum(line.endswith(setting) for line in page.splitlines()) == going
+    assert "BOUND" in page
+    assert "nothing was changed" in page
+    [told] = kvlake.json(store, "gc", "--wait", tenants=tenants)["namespaces"]
+    assert (told["withdrawn"], told["deleted"]) == (going, going)
+    assert len(list(tmp_path.glob("bucket/v1/*/??/*/*.arrow"))) == 3 * TENANTS_CHUNKS - going
+    held = kvlake.json(store, "du", tenants=tenants)["namespaces"][0]["tenants"]
+    left = {one["tenant"]: one["objects"] for one in held}
+    assert sum(left.values()) == 3 * TENANTS_CHUNKS - going
+    if mixed:
+        return
+    expected = dict.fromkeys(("team-a", B.hex(), "unsalted"), TENANTS_CHUNKS)
+    expected |= dict.fromkeys(owners, TENANTS_CHUNKS - each)
+    assert left == {owner: count for owner, count in expected.items() if count}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +203,8 @@ def test_a_tenants_limit_takes_its_own_oldest(
         (["du"], {}, "has no store"),
         (["ls", "ffff"], {"store": {"url": "file:///nowhere/at/all"}}, "0 of the store's"),
         (["gc"], {"store": {"url": "file:///proc/nowhere"}}, "store.url"),
+        (["gc", "--list"], {"store": {"url": "file:///tmp"}}, "give it together with --dry-run"),
+        (["ls", "f", "--key", "xyz"], {"store": {"url": "file:///tmp"}}, "hexadecimal digits"),
         (
             ["gc"],
             {"store": {"url": "file:///tmp", "gc": {"grace": "5s"}}},
@@ -167,6 +251,9 @@ def test_sidecars_collect_by_themselves(
         told = [one.status()["tiers"]["store"]["collection"] for one in (here, there)]
         assert [one["state"] for one in told] == ["on", "on"]
         assert sum(one["withdrawn"] for one in told) == 5
+        assert sum(one["withdrawn_by"].get("store.objects_max", 0) for one in told) == 5
+        counted = b'kvlake_collection_withdrawn_by_bound_total{bound="store.objects_max"}'
+        assert counted in here.get("/metrics")
         assert b"kvlake_collection_rounds_total" in here.get("/metrics")
 
 

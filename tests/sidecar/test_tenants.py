@@ -131,10 +131,11 @@ class TestHostQuota:
 
 class TestStoreQuota:
     def test_writes_are_asked_for_and_counted(self) -> None:
-        asked: list[tuple[bytes, int]] = []
+        asked: list[tuple[bytes, int, int]] = []
 
-        def admit(tenant: bytes, num_bytes: int) -> bool:
-            asked.append((tenant, num_bytes))
+        def admit(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
+            assert realm_id in world.engine.directory.realms
+            asked.append((tenant, num_bytes, objects))
             return tenant != A
 
         world = make_world(admit_write=admit)
@@ -144,7 +145,7 @@ class TestStoreQuota:
         (write,) = world.writes.values()
         assert isinstance(write, Write)
         assert write.tenant == B
-        assert asked == [(A, SLOT), (B, SLOT)]
+        assert asked == [(A, SLOT, 1), (B, SLOT, 1)]
         world.written(write.write_id, StoreOutcome.OK)
         assert world.engine.counters.writes_refused_quota == 1
         assert world.engine.tenants.written_bytes(B) == 100
@@ -164,17 +165,18 @@ class TestConfig:
     def test_names_limits_and_salts(self) -> None:
         text = f"""
 tenants:
-  default: {{host_max: 1GiB}}
+  default: {{host_max: 1GiB, store_ttl: 30d, store_objects_max: 1000}}
   named:
-    team-a: {{salt: "${{SALT}}", host_max: 2GiB}}
+    team-a: {{salt: "${{SALT}}", host_max: 2GiB, store_ttl: 1d, store_max: 3GiB}}
     team-b: {{id: {B.hex()}}}
 """
         config = loads(text, environment={"SALT": SALT})
         rules = config.tenants.rules()
-        assert rules.default == tenants.Quota(1 << 30)
+        day = 86_400.0
+        assert rules.default == tenants.Quota(1 << 30, None, 1000, 30 * day)
         assert rules.named == {
-            A: ("team-a", tenants.Quota(2 << 30)),
-            B: ("team-b", tenants.Quota(1 << 30)),
+            A: ("team-a", tenants.Quota(2 << 30, 3 << 30, 1000, day)),
+            B: ("team-b", rules.default),
         }
         for told in (show(config), repr(config), str(config.tenants)):
             assert SALT not in told
@@ -188,8 +190,15 @@ tenants:
             (f"a: {{salt: {SALT}}}, b: {{salt: {SALT}}}", "the same tenant"),
             (f"other: {{salt: {SALT}}}", "cannot name a tenant"),
             (f"a: {{salt: [{SALT}]}}", "valid string"),
-            (f"a: {{salt: {SALT}, host: 1}}", "takes host_max, id, salt, store_max"),
+            (
+                f"a: {{salt: {SALT}, host: 1}}",
+                "takes host_max, id, salt, store_max, store_objects_max, store_ttl",
+            ),
             ("a: {id: 123}", "id"),
+            (f"a: {{salt: {SALT}, store_ttl: 10ms}}", "store_ttl"),
+            (f"a: {{salt: {SALT}, store_ttl: 3 weeks}}", "is not a duration"),
+            (f"a: {{salt: {SALT}, store_objects_max: 0}}", "store_objects_max"),
+            (f"a: {{salt: {SALT}, store_max: much}}", "is not a size"),
         ],
     )
     def test_what_is_wrong_is_told_without_the_salt(self, named: str, said: str) -> None:

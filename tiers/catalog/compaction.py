@@ -20,7 +20,6 @@ compared with another was given by the store's clock, except for when rows were 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -29,27 +28,40 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
+from tiers.catalog.bounds import BOUNDS, Ages, Bounds, Verdict, Whys
+from tiers.catalog.census import (
+    OBJECTS,
+    Census,
+    Chunks,
+    Holding,
+    Sums,
+    cells_of,
+    held_by_tenant,
+    word_of,
+)
+from tiers.catalog.comparing import Objects, compared, deletable
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
-from tiers.catalog.merge import Bounds, Census, Verdict, bytes_by_tenant, merged, withdrawals
+from tiers.catalog.merge import merged, withdrawals
 from tiers.catalog.names import (
     NUMBER_MAX,
     catalog_folder,
     manifest_name,
-    segment_name,
     snapshot_name,
 )
 from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rows import Rows, digest_of, encode, joined
-from tiers.catalog.shards import Shards, State, Superseded, identities, load
-from tiers.catalog.sweep import rows_of_listing, slice_folder
+from tiers.catalog.shards import Shards, State, Superseded, load
+from tiers.catalog.sweep import slice_folder
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
-from tiers.filesystems import Found
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from tiers.filesystems import Found
     from tiers.objects import ObjectTier
+
+    Tell = Callable[[Rows, Whys], Awaitable[None]]
 
 SNAPSHOT_ROWS: Final = 250_000
 """Rows in one file of a whole merge: 25 MB."""
@@ -59,12 +71,8 @@ OVERLAY_SHARE: Final = 4
 OVERLAY_ROWS: Final = 50_000
 OVERLAY_ROWS_MAX: Final = 1_000_000
 OVERLAYS_MAX: Final = 64
-MARGIN_SECONDS: Final = 60.0
-"""By how much the clocks of a writer and of the store may differ without an object being kept."""
 ABANDONED_SECONDS: Final = 3600.0
 """A round lasts less; what is older and in no manifest belongs to none that still runs."""
-YOUNG_SECONDS: Final = 600.0
-"""Objects and rows younger than this are not compared: one may be there before the other."""
 MANIFESTS_KEPT: Final = 3
 WRITERS_KEPT: Final = 4096
 
@@ -97,6 +105,8 @@ class Report:
     """Of a whole round: what is offered after it."""
     withdrawn: int = 0
     withdrawn_bytes: int = 0
+    fallen: Sums = field(default_factory=Sums)
+    """What was withdrawn, by tenant and by the bound that it fell to (`Why`)."""
     deleted: int = 0
     waiting: int = 0
     """Withdrawn segments whose time to be deleted has not come."""
@@ -105,6 +115,20 @@ class Report:
     lost: int = 0
     """Rows whose object was gone."""
     files_removed: int = 0
+
+    def count(self, gone: Rows, whys: Whys) -> None:
+        """Count what a shard withdraws: merged rows that are offered, and what each falls to."""
+        self.withdrawn += len(gone)
+        self.withdrawn_bytes += int(gone.size_bytes.sum())
+        chunks = Chunks(gone)
+        self.fallen.add(cells_of(chunks, whys[chunks.starts].astype(np.int64)))
+
+    def withdrawn_by(self) -> dict[str, int]:
+        """Objects that were withdrawn, by the setting that they fell to."""
+        cells = self.fallen.cells
+        return {
+            why.setting: int(cells.amounts[cells.spans == why, OBJECTS].sum()) for why in BOUNDS
+        }
 
 
 async def compact(
@@ -115,6 +139,7 @@ async def compact(
     *,
     alive: Callable[[], Awaitable[bool]] | None = None,
     counts: Counts | None = None,
+    tell: Tell | None = None,
 ) -> Report:
     """One round on the namespace in folder `prefix`.
 
@@ -125,11 +150,13 @@ async def compact(
         now_seconds: the time by the store's clock.
         alive: asked now and then; False ends the round, because the lease is somebody else's.
         counts: where to count what is read.
+        tell: hears of what is withdrawn, as merged rows and what each falls to.
 
     Raises the tier's errors, and `Superseded`; either way nothing is lost and it may be tried
     again.
     """
-    return await _Round(tier, prefix, plan, now_seconds, alive, counts or Counts()).run()
+    round_ = _Round(tier, prefix, plan, now_seconds, alive, counts or Counts(), tell)
+    return await round_.run()
 
 
 class _Round:
@@ -143,6 +170,7 @@ class _Round:
         now_seconds: float,
         alive: Callable[[], Awaitable[bool]] | None,
         counts: Counts,
+        tell: Tell | None,
     ) -> None:
         self._tier = tier
         self._prefix = prefix
@@ -150,6 +178,7 @@ class _Round:
         self._plan = plan
         self._now = now_seconds
         self._alive = alive
+        self._tell = tell
         self._files = Files(tier, self._folder, counts)
         self._report = Report(prefix)
         self._news: list[Rows] = []
@@ -198,20 +227,20 @@ class _Round:
         if manifest.base_withdrawn:
             # Withdrawing more before these are deleted would make them wait again, for ever.
             return self._deletes(manifest)
-        held = Counter({bytes.fromhex(name): size for name, size in manifest.tenants.items()})
-        live = state.log_rows.take(state.log_rows.size_bytes > 0)
-        held.update(bytes_by_tenant(live))
-        if bounds.size_bytes_max is not None and held.total() > bounds.size_bytes_max:
+        held, tenants = _held(manifest, state.log_rows)
+        if bounds.exceeded(held.size_bytes, held.objects, held.oldest, self._now):
             return True
-        objects = manifest.objects + len(live)
-        if bounds.objects_max is not None and objects > bounds.objects_max:
+        if len(manifest.tenants) >= TENANTS_MAX and bounds.tenant.exceeded(
+            0, 0, held.oldest, self._now
+        ):
+            # It may be one of those that the manifest does not name.
             return True
-        limits = {tenant: bounds.quota(tenant) for tenant in held}
-        if any(most is not None and held[tenant] > most for tenant, most in limits.items()):
-            return True
-        oldest = _earlier(manifest.oldest, _oldest(live)) / 1e6
-        return bool(
-            bounds.ttl_seconds is not None and oldest and oldest < self._now - bounds.ttl_seconds
+        limits = bounds.of_tenants()
+        return any(
+            limits.limits(word_of(tenant)).exceeded(
+                own.size_bytes, own.objects, own.oldest, self._now
+            )
+            for tenant, own in tenants.items()
         )
 
     def _deletes(self, manifest: Manifest) -> bool:
@@ -228,17 +257,15 @@ class _Round:
         rows, before = state.log_rows, state.manifest
         generation = state.next_generation
         names = [await self.write(generation, part, one) for part, one in _cut(rows)]
-        live = rows.take(rows.size_bytes > 0)
-        tenants = Counter(before.tenants)
-        tenants.update({who.hex(): size for who, size in bytes_by_tenant(live).items()})
+        held, tenants = _held(before, rows)
+        largest = sorted(tenants.items(), key=lambda one: -one[1].size_bytes)[:TENANTS_MAX]
         return before.after(
             generation=generation,
             snapshots=(*before.snapshots, *names),
             rows=before.rows + len(rows),
-            oldest=_earlier(before.oldest, _oldest(live)),
             merged=self._merged(state, generation),
-            objects=before.objects + len(live),
-            tenants=dict(tenants.most_common(TENANTS_MAX)),
+            held=held,
+            tenants={tenant.hex(): own for tenant, own in largest},
             reconciled_seconds=0.0 if state.doubt else before.reconciled_seconds,
         )
 
@@ -267,31 +294,28 @@ class _Round:
 
     async def _whole(self, state: State) -> Manifest:
         bounds, generation = self._plan.bounds, state.next_generation
-        verdict = Verdict(bounds, await self._census(state), self._now)
+        verdict = Verdict(bounds, await self._ages(state), self._now)
         out = _Output(self, generation)
         deletes = self._deletes(state.manifest)
         self._report.logs_merged = len(state.logs)
         async for shard, found, withdrawn in Shards(self._files, state).rows():
             await self._check_alive()
-            rows, old = found, set[tuple[bytes, str, int]]()
-            if deletes:
-                old = await anyio.to_thread.run_sync(identities, withdrawn)
-            if self._plan.reconcile or old:
-                listing = await self._objects(shard)
+            rows = found
+            if self._plan.reconcile or (deletes and len(withdrawn)):
+                objects = await self._objects(shard)
                 if self._plan.reconcile:
-                    rows = await self._reconciled(rows, listing)
-                rows = await self._deleted(rows, old, listing)
-            rows, gone, gone_bytes = await anyio.to_thread.run_sync(
-                _judged, rows, verdict, self._report.census
-            )
+                    rows = await self._reconciled(rows, objects)
+                if deletes:
+                    rows = await self._deleted(rows, withdrawn, objects)
+            rows, gone, whys = await anyio.to_thread.run_sync(_judged, rows, verdict, self._report)
             if len(gone):
-                self._report.withdrawn += len(gone)
-                self._report.withdrawn_bytes += gone_bytes
-                await self._announce(gone)
+                if self._tell is not None:
+                    await self._tell(gone, whys)
+                await self._announce(withdrawals(gone))
             await out.add(rows)
         names = await out.close()
         await self._announce(None)
-        census = self._report.census
+        census, held = self._report.census, self._report.census.whole
         self._report.waiting = census.withdrawn
         written = self._merged(state, generation)
         if self._log.files:
@@ -302,7 +326,7 @@ class _Round:
             or not state.manifest.base_withdrawn
             or bool(np.any(state.fresh.size_bytes == 0))
         )
-        tenants = {who.hex(): size for who, size in census.tenant_bytes.most_common(TENANTS_MAX)}
+        tenants = {who.hex(): own for who, own in census.largest(TENANTS_MAX).items()}
         reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
         return Manifest(
             generation=generation,
@@ -310,37 +334,45 @@ class _Round:
             base=len(names),
             base_seconds=self._now if anew else state.manifest.base_seconds,
             base_withdrawn=census.withdrawn,
-            rows=census.objects + census.withdrawn,
-            oldest=census.oldest,
+            rows=held.objects + census.withdrawn,
+            held=held,
             merged=written,
-            objects=census.objects,
             tenants=tenants,
             reconciled_seconds=self._now if self._plan.reconcile else reconciled,
         )
 
-    async def _census(self, state: State) -> Census:
-        """What is offered before the round; only where a bound needs to know."""
-        census, bounds = Census(), self._plan.bounds
-        limited = bounds.size_bytes_max is not None or bounds.objects_max is not None
-        if not limited and not any(
-            bounds.quota(bytes.fromhex(tenant)) is not None for tenant in state.manifest.tenants
-        ):
-            live = state.log_rows.take(state.log_rows.size_bytes > 0)
-            if not any(bounds.quota(tenant) is not None for tenant in bytes_by_tenant(live)):
-                return census
-        async for _, rows, _ in Shards(self._files, state).rows():
-            await self._check_alive()
-            await anyio.to_thread.run_sync(census.add, rows)
-        return census
+    async def _ages(self, state: State) -> Ages:
+        """What is offered before the round, by age; only where a bound needs to know."""
+        bounds = self._plan.bounds
+        ages = Ages(bounds, self._now)
+        if self._needs_ages(state):
+            async for _, rows, _ in Shards(self._files, state).rows():
+                await self._check_alive()
+                await anyio.to_thread.run_sync(ages.add, rows)
+        return ages
 
-    async def _objects(self, shard: int) -> dict[str, tuple[int, float]]:
-        """Names of a slice's objects -> size and time."""
+    def _needs_ages(self, state: State) -> bool:
+        bounds = self._plan.bounds
+        if bounds.capped or bounds.tenant.capped:
+            return True
+        if not bounds.capped_anywhere:
+            return False
+        # Named tenants alone have limits, and most namespaces hold nothing of theirs.
+        known = state.manifest.tenants
+        here = {bytes.fromhex(name) for name in known} | held_by_tenant(state.log_rows).keys()
+        limits = bounds.of_tenants()
+        capped = any(limits.limits(word_of(tenant)).capped for tenant in here)
+        return capped or state.doubt or len(known) >= TENANTS_MAX
+
+    async def _objects(self, shard: int) -> Objects:
         listing = await self._tier.list(slice_folder(self._prefix, shard))
         return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
 
-    async def _reconciled(self, rows: Rows, listing: dict[str, tuple[int, float]]) -> Rows:
+    async def _reconciled(self, rows: Rows, objects: Objects) -> Rows:
         """The rows with what the objects say that they lack, or have too much."""
-        found, lost = await anyio.to_thread.run_sync(self._compared, rows, listing)
+        found, lost = await anyio.to_thread.run_sync(
+            compared, rows, objects, self._prefix, self._now
+        )
         self._report.found += len(found)
         self._report.lost += len(lost)
         if not len(found) and not len(lost):
@@ -348,64 +380,13 @@ class _Round:
         await self._announce(joined([found, lost]))
         return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
 
-    def _compared(self, rows: Rows, listing: dict[str, tuple[int, float]]) -> tuple[Rows, Rows]:
-        """Rows of objects that no row names, and rows that withdraw those without an object."""
-        old = self._now - YOUNG_SECONDS
-        known = dict(zip(self._names(rows), range(len(rows)), strict=True))
-        missing: list[Found] = []
-        for name, (size_bytes, modified) in listing.items():
-            if not 0 < modified < old:
-                continue
-            index = known.get(name)
-            if index is None:
-                missing.append(Found(name, size_bytes, modified))
-            elif not rows.size_bytes[index]:
-                withdrawn_seconds = rows.written_at[index] / 1e6
-                if modified > withdrawn_seconds + MARGIN_SECONDS:
-                    missing.append(Found(name, size_bytes, modified))
-        found = rows_of_listing(missing, self._prefix)
-        lost = [
-            index
-            for name, index in known.items()
-            if rows.size_bytes[index] and name not in listing and rows.written_at[index] / 1e6 < old
-        ]
-        return found, withdrawals(rows.take(np.array(lost, dtype=np.intp)))
-
-    async def _deleted(
-        self, rows: Rows, old: set[tuple[bytes, str, int]], listing: dict[str, tuple[int, float]]
-    ) -> Rows:
+    async def _deleted(self, rows: Rows, old: Rows, objects: Objects) -> Rows:
         """Delete what was withdrawn long enough ago; the rows without it."""
-        doomed: list[str] = []
-        forgotten: list[int] = []
-        for index in np.flatnonzero(rows.size_bytes == 0).tolist():
-            row = rows.row(index)
-            if (row.key, row.segment, row.written_at) not in old:
-                continue
-            name = segment_name(self._prefix, row.key, row.segment)
-            found = listing.get(name)
-            if found is not None:
-                modified = found[1]
-                if not 0 < modified <= row.written_at / 1e6 + MARGIN_SECONDS:
-                    # Written again, and about to be announced.
-                    continue
-                doomed.append(name)
-            forgotten.append(index)
+        rows, doomed = await anyio.to_thread.run_sync(deletable, rows, old, objects, self._prefix)
         if doomed and not self._plan.dry_run:
             await self._tier.delete(doomed)
         self._report.deleted += len(doomed)
-        if not forgotten:
-            return rows
-        kept = np.ones(len(rows), dtype=np.bool_)
-        kept[forgotten] = False
-        return rows.take(kept)
-
-    def _names(self, rows: Rows) -> list[str]:
-        keys = rows.key_list(0, len(rows))
-        ids = rows.segment_ids.tolist()
-        return [
-            segment_name(self._prefix, key, rows.segments[number])
-            for key, number in zip(keys, ids, strict=True)
-        ]
+        return rows
 
     async def _announce(self, rows: Rows | None) -> None:
         """Tell readers, some at a time; None: all that waits, now."""
@@ -488,14 +469,26 @@ class _Output:
         self._rows = []
 
 
-def _judged(rows: Rows, verdict: Verdict, census: Census) -> tuple[Rows, Rows, int]:
-    """A shard's rows after what has to go is withdrawn, what that is, and its bytes; counted."""
-    mask = verdict.withdraws(rows)
-    gone, gone_bytes = withdrawals(rows.take(mask)), int(rows.size_bytes[mask].sum())
+def _held(manifest: Manifest, rows: Rows) -> tuple[Holding, dict[bytes, Holding]]:
+    """What a manifest and the rows of newer logs come to, in all and by tenant: an estimate."""
+    tenants = {bytes.fromhex(name): held for name, held in manifest.tenants.items()}
+    whole = manifest.held
+    for tenant, held in held_by_tenant(rows).items():
+        tenants[tenant] = tenants.get(tenant, Holding()).plus(held)
+        whole = whole.plus(held)
+    return whole, tenants
+
+
+def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, Rows, Whys]:
+    """A shard's rows after what has to go is withdrawn; what that is, and why; counted."""
+    whys = verdict.why(rows)
+    going = np.flatnonzero(whys)
+    gone, whys = rows.take(going), whys[going]
     if len(gone):
-        rows = merged(joined([rows, gone]))
-    census.add(rows)
-    return rows, gone, gone_bytes
+        report.count(gone, whys)
+        rows = merged(joined([rows, withdrawals(gone)]))
+    report.census.add(rows)
+    return rows, gone, whys
 
 
 def _cut_all(parts: list[Rows]) -> list[tuple[int, Rows]]:
@@ -524,15 +517,6 @@ def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
         and file.log.number <= merged_by[file.log.writer].number
         and file.found.modified_seconds < old
     ]
-
-
-def _earlier(one: int, other: int) -> int:
-    """The earlier of two times, where 0 is none."""
-    return min(one, other) if one and other else one or other
-
-
-def _oldest(live: Rows) -> int:
-    return int(live.written_at.min()) if len(live) else 0
 
 
 __all__ = ["Plan", "Report", "Superseded", "compact"]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
+from tiers.catalog.census import Holding
 from tiers.catalog.names import parse_log, parse_snapshot
 from tiers.catalog.rows import CatalogCorrupt, digest_of
 
@@ -59,21 +60,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows in them that withdraw, whose objects may still be there."""
     rows: int = 0
     """Rows in all snapshots."""
-    oldest: int = 0
-    """Microseconds since 1970: no row that is offered was written before; 0 where none is."""
+    held: Holding = Holding()
+    """What is offered. Since the last whole merge, an estimate: duplicates count."""
     merged: dict[str, Merged] = {}
-    objects: int = 0
-    """Segments that are offered. Since the last whole merge, an estimate: duplicates count."""
-    tenants: dict[str, int] = {}
-    """Bytes that are offered, by tenant (16 hexadecimal digits, zeros for none); as `objects`."""
+    tenants: dict[str, Holding] = {}
+    """The same by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
     reconciled_seconds: float = 0.0
     """When rows and objects were last compared, by the store's clock; 0 for never."""
     format: int = MANIFEST_FORMAT
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that are offered, of all tenants."""
-        return sum(self.tenants.values())
 
     def after(self, **changes: Any) -> Manifest:
         """A manifest of the next generation."""

@@ -234,10 +234,3 @@ class _Base:
             rows = await anyio.to_thread.run_sync(merged, rows)
         self._file = rows
         self._starts = shard_starts(rows)
-
-
-def identities(rows: Rows) -> set[tuple[bytes, str, int]]:
-    """Key, segment and time of each row."""
-    names = [rows.segments[one] for one in rows.segment_ids.tolist()]
-    keys = rows.key_list(0, len(rows))
-    return set(zip(keys, names, rows.written_at.tolist(), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +12,10 @@ from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction
+from tiers.catalog.bounds import Bounds, Limits, Why, Whys
 from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
-from tiers.catalog.merge import Bounds
 from tiers.catalog.names import (
     NUMBER_MAX,
     manifest_name,
@@ -24,7 +24,7 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.rows import Row
+from tiers.catalog.rows import Row, Rows
 from tiers.errors import TierUnavailable
 from tiers.layout import Segment
 
@@ -62,10 +62,11 @@ class World:
         await self.tier.write(self.name(number), image_of(size_bytes))
         return Row(chunk_key(number), SEGMENT.name, self.bucket.micros, size_bytes, 1)
 
-    async def write(self, *numbers: int, size_bytes: int = 1000) -> None:
+    async def write(self, *numbers: int, size_bytes: int = 1000, tenant: bytes = b"") -> None:
         """Write objects, and announce them in one file."""
         for number in numbers:
-            self.log.append(await self.put(number, size_bytes))
+            row = await self.put(number, size_bytes)
+            self.log.append(row._replace(tenant=tenant))
         await self.log.flush()
 
     async def compact(
@@ -75,9 +76,10 @@ class World:
         whole: bool = True,
         reconcile: bool = False,
         dry_run: bool = False,
+        tell: Callable[[Rows, Whys], Awaitable[None]] | None = None,
     ) -> Report:
         plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, None, dry_run)
-        return await compact(self.tier, PREFIX, plan, self.bucket.now)
+        return await compact(self.tier, PREFIX, plan, self.bucket.now, tell=tell)
 
     async def offered(self, reader: CatalogReader | None = None) -> set[int]:
         """What a reader that starts now offers."""
@@ -175,7 +177,52 @@ async def test_the_byte_cap_takes_the_oldest(world: World) -> None:
     assert report.withdrawn == 4
     assert report.withdrawn_bytes == 4000
     assert await world.offered() == {4, 5, 6, 7}
-    assert report.census.size_bytes == 4000
+    assert report.census.whole.size_bytes == 4000
+    assert report.withdrawn_by()["store.size_max"] == 4
+
+
+TENANT = b"tenant-a"
+
+
+@pytest.mark.parametrize(
+    ("limits", "setting"),
+    [
+        (Limits(ttl_seconds=150.0), "tenants.store_ttl"),
+        (Limits(size_bytes_max=2500), "tenants.store_max"),
+        (Limits(objects_max=2), "tenants.store_objects_max"),
+    ],
+    ids=["ttl", "bytes", "objects"],
+)
+@pytest.mark.parametrize("named", [False, True], ids=["default", "named"])
+async def test_a_tenants_bound_makes_a_round_due_and_takes_its_own(
+    world: World, limits: Limits, setting: str, named: bool
+) -> None:
+    bounds = (
+        Bounds(named={TENANT: limits}) if named else Bounds(tenant=limits, named={b"": Limits()})
+    )
+    for number in range(4):
+        await world.write(number)
+        await world.write(number + 10, tenant=TENANT)
+        world.bucket.now += 60
+    merged = await world.compact(whole=False)
+    assert not merged.whole
+    told: list[tuple[int, Why]] = []
+
+    async def tell(rows: Rows, whys: Whys) -> None:
+        told.extend(
+            (int.from_bytes(rows.row(at).key[1:], "big"), Why(why))
+            for at, why in enumerate(whys.tolist())
+        )
+
+    report = await world.compact(bounds, whole=False, tell=tell)
+    assert report.whole
+    assert await world.offered() == {0, 1, 2, 3, 12, 13}
+    assert [(number, why.setting) for number, why in sorted(told)] == [(10, setting), (11, setting)]
+    assert {name: count for name, count in report.withdrawn_by().items() if count} == {setting: 2}
+    assert report.census.largest(2)[TENANT][:2] == (2000, 2)
+    world.bucket.now += 1
+    # Nothing more is due before what was withdrawn can be deleted.
+    assert not (await world.compact(bounds, whole=False)).whole
 
 
 async def test_what_was_announced_or_written_again_is_not_deleted(world: World) -> None:

@@ -25,10 +25,10 @@ from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction
 from tiers.catalog import manifest as manifests
+from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, Superseded, compact
 from tiers.catalog.log import LogWriter
 from tiers.catalog.manifest import NOTHING, Counts, Manifest
-from tiers.catalog.merge import Bounds
 from tiers.catalog.names import (
     digest_in,
     object_name,

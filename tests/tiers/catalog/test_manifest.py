@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiers.catalog.kit import FOLDER
 from tiers.catalog import manifest as manifests
+from tiers.catalog.census import Holding
 from tiers.catalog.manifest import Manifest, Merged
 from tiers.catalog.rows import CatalogCorrupt
 
@@ -17,7 +18,7 @@ from tiers.catalog.rows import CatalogCorrupt
         Manifest(2, format=2),
         Manifest(2, ("v1/elsewhere/snapshot/x",)),
         Manifest(2, merged={"../../up": Merged(1, 1)}),
-        Manifest(2, tenants={"zz": 1}),
+        Manifest(2, tenants={"zz": Holding(1)}),
     ],
 )
 def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
@@ -26,7 +27,9 @@ def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
 
 
 def test_every_flipped_byte_of_a_manifest_is_found() -> None:
-    whole = Manifest(2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: 5})
+    whole = Manifest(
+        2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: Holding(5, 2, 7, 1)}
+    )
     body = manifests.encode(whole)
     assert manifests.decode(body, FOLDER, 2) == whole
     assert whole.after(tenants={}) == Manifest(3, merged=whole.merged)
