@@ -1,11 +1,13 @@
 """How fast kvlake is beside an engine without it: rounds of the same work on both.
 
-A machine that others use is faster and slower by the minute, so seconds of one minute cannot be
-compared with those of another. What can is the ratio of two measurements of the same moment.
+A machine that others use is faster and slower by the second, so seconds of one moment cannot be
+compared with those of another. What can is the ratio of two measurements of the same moment: both
+engines take turns by the hand of prompts, which takes some tenths of a second.
 
 Owns the rounds. Does not own when they are taken (`run.py`) or what their ratios say
 (`verdicts.py`). Invariant: every round does the same work. Its prompts are fixed by the seed, its
-cache salts are new, both engines begin with empty prefix caches and the sidecar with nothing to do.
+cache salts are new, both engines begin with empty prefix caches, and each hand with a sidecar that
+has nothing to do.
 """
 
 from __future__ import annotations
@@ -47,19 +49,23 @@ class Pace:
     def take(self, engine: Engine, reference: Engine) -> Sample:
         """One round, with nothing else running: prompts are computed and stored, then loaded.
 
-        Beside each pass stands one of the reference; which is first takes turns.
+        Beside each hand stands the same hand of the reference; which is first takes turns.
         """
         self._rounds += 1
         seconds: dict[str, float] = dict.fromkeys((*PASSES, "reference"), 0.0)
         given: list[Generation] = []
         for number, name in enumerate(PASSES):
             pair: list[tuple[str, Engine]] = [(name, engine), ("reference", reference)]
-            if (self._rounds + number) % 2:
-                pair.reverse()
-            answers: dict[str, list[Generation]] = {}
-            for kind, which in pair:
-                spent, answers[kind] = self._pass(which, f"round-{self._rounds}")
-                seconds[kind] += spent
+            answers: dict[str, list[Generation]] = {name: [], "reference": []}
+            self._rest()
+            for _, which in pair:
+                which.reset_prefix_cache()
+            for hand, first in enumerate(range(0, len(self._asks), CLIENTS)):
+                asks = self._asks[first : first + CLIENTS]
+                for kind, which in pair[:: -1 if (self._rounds + number + hand) % 2 else 1]:
+                    spent, answered = self._hand(which, asks, f"round-{self._rounds}")
+                    seconds[kind] += spent
+                    answers[kind] += answered
             given = answers[name]
             self.compare(f"in round {self._rounds}", given, answers["reference"])
         tokens = sum(len(ask.prompt) for ask in self._asks)
@@ -81,8 +87,10 @@ class Pace:
                     f"{one.logprobs[:1]}, not {other.logprobs[:1]}"
                 )
 
-    def _pass(self, engine: Engine, salt: str) -> tuple[float, list[Generation]]:
-        engine.reset_prefix_cache()
+    def _hand(
+        self, engine: Engine, asks: Sequence[Ask], salt: str
+    ) -> tuple[float, list[Generation]]:
+        """Seconds and answers of some prompts at once."""
         self._rest()
 
         def one(ask: Ask) -> Generation:
@@ -92,5 +100,5 @@ class Pace:
 
         with ThreadPoolExecutor(CLIENTS) as clients:
             started = time.monotonic()
-            answers = list(clients.map(one, self._asks))
+            answers = list(clients.map(one, asks))
             return time.monotonic() - started, answers

@@ -38,9 +38,9 @@ from tests.soak.world import STORE_SIZE, World, world
 
 SAMPLE_SECONDS: Final = 2.0
 REST_SECONDS_MAX: Final = 60.0
-PACE_SHARE: Final = 0.12
+PACE_SHARE: Final = 0.2
 """Of the run, at its start and at its end, for measuring how fast it is."""
-PACE_ROUNDS: Final = (2, 24)
+PACE_ROUNDS: Final = (2, 60)
 """At least and at most, each time."""
 EVENT_SECONDS: Final = (5.0, 30.0)
 """Between one event and the next."""
