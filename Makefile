@@ -5,13 +5,16 @@
 #   make test     the whole test suite, real engines included
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
+#   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
+#   make gpu-bench  the benchmarks that need one, with the results in docs/performance.md
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
 #   make soak     a long run under load and kills, MINUTES=30; docs/soak.md says how to read it
 #   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environment, builds and caches
 #
-# Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine.
+# Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine. For the two of
+# a GPU: GPU_PYTHON=python3 is one that has torch with CUDA, WHEELS=folder has what else it lacks.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -36,7 +39,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -121,6 +124,29 @@ check: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+# No `make setup`: a machine that is only lent, or without a network, has a torch of its own.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_SITE := build/gpu-site
+GPU_ENV = PYTHONPATH="$(if $(WHEELS),$(abspath $(GPU_SITE)):)$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))"
+define gpu_python
+	"$(GPU_PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "GPU_PYTHON=$(GPU_PYTHON) is no Python of 3.11 or newer. Name one that has torch with CUDA: GPU_PYTHON=/path/to/python3" >&2; exit 2; }
+	if [ -n "$(WHEELS)" ]; then
+	  ls "$(WHEELS)"/*.whl >/dev/null 2>&1 || { echo "WHEELS=$(WHEELS) has no wheels in it." >&2; exit 2; }
+	  rm -rf $(GPU_SITE)
+	  "$(GPU_PYTHON)" -m pip install --quiet --no-index --no-deps --no-compile --target $(GPU_SITE) "$(WHEELS)"/*.whl
+	fi
+endef
+
+# GPU_ARGS goes to the runner, e.g. make gpu-test GPU_ARGS='-k fenced', make gpu-bench GPU_ARGS='--only copies'
+gpu-test:
+	@$(gpu_python)
+	$(GPU_ENV) "$(GPU_PYTHON)" -m tests.gpu.real.run $(GPU_ARGS)
+
+gpu-bench:
+	@$(gpu_python)
+	$(GPU_ENV) "$(GPU_PYTHON)" -m benchmarks.gpu.run --docs $(GPU_ARGS)
 
 # The table also goes to build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"':
 # the others keep what an earlier run said of them.

@@ -2,21 +2,33 @@
 
 Code goes in as text and runs in one lasting namespace, where `gpu` is this module's device API;
 `result` comes back. So a test reads as one story although it happens in several processes, each of
-which can be killed at any line.
+which can be killed at any line. One that does not answer is killed, after it has said
+in which line it hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import pickle
+import select
 import signal
 import struct
 import subprocess
 import sys
+import time
 import traceback
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from tests.gpu.double.control import Double
+ANSWER_SECONDS_MAX = 500.0
+
+
+class Machine(Protocol):
+    """Where processes find their devices: the double, or what is there."""
+
+    def env(self, *, first_device: int = 0) -> dict[str, str]:
+        """The environment of a process."""
 
 
 class ChildError(Exception):
@@ -26,13 +38,23 @@ class ChildError(Exception):
 class Child:
     """A process that runs code on request."""
 
-    def __init__(self, double: Double, *, first_device: int = 0, setup: str = "") -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        first_device: int = 0,
+        setup: str = "",
+        variables: dict[str, str] | None = None,
+        answer_seconds_max: float = ANSWER_SECONDS_MAX,
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=double.env(first_device=first_device),
+            env=machine.env(first_device=first_device) | (variables or {}),
         )
+        self._answer_seconds_max = answer_seconds_max
+        self._code = ""
         self.pid = self._process.pid
         try:
             self.run(setup)
@@ -45,28 +67,59 @@ class Child:
         self.start(code, **values)
         return self.finish()
 
+    def call(self, function: str, /, *, seconds_max: float | None = None, **named: Any) -> Any:
+        """Call a function that has a name there; returns what it returns."""
+        self.start(f"result = {function}(**named)", named=named)
+        return self.finish(seconds_max)
+
     def start(self, code: str, **values: Any) -> None:
         """Begin to run `code`; `finish` waits for it."""
         assert self._process.stdin is not None
+        self._code = code
         data = pickle.dumps((code, values))
         self._process.stdin.write(struct.pack("<I", len(data)) + data)
         self._process.stdin.flush()
 
-    def finish(self) -> Any:
-        """The result of what was started last."""
-        assert self._process.stdout is not None
-        header = self._process.stdout.read(4)
-        if len(header) < 4:
-            raise ChildError(f"the child ended with {self._process.wait()}")
-        ok, result = pickle.loads(self._process.stdout.read(struct.unpack("<I", header)[0]))
+    def finish(self, seconds_max: float | None = None) -> Any:
+        """The result of what was started last. One that takes longer is killed."""
+        deadline = time.monotonic() + (seconds_max or self._answer_seconds_max)
+        (length,) = struct.unpack("<I", self._read(4, deadline))
+        ok, result = pickle.loads(self._read(length, deadline))
         if not ok:
             raise ChildError(result)
         return result
 
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        fd, data = self._process.stdout.fileno(), b""
+        while len(data) < num_bytes:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                self._give_up()
+            piece = os.read(fd, num_bytes - len(data))
+            if not piece:
+                raise ChildError(f"the child ended with {self._process.wait()}")
+            data += piece
+        return data
+
+    def _give_up(self) -> None:
+        """Let it print where it hangs, and end it. Raises `ChildError`."""
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        self.kill()
+        raise ChildError(f"no answer in time, its stack is in stderr, from: {self._code}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End it as the kernel would."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        # One that a driver holds does not go even so.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
 
     def close(self) -> None:
         """Let it end by itself, or kill it where it does not."""
@@ -86,6 +139,8 @@ class Child:
 
 
 def _serve() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     # What the code prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

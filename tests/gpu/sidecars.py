@@ -1,4 +1,4 @@
-"""A real sidecar process with the double as its libcuda."""
+"""A real sidecar process, with the double as its libcuda or beside a real device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until
 
 
 class SidecarProcess:
     """`kvlake serve`; `with` stops it and checks that it ended well, unless it was killed."""
 
-    def __init__(self, double: Double, directory: Path, **sections: dict[str, Any]) -> None:
+    def __init__(self, machine: Machine, directory: Path, **sections: dict[str, Any]) -> None:
         config = {
             "runtime": {"directory": str(directory)},
             "host": {"size": "16MiB", "directory": str(directory), "prefault": False},
@@ -26,29 +27,30 @@ class SidecarProcess:
         }
         path = directory / "kvlake.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
-        self._double = double
+        self._machine = machine
         self.socket = directory / "default" / "attach.sock"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(path)],
-            env=double.env(),
+            env=machine.env(),
         )
         self.pid = self.process.pid
         try:
             wait_until(lambda: self.socket.exists() or self.process.poll() is not None)
-            assert self.process.poll() is None
+            assert self.process.poll() is None, "the sidecar did not start; stderr says why"
         except BaseException:
             self.kill()
             raise
 
     @property
     def left(self) -> dict[str, int]:
-        """What it holds of the driver's things."""
-        return self._double.process(self.pid).left
+        """What it holds of the double's things."""
+        assert isinstance(self._machine, Double)
+        return self._machine.process(self.pid).left
 
     def kill(self) -> None:
         """End it as the kernel would."""
         self.process.kill()
-        self.process.wait()
+        self.process.wait(30)
 
     def stop(self) -> None:
         """Let it drain."""

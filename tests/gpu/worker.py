@@ -6,26 +6,16 @@ only what torch would be is not: tensors are their addresses, the current stream
 
 from __future__ import annotations
 
-import os
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from connector.client import Client
 from connector.export import ExportedMemory, GroupTensors, export
-from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
-from connector.worker import WorkerRole
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
 from tests.gpu.device import Device, call
-from tests.sidecar.client import NAMESPACE
-from tiers.fence import WorkerFence
+from tests.gpu.steps import Steps
 from tiers.layout import KVLayout
-
-BLOCKS_PER_CHUNK = 4
-WAIT_SECONDS_MAX = 90.0
 
 
 class DeviceTensor:
@@ -73,98 +63,12 @@ def share(gpu: Device, base: int, layout: KVLayout) -> ExportedMemory:
     )
 
 
-class Rank:
-    """One rank: `store` and `load` are steps, `outcome` polls for what became of them."""
+class DriverCache:
+    """A KV cache in device memory, and kernels that write it, by the driver alone."""
 
-    def __init__(
-        self,
-        socket: str,
-        layout: KVLayout,
-        *,
-        vmm: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        engine_id: str = "gpu",
-    ) -> None:
-        self.gpu = Device()
-        self.layout = layout
-        allocate = self.gpu.allocate_vmm if vmm else self.gpu.allocate
-        self.base = allocate(layout.size_bytes)
-        self.memory = share(self.gpu, self.base, layout)
-        self.kind = self.memory.shared.kind
-
-        def describe(memory: ExportedMemory, shared: Memory) -> Attach:
-            return Attach(
-                version=PROTOCOL_VERSION,
-                role=Role.WORKER,
-                engine_id=engine_id,
-                rank=rank,
-                world_size=world_size,
-                topology=f"tp{world_size}",
-                namespace=NAMESPACE,
-                block_tokens=layout.block_tokens,
-                blocks_per_chunk=BLOCKS_PER_CHUNK,
-                pid=os.getpid(),
-                segment=layout.segment,
-                layout=memory.layout,
-                memory=shared,
-            )
-
-        self.role = WorkerRole(self.memory, lambda attempt: Client(socket, attempt), describe)
-        self._client: Client = self.role._client
-        self.ended: dict[int, bool] = {}
-        self._requests: dict[str, int] = {}
-        self._failed = 0
-
-    def attached(self, *, other_than: int = 0) -> int:
-        """Wait for a session; returns the epoch of its sidecar."""
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while time.monotonic() < deadline:
-            session = self._client.session
-            if session is not None and session.epoch != other_than:
-                return session.epoch
-            time.sleep(0.005)
-        raise TimeoutError("not attached")
-
-    # --- steps ---------------------------------------------------------------------------------
-
-    def begin_store(self, job_id: int, key: bytes, blocks: list[int]) -> None:
-        tokens = np.arange(len(blocks) * self.layout.block_tokens, dtype="<i4").tobytes()
-        piece = StorePiece(key, bytes(32), tokens, blocks)
-        self.role.submit(StepPlan(stores=[Store(job_id, [piece])]))
-
-    def begin_load(self, job_id: int, key: bytes, blocks: list[int], first: int = 0) -> None:
-        self._requests[f"request-{job_id}"] = job_id
-        piece = LoadPiece(key, first, blocks)
-        self.role.submit(StepPlan(loads=[Load(job_id, f"request-{job_id}", [piece])]))
-
-    def outcome(self, job_id: int) -> bool:
-        """Step until a job has ended; whether it went well."""
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while job_id not in self.ended:
-            assert time.monotonic() < deadline, f"job {job_id} never ended"
-            self.step()
-            time.sleep(0.0002)
-        return self.ended[job_id]
-
-    def step(self) -> None:
-        """What the engine asks after each step."""
-        results = self.role.collect()
-        failed = results.report.failed
-        for job_id in results.report.ended:
-            self.ended[job_id] = failed == 0
-        for request in results.loaded:
-            self.ended[self._requests.pop(request)] = request not in results.failed
-
-    def store(self, job_id: int, key: bytes, blocks: list[int]) -> bool:
-        self.begin_store(job_id, key, blocks)
-        return self.outcome(job_id)
-
-    def load(self, job_id: int, key: bytes, blocks: list[int], first: int = 0) -> bool:
-        self.begin_load(job_id, key, blocks, first)
-        return self.outcome(job_id)
-
-    # --- memory --------------------------------------------------------------------------------
+    gpu: Device
+    base: int
+    layout: KVLayout
 
     def _places(self, block: int) -> list[int]:
         layout = self.layout
@@ -200,14 +104,29 @@ class Rank:
             place = self.base + layout.offset(layer, block, 0, 0)
             self.gpu.fill(place, value, block_bytes)
 
-    def no_fence(self) -> None:
-        """A control: say at once what the stream would say after its work."""
-        type(self._client.session.context).signal = WorkerFence.signal  # type: ignore[union-attr]
+
+class Rank(DriverCache, Steps):
+    """One rank."""
+
+    def __init__(
+        self,
+        socket: str,
+        layout: KVLayout,
+        *,
+        vmm: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        engine_id: str = "gpu",
+    ) -> None:
+        self.gpu = Device()
+        self.layout = layout
+        allocate = self.gpu.allocate_vmm if vmm else self.gpu.allocate
+        self.base = allocate(layout.size_bytes)
+        self.memory = share(self.gpu, self.base, layout)
+        self.kind = self.memory.shared.kind
+        self.join(socket, self.memory, rank=rank, world_size=world_size, engine_id=engine_id)
 
     def close(self) -> None:
         """Leave, and give everything of the driver back."""
-        self.role.close()
-        for fence in [self.role._fence, *self.role._retired]:
-            if fence is not None:
-                fence.close()
+        self.leave()
         call("cuStreamDestroy", self.gpu.stream)

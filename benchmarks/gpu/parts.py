@@ -1,0 +1,304 @@
+"""The benchmarks of a GPU, one function each: from a machine to figures.
+
+Every ratio is taken within one run, beside a plain copy of as many bytes in the same direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.gpu.effort import LOADS, PIECES_BYTES, STORES, Effort
+from benchmarks.gpu.figures import Figure
+from tests.gpu.real.cases import settled
+from tests.gpu.real.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.gpu.child import Child
+    from tests.gpu.real.world import Place
+
+TRAFFIC: Final = "from benchmarks.gpu import traffic"
+COPIER: Final = "from benchmarks.gpu import copier"
+PARTS: Final = (
+    "copies",
+    "through_the_sidecar",
+    "costs",
+    "beside_computing",
+    "beside_reads",
+)
+"""Methods of `Bench`, the most wanted first: time may run out."""
+RATIO: Final = "of a plain copy"
+DIRECTIONS: Final = (("to host", False), ("to device", True))
+
+
+def asked_of(piece_bytes: int, *, to_device: bool) -> float | None:
+    """The least ratio that was asked of copies in such pieces."""
+    if piece_bytes >= 1 << 20:
+        return 0.95
+    if piece_bytes == 64 << 10:
+        return 0.75 if to_device else 0.85
+    return 0.65 if piece_bytes == 32 << 10 else None
+
+
+def _named(piece_bytes: int) -> str:
+    return f"{piece_bytes >> 20} MiB" if piece_bytes >= 1 << 20 else f"{piece_bytes >> 10} KiB"
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The value that so large a part of them does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+class Bench:
+    """What all parts run on."""
+
+    def __init__(self, place: Place, effort: Effort) -> None:
+        self.place = place
+        self.effort = effort
+
+    @contextlib.contextmanager
+    def _worker(self) -> Iterator[Child]:
+        """An engine with its cache."""
+        with World(self.place).child(TRAFFIC) as child:
+            layout = self.effort.layout(PIECES_BYTES[0])
+            child.call("traffic.start", kind=self.place.kind, layout=layout)
+            yield child
+
+    @contextlib.contextmanager
+    def _copier(self, worker: Child) -> Iterator[tuple[Child, float, int]]:
+        """Copies without a sidecar; seconds and bytes of the pinning."""
+        shared, layout = worker.run(
+            "memory = traffic.engine.export(); result = (memory.shared, memory.layout)"
+        )
+        pool_bytes = 2 * self.effort.round_bytes
+        with World(self.place).child(COPIER) as child:
+            seconds = child.call(
+                "copier.start", shared=shared, layout=layout, pool_bytes=pool_bytes
+            )
+            yield child, seconds, pool_bytes
+            child.call("copier.copier.close")
+
+    def _world(self, **sections: dict[str, Any]) -> World:
+        return World(self.place, host={"size": self.effort.pool}, **sections)
+
+    def _jobs(self) -> dict[str, int]:
+        effort = self.effort
+        return {
+            "blocks_per_chunk": effort.blocks_per_chunk,
+            "job_bytes": effort.job_bytes,
+            "waiting_bytes": effort.waiting_bytes,
+            "round_bytes": effort.round_bytes // 2,
+        }
+
+    def _plain(self, copier: Child, num_bytes: int, *, to_device: bool) -> float:
+        seconds = copier.call("copier.copier.plain", num_bytes=num_bytes, to_device=to_device)
+        assert isinstance(seconds, float)
+        return seconds
+
+    # --- the parts -----------------------------------------------------------------------------
+
+    def copies(self) -> list[Figure]:
+        """Copies in pieces, as the sidecar makes them but without it; and pinning."""
+        part, effort = "copies alone", self.effort
+        with self._worker() as worker, self._copier(worker) as (copier, pinned, pool_bytes):
+            found = [
+                Figure(part, "pinning", pinned / (pool_bytes / (1 << 30)), "s per GiB"),
+                Figure(part, "batches", float(copier.call("copier.copier.batches")), "",
+                       beside="1: the driver's, 0: one by one"),
+            ]  # fmt: skip
+            for name, to_device in DIRECTIONS:
+                seconds = statistics.median(
+                    self._plain(copier, effort.round_bytes, to_device=to_device)
+                    for _ in range(effort.rounds)
+                )
+                rate = effort.round_bytes / seconds / 1e9
+                found.append(Figure(part, f"a plain copy {name}", rate, "GB/s"))
+            one_way: list[float] = []
+            for piece_bytes in PIECES_BYTES:
+                for name, to_device in DIRECTIONS:
+                    ratio, seconds = self._ratio(copier, piece_bytes, to_device=to_device)
+                    found.append(
+                        Figure(
+                            part, f"{_named(piece_bytes)} {name}", ratio, RATIO,
+                            at_least=asked_of(piece_bytes, to_device=to_device),
+                        )
+                    )  # fmt: skip
+                    if piece_bytes == 1 << 20:
+                        one_way.append(seconds)
+            both = self._both(copier) / min(one_way)
+            found.append(
+                Figure(part, "1 MiB both ways at once", 2 / both, "of one way", at_least=1.5)
+            )
+        return found
+
+    def _ours(self, copier: Child, piece_bytes: int, *, to_device: bool, to_host: bool) -> float:
+        seconds = copier.call(
+            "copier.copier.ours",
+            layout=self.effort.layout(piece_bytes),
+            blocks_per_chunk=self.effort.blocks_per_chunk,
+            num_bytes=self.effort.round_bytes,
+            to_device=to_device,
+            to_host=to_host,
+        )
+        assert isinstance(seconds, float)
+        return seconds
+
+    def _ratio(self, copier: Child, piece_bytes: int, *, to_device: bool) -> tuple[float, float]:
+        """Rate over that of a plain copy, in turn; and the median seconds."""
+        plain, ours = list[float](), list[float]()
+        self._ours(copier, piece_bytes, to_device=to_device, to_host=not to_device)
+        for _ in range(self.effort.rounds):
+            plain.append(self._plain(copier, self.effort.round_bytes, to_device=to_device))
+            ours.append(self._ours(copier, piece_bytes, to_device=to_device, to_host=not to_device))
+        return statistics.median(plain) / statistics.median(ours), statistics.median(ours)
+
+    def _both(self, copier: Child) -> float:
+        return statistics.median(
+            self._ours(copier, 1 << 20, to_device=True, to_host=True)
+            for _ in range(self.effort.rounds)
+        )
+
+    def through_the_sidecar(self) -> list[Figure]:
+        """The same pieces by jobs of a worker: fence, message, slots, checksums, answers."""
+        part, effort, found = "through the sidecar", self.effort, list[Figure]()
+        num_bytes = effort.sidecar_rounds * effort.round_bytes
+        one_way: list[float] = []
+        with (
+            self._worker() as worker,
+            self._copier(worker) as (copier, _, _),
+            self._world() as world,
+        ):
+
+            def measure(piece_bytes: int, ways: list[str]) -> float:
+                layout = effort.layout(piece_bytes)
+                worker.call(
+                    "traffic.attach",
+                    socket=world.socket, layout=layout, ways=ways, **self._jobs(),
+                )  # fmt: skip
+                worker.call("traffic.seconds", num_bytes=effort.round_bytes)
+                seconds = worker.call("traffic.seconds", num_bytes=num_bytes)
+                worker.call("traffic.detach")
+                assert isinstance(seconds, float)
+                return seconds
+
+            for piece_bytes in PIECES_BYTES:
+                for name, to_device in DIRECTIONS:
+                    ways = [LOADS] if to_device else [STORES]
+                    plain = [self._plain(copier, effort.round_bytes, to_device=to_device)]
+                    seconds = measure(piece_bytes, ways)
+                    plain.append(self._plain(copier, effort.round_bytes, to_device=to_device))
+                    ratio = statistics.median(plain) * effort.sidecar_rounds / seconds
+                    found.append(
+                        Figure(
+                            part, f"{_named(piece_bytes)} {name}", ratio, RATIO,
+                            at_least=asked_of(piece_bytes, to_device=to_device),
+                        )
+                    )  # fmt: skip
+                    if piece_bytes == 1 << 20:
+                        one_way.append(seconds)
+            both = measure(1 << 20, [STORES, LOADS])
+            found.append(
+                Figure(
+                    part, "1 MiB both ways at once", min(one_way) / both, "of one way",
+                    at_least=1.5,
+                )
+            )  # fmt: skip
+        return found
+
+    def beside_computing(self) -> list[Figure]:
+        """A loop of matrix products in bfloat16, with copies at full rate and without."""
+        part, effort, found = "beside matrix products", self.effort, list[Figure]()
+        with self._worker() as worker, self._world() as world:
+            for name, ways in (
+                ("stores", [STORES]), ("loads", [LOADS]), ("both", [STORES, LOADS]),
+            ):  # fmt: skip
+                worker.call(
+                    "traffic.attach", socket=world.socket,
+                    layout=effort.layout(1 << 20), ways=ways, **self._jobs(),
+                )  # fmt: skip
+                alone, beside, copied = list[float](), list[float](), list[float]()
+                # Libraries load and clocks rise.
+                worker.call(
+                    "traffic.computing", window_seconds=effort.window_seconds, copying=False
+                )
+                for _ in range(effort.windows):
+                    for copying, into in ((False, alone), (True, beside)):
+                        steps, rate = worker.call(
+                            "traffic.computing",
+                            window_seconds=effort.window_seconds, copying=copying,
+                        )  # fmt: skip
+                        into.append(steps)
+                        if copying:
+                            copied.append(rate)
+                worker.call("traffic.detach")
+                loss = 100 * (1 - statistics.median(beside) / statistics.median(alone))
+                rate = statistics.median(copied) / 1e9
+                found.append(
+                    Figure(part, f"{name}, loss", loss, "%", at_most=2.0,
+                           beside=f"{rate:.1f} GB/s copied meanwhile")
+                )  # fmt: skip
+        return found
+
+    def beside_reads(self) -> list[Figure]:
+        """A read of four bytes, with so many bytes in flight and with none."""
+        part, effort, found = "a read of 4 bytes", self.effort, list[Figure]()
+        with self._worker() as worker:
+            for limit_bytes in effort.limits_bytes:
+                gpu = {"loads_inflight_max": limit_bytes, "stores_inflight_max": limit_bytes}
+                with self._world(gpu=gpu) as world:
+                    for name, ways in (("stores", [STORES]), ("loads", [LOADS])):
+                        worker.call(
+                            "traffic.attach", socket=world.socket,
+                            layout=effort.layout(1 << 20), ways=ways, **self._jobs(),
+                        )  # fmt: skip
+                        alone, _ = worker.call("traffic.reading", reads=effort.reads, copying=False)
+                        beside, rate = worker.call(
+                            "traffic.reading", reads=effort.reads, copying=True
+                        )
+                        worker.call("traffic.detach")
+                        more = percentile(beside, 0.99) - percentile(alone, 0.99)
+                        found.append(
+                            Figure(
+                                part, f"{name}, {limit_bytes >> 20} MiB in flight, p99", more,
+                                "µs more", at_most=100.0,
+                                beside=f"{percentile(alone, 0.99):.0f} µs alone, "
+                                f"{rate / 1e9:.1f} GB/s copied",
+                            )
+                        )  # fmt: skip
+        return found
+
+    def costs(self) -> list[Figure]:
+        """What a step with jobs costs the engine's thread, and the sidecar the device."""
+        part, effort = "costs", self.effort
+        with (
+            World(self.place).watcher() as watcher,
+            self._worker() as worker,
+            self._world() as world,
+        ):
+            _ = world.socket  # the sidecar runs, and has met no device yet
+            # What looking at the cache so takes of the device is the engine's.
+            worker.run("traffic.engine.cache.view(layout)", layout=effort.layout(1 << 20))
+            before = settled(watcher)
+            worker.call(
+                "traffic.attach", socket=world.socket,
+                layout=effort.layout(1 << 20), ways=[STORES], **self._jobs(),
+            )  # fmt: skip
+            taken = before - settled(watcher)
+            cost = worker.call("traffic.steps_with_jobs", steps=effort.steps)
+            worker.call("traffic.detach")
+        return [
+            Figure(part, "device memory of the sidecar", taken / (1 << 20), "MiB"),
+            Figure(
+                part, "fence and message of a step with a store and a load, p99",
+                percentile(cost, 0.99), "µs", at_most=20.0,
+                beside=f"p50 {percentile(cost, 0.5):.1f} µs",
+            ),
+        ]  # fmt: skip
+
+    def run(self, part: str) -> list[Figure]:
+        """One of `PARTS`."""
+        found: list[Figure] = getattr(self, part)()
+        return found

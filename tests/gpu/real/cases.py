@@ -1,0 +1,238 @@
+"""What must hold on a device, each a function of a `World`: the same ones run on the double.
+
+Each returns what a person wants to know of it, in words.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import pytest
+
+from sidecar.protocol import Role
+from tests.gpu.child import Child, ChildError
+from tests.gpu.double.control import wait_until
+from tests.gpu.real.world import EXPANDABLE, World
+from tests.sidecar.client import Client, RefusedError, attach_message
+from tiers.fence import WorkerFence
+
+FENCE_SECONDS_MAX = 280.0
+
+
+def legacy_memory(world: World) -> str:
+    """Memory of cudaMalloc is shared by an IPC handle, in both orders of layers and blocks."""
+    for order in ("BLHNC", "LBHNC"):
+        with world.engine(world.layout(order, world.sizes.cache)) as child:
+            found = child.call("engine.round_trip", socket=world.socket, name=world.name())
+            assert found == ("cuda_ipc", 0), found
+    return "bit-exact both ways in BLHNC and LBHNC"
+
+
+def interior_pointers(world: World) -> str:
+    """A cache that begins inside an allocation, as torch's allocator may place it."""
+    with world.engine(world.layout("BLHNC", world.sizes.cache), "interior") as child:
+        kind, lead_bytes = child.call("engine.round_trip", socket=world.socket, name=world.name())
+        assert kind == "cuda_ipc"
+        assert lead_bytes > 0, "the cache began where its allocation does: nothing was shown"
+    return f"bit-exact {lead_bytes} bytes into the allocation"
+
+
+def virtual_memory(world: World) -> str:
+    """One exportable allocation of the virtual memory API travels as a descriptor."""
+    with world.engine(world.layout("BLHNC", world.sizes.cache), "vmm") as child:
+        kind, _ = child.call("engine.round_trip", socket=world.socket, name=world.name())
+        assert kind == "cuda_vmm"
+    return "bit-exact through a descriptor"
+
+
+def expandable_segments(world: World) -> str:
+    """PyTorch's expandable segments: one piece is shared or refused, several are refused."""
+    said: list[str] = []
+    for sizes in (world.sizes.small_cache, world.sizes.large_cache):
+        layout = world.layout("BLHNC", sizes)
+        with world.engine(layout, "segments", EXPANDABLE) as child:
+            why = child.call("engine.refusal")
+            if why:
+                assert "expandable_segments" in why, why
+                said.append(f"{layout.size_bytes >> 10} KiB refused with the remedy")
+                continue
+            kind, _ = child.call("engine.round_trip", socket=world.socket, name=world.name())
+            said.append(f"{layout.size_bytes >> 10} KiB bit-exact as {kind}")
+    return ", ".join(said)
+
+
+def reattachment(world: World) -> str:
+    """A worker leaves and comes back, with the same memory."""
+    with world.engine(world.layout("BLHNC", world.sizes.cache)) as child:
+        for _ in range(3):
+            child.call("engine.round_trip", socket=world.socket, name=world.name())
+    return "three times"
+
+
+def _attach(world: World, child_says: tuple[object, object], **memory: object) -> str:
+    """Attach with a description that is not this process's own; how it was refused."""
+    shared, layout = child_says
+    fence = WorkerFence()
+    try:
+        message = attach_message(
+            Role.WORKER,
+            layout,  # type: ignore[arg-type]
+            memory=msgspec.structs.replace(shared, **memory),  # type: ignore[type-var]
+        )
+        with pytest.raises(RefusedError) as refused:
+            Client(world.sidecar.socket, message, (fence.fd,))
+    finally:
+        fence.close()
+    assert refused.value.code in ("gpu", "memory"), refused.value
+    return refused.value.message
+
+
+def wrong_device(world: World) -> str:
+    """A device that the sidecar does not see is named."""
+    with world.engine(world.layout("BLHNC", world.sizes.cache)) as child:
+        said = _attach(world, child.call("engine.described"), device_uuid=b"\xfe" * 16)
+    assert "fe" * 16 in said
+    assert "CUDA_VISIBLE_DEVICES" in said
+    return said
+
+
+def dead_exporter(world: World) -> str:
+    """A handle of a process that is gone is refused, and the sidecar serves the next worker."""
+    layout = world.layout("BLHNC", world.sizes.cache)
+    with world.engine(layout) as child:
+        described = child.call("engine.described")
+        child.kill()
+    said = _attach(world, described)
+    assert "cuIpcOpenMemHandle" in said
+    with world.engine(layout) as child:
+        child.call("engine.round_trip", socket=world.socket, name=world.name())
+    return said
+
+
+def _gated_and_not(world: World, function: str) -> str:
+    sizes = world.sizes
+    layout = world.layout("BLHNC", world.sizes.small_cache)
+    world.place.slow(5_000)
+    with world.engine(layout) as child:
+        torn = child.call(
+            function, seconds_max=FENCE_SECONDS_MAX,
+            socket=world.socket, rounds=sizes.control_rounds, gated=False,
+        )  # fmt: skip
+        assert torn, f"no control of {sizes.control_rounds} tore: the test would show nothing"
+        world.place.slow(500)
+        begun = time.monotonic()
+        torn = child.call(
+            function, seconds_max=FENCE_SECONDS_MAX,
+            socket=world.socket, rounds=sizes.fence_rounds, gated=True,
+        )  # fmt: skip
+    assert torn == 0, f"{torn} of {sizes.fence_rounds} rounds were torn"
+    world.place.slow(0)
+    seconds = time.monotonic() - begun
+    return f"0 of {sizes.fence_rounds} torn in {seconds:.0f} s; the control without a fence tore"
+
+
+def fenced_stores(world: World) -> str:
+    """A store never sees half of a step, and without the fence it does."""
+    return _gated_and_not(world, "engine.torn_stores")
+
+
+def fenced_loads(world: World) -> str:
+    """A load never overtakes queued work that reads its blocks, and without the fence it does."""
+    return _gated_and_not(world, "engine.torn_loads")
+
+
+def killed_worker(world: World) -> str:
+    """A worker is killed while its blocks are copied: its device memory is back soon."""
+    layout = world.layout("BLHNC", world.sizes.large_cache)
+    found: list[float] = []
+    with world.watcher() as watcher:
+        # The sidecar's own context must be there before, or it would be taken for the worker's.
+        with world.engine(world.layout("BLHNC", world.sizes.small_cache)) as child:
+            child.call("engine.round_trip", socket=world.socket, name=world.name())
+        for _ in range(world.sizes.kills):
+            wanted = settled(watcher) - world.sizes.slack_bytes
+            with world.engine(layout) as child:
+                child.start(
+                    "result = engine.keep_copying(socket, name, 120)",
+                    socket=world.socket, name=world.name(),
+                )  # fmt: skip
+                _wait_taken(watcher, wanted - layout.size_bytes)
+                time.sleep(world.sizes.copying_seconds)
+                watcher.start("result = watcher.seconds_until(wanted, 60.0)", wanted=wanted)
+                child.kill()
+                seconds, free = watcher.finish()
+            assert free >= wanted, f"{wanted - free} bytes of the killed worker are still held"
+            found.append(seconds)
+        assert world.sidecar.process.poll() is None, "the sidecar ended too"
+    assert max(found) <= world.sizes.seconds_back_max, f"its memory came back after {found} s"
+    times = ", ".join(f"{seconds:.2f}" for seconds in found)
+    return f"{layout.size_bytes >> 20} MiB back after {times} s"
+
+
+def _free(watcher: Child) -> int:
+    return int(watcher.call("watcher.free"))
+
+
+def _wait_taken(watcher: Child, free_bytes: int) -> None:
+    """Wait until no more than that is free."""
+    wait_until(lambda: _free(watcher) <= free_bytes)
+
+
+def settled(watcher: Child) -> int:
+    """Free memory, once it is the same for a while: processes that ended take their time."""
+    before, since = -1, time.monotonic()
+    deadline = since + 30.0
+    while time.monotonic() < min(since + 1.0, deadline):
+        now = _free(watcher)
+        if now != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.05)
+    return before
+
+
+def killed_sidecar(world: World) -> str:
+    """A sidecar is killed while it copies: the worker is unharmed, and served by the next one."""
+    with world.engine(world.layout("BLHNC", world.sizes.large_cache)) as child:
+        for _ in range(world.sizes.kills):
+            first = world.sidecar
+            child.start(
+                "result = engine.keep_copying(socket, name, seconds)",
+                socket=str(first.socket), name=world.name(),
+                seconds=3 * world.sizes.copying_seconds + 1.0,
+            )  # fmt: skip
+            time.sleep(2 * world.sizes.copying_seconds)
+            first.kill()
+            assert child.finish() > 0, "nothing was copied before the kill"
+            child.call("engine.unharmed", socket=world.socket, name=world.name())
+    return f"{world.sizes.kills} times, each followed by a bit-exact round trip with the next one"
+
+
+CASES: Final[dict[str, Callable[[World], str]]] = {
+    case.__name__: case
+    for case in (
+        legacy_memory,
+        interior_pointers,
+        virtual_memory,
+        expandable_segments,
+        reattachment,
+        wrong_device,
+        dead_exporter,
+        fenced_stores,
+        fenced_loads,
+        killed_worker,
+        killed_sidecar,
+    )
+}
+
+
+def told(case: str, world: World) -> str:
+    """Run a case; what it says. Errors of a child come with its traceback and nothing around it."""
+    try:
+        return CASES[case](world)
+    except ChildError as error:
+        last = re.sub(r"\s+", " ", str(error).strip().splitlines()[-1])
+        raise AssertionError(f"{last}\n{error}") from None

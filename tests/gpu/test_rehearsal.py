@@ -1,0 +1,31 @@
+"""The cases of `make gpu-test`, rehearsed on the double: that they are right when a GPU is there.
+
+Of a GPU it proves nothing. The same code runs, with small sizes and without torch's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.double.control import Double
+from tests.gpu.real.cases import CASES, told
+from tests.gpu.real.world import Rehearsal, World
+
+pytest.importorskip("cuda.bindings.driver")
+
+
+@pytest.fixture(scope="module")
+def world(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    double = Double(library, tmp_path_factory.mktemp("rehearsal") / "control")
+    with World(Rehearsal(double)) as made:
+        yield made
+    double.no_violations()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_rehearsal_on_the_double(case: str, world: World) -> None:
+    assert told(case, world)
