@@ -46,6 +46,8 @@ class Store:
     job_id: int
     pieces: list[StorePiece]
     tenant: bytes = b""
+    ttl_ms: int = 0
+    stays: bool = False
 
 
 @dataclass(slots=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from connector.keys import KeyChain, MediaItem, root_key
 from connector.namespace import adapter_identity
+from connector.wishes import Wishes, WishReader
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from connector.plan import Load
 
 logger = logging.getLogger("vllm.kvlake")
-
-
-PARAMS: Final = "kvlake"
-"""Our part of a request's `kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Stats:
 
     A request is a hit when its first load succeeded, and a miss when it was scheduled without.
     Expired: the deadline passed first, on one rank; those are among the failed too. Stale: of an
-    earlier life of the sidecar.
+    earlier life of the sidecar. Pins skipped: chunks to be kept, but there was no sidecar to ask.
     """
 
     requests_hit: int = 0
@@ -65,6 +62,7 @@ class Stats:
     stores_failed: int = 0
     stores_expired: int = 0
     answers_stale: int = 0
+    pins_skipped: int = 0
 
 
 @dataclass(slots=True)
@@ -114,10 +112,7 @@ class RequestState:
     void: bool = False
     """The cache was reset while this request ran: its KV is of the old weights."""
     prompt_tail_done: bool = False
-    reads: bool = True
-    """Whether the request itself lets chunks be loaded for it (`kv_transfer_params`)."""
-    writes: bool = True
-    """Whether it lets its chunks be stored."""
+    wishes: Wishes = field(default_factory=Wishes)
     counted: bool = False
     """It is in the statistics as a hit or a miss."""
     hit_sources: tuple[int, int] = (0, 0)
@@ -144,7 +139,7 @@ class Requests(dict[str, RequestState]):
         super().__init__()
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
-        self._params_told = False
+        self._reader = WishReader()
         self.generation = b""
         """Part of every key made from now on; a new one makes everything older unknown."""
 
@@ -163,8 +158,7 @@ class Requests(dict[str, RequestState]):
                 request=request,
                 groups=self._group_states(request, adapter),
                 tenant=tenant_id(request.cache_salt or ""),
-                reads=self._wish(request, "read"),
-                writes=self._wish(request, "write"),
+                wishes=self._reader.wishes_of(request),
             )
             self[request.request_id] = state
         state.extend()
@@ -194,25 +188,6 @@ class Requests(dict[str, RequestState]):
             tags = np.empty((0, 2), dtype=np.uint64)
             states.append(GroupState(number, geometry, chain, tags))
         return states
-
-    def _wish(self, request: Any, name: str) -> bool:
-        """What `kv_transfer_params={"kvlake": {"read": ..., "write": ...}}` says; true without.
-
-        Whoever asks for something that is not understood wants less caching than usual, not more.
-        """
-        params = getattr(request, "kv_transfer_params", None)
-        wishes = params.get(PARAMS, {}) if isinstance(params, dict) else {}
-        wish = wishes.get(name, True) if isinstance(wishes, dict) else False
-        known = isinstance(wishes, dict) and wishes.keys() <= {"read", "write"}
-        if (not known or not isinstance(wish, bool)) and not self._params_told:
-            self._params_told = True
-            logger.warning(
-                "kvlake: kv_transfer_params[%r]=%r of a request is not understood, which is taken "
-                "as false; it may hold read and write, each true or false (told once)",
-                PARAMS,
-                wishes,
-            )
-        return known and wish is True
 
     def _adapter(self, lora: Any) -> str | None:
         """What tells a LoRA adapter's KV from others'; None if its files cannot be read."""

@@ -36,10 +36,12 @@ from connector.requests import (
 )
 from connector.storing import Part, Stores
 from sidecar.protocol import (
+    KEYS_PER_MESSAGE_MAX,
     Events,
     Lease,
     Lookup,
     LookupDone,
+    Pin,
     Release,
     RemovedEvent,
     StoredEvent,
@@ -108,7 +110,7 @@ class SchedulerRole:
         """Hash the prompt, and ask for what the object store alone holds."""
         state = self._requests.track(request)
         session = self._client.session
-        if state is None or session is None or not (self._settings.reads and state.reads):
+        if state is None or session is None or not self._reads(state):
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
@@ -122,8 +124,7 @@ class SchedulerRole:
             return 0
         state.local_tokens = local_tokens
         session = self._client.session
-        reads = self._settings.reads and state.reads
-        if not reads or state.load_failed or session is None:
+        if not self._reads(state) or state.load_failed or session is None:
             return 0
         if len(self._loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message, and with it everything else of its step.
@@ -141,8 +142,13 @@ class SchedulerRole:
         matched = 0 if hit is None else hit.end_tokens - local_tokens
         return matched if matched >= self._settings.load_tokens_min else 0
 
+    def _reads(self, state: RequestState) -> bool:
+        return self._settings.reads and state.wishes.reads
+
     def _ask_store(self, state: RequestState, session: Session, local_tokens: int) -> None:
         """Have the sidecar read what lies behind the hit and in the store alone, if it pays."""
+        if not state.wishes.asks_store:
+            return
         if state.asked_session is not session:
             if state.asked_sessions >= SESSIONS_ASKED_MAX:
                 return
@@ -281,7 +287,7 @@ class SchedulerRole:
         if self._settings.writes:
             for request_id, num_tokens in scheduled.items():
                 state = self._requests.get(request_id)
-                if state is not None and state.writes and not state.void:
+                if state is not None and state.wishes.writes and not state.void:
                     self._store_scheduled(state, num_tokens, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
         plan.waiting = bool(self._lookups or self._loading or self.stores_outstanding)
@@ -323,7 +329,9 @@ class SchedulerRole:
         if state is None:
             return
         self._release(state)
-        writes = self._settings.writes and state.writes
+        if state.wishes.pin_ms and not state.void:
+            self._pin_prompt(state)
+        writes = self._settings.writes and state.wishes.writes
         if state.load is not None or state.void or not writes:
             # Aborted while loading: vLLM already counts tokens that never came.
             return
@@ -337,6 +345,35 @@ class SchedulerRole:
             if tail is not None:
                 parts.append(tail)
         self._plan_store(state, parts, lambda: block_ids)
+
+    def _pin_prompt(self, state: RequestState) -> None:
+        """Ask that what a hit of the whole prompt would load stays in host memory."""
+        state.extend()
+        keys: list[bytes] = []
+        groups: list[int] = []
+        for group in state.groups:
+            chain = group.chain
+            for piece in pieces_of(group.geometry, 0, state.request.num_prompt_tokens):
+                whole = piece.end == group.geometry.blocks_per_chunk
+                keys.append(
+                    chain.keys[piece.chunk] if whole else chain.partial(piece.chunk, piece.end)
+                )
+                groups.append(group.group)
+        del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
+        session = self._client.session
+        if not keys:
+            return
+        if session is None or not self._client.send(
+            session,
+            Pin(
+                session.epoch,
+                keys,
+                state.wishes.pin_ms,
+                state.tenant,
+                groups if any(groups) else [],
+            ),
+        ):
+            self.stats.pins_skipped += len(keys)
 
     def _plan_store(
         self,
@@ -378,6 +415,10 @@ class SchedulerRole:
         self._requests.generation = os.urandom(16)
         for state in self._requests.values():
             state.void = True
+        session = self._client.session
+        if session is not None:
+            # Nobody will ask for those keys again.
+            self._client.send(session, Release(session.epoch, [], [], pins=True))
 
     def take_events(self) -> tuple[list[StoredEvent], list[RemovedEvent]]:
         """What the tiers gained and lost since the last call."""

@@ -107,7 +107,8 @@ class Stores:
         self._keys.update(keys)
         self._jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
         stats.chunks_stored += len(stores)
-        return Store(job_id, stores, state.tenant)
+        wishes = state.wishes
+        return Store(job_id, stores, state.tenant, wishes.ttl_ms, wishes.stays)
 
     def _pieces(
         self, state: RequestState, parts: list[Part], tables: Sequence[Sequence[int]]

@@ -266,4 +266,4 @@ def _store_job(store: Store) -> StoreJob:
         )
         for piece in store.pieces
     ]
-    return StoreJob(store.job_id, chunks)
+    return StoreJob(store.job_id, chunks, store.ttl_ms, store.stays)

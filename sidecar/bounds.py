@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from sidecar.protocol import LoadChunk, StoreChunk
 
 PINNED_ALPHA: Final = 7
+KEPT_DIVISOR: Final = 2
+"""Of what may be pinned, requests may keep a half for a while: loads need the rest to go on."""
 
 # What one of each costs in Python's heap, rounded up; tests/sidecar/test_bounds.py measures it.
 LOOKUP_BYTES: Final = 1024
 LOOKUP_CHUNK_BYTES: Final = 1280
 LOOKUP_RANK_BYTES: Final = 640
+KEPT_CHUNK_BYTES: Final = 1536
+KEPT_RANK_BYTES: Final = 320
 LEASE_BYTES: Final = 1024
 LEASE_CHUNK_BYTES: Final = 256
 COPY_BYTES: Final = 2048
@@ -101,6 +105,7 @@ class Bounds:
         self.copies = Share(limits.copies_queued_max)
         self.storing = Share(limits.storing_bytes_max)
         self.pinned = Share(limits.pinned_bytes_max, PINNED_ALPHA)
+        self.kept = Share(limits.pinned_bytes_max // KEPT_DIVISOR, PINNED_ALPHA)
         self.lookups = Share(limits.lookups_max)
         self.leases = Share(limits.leases_max)
         self.jobs: Counter[int] = Counter()
@@ -116,6 +121,7 @@ class Bounds:
             "copies": self.copies,
             "storing_bytes": self.storing,
             "pinned_bytes": self.pinned,
+            "kept_bytes": self.kept,
             "lookups": self.lookups,
             "leases": self.leases,
         }
@@ -157,6 +163,11 @@ def lookup_cost(realm: Realm, num_chunks: int) -> int:
 def lease_cost(num_chunks: int) -> int:
     """Bytes of a lease. Its chunks are there anyway."""
     return LEASE_BYTES + num_chunks * LEASE_CHUNK_BYTES
+
+
+def kept_cost(realm: Realm) -> int:
+    """Bytes of one chunk that is kept, with its entry: it may hold nothing yet."""
+    return KEPT_CHUNK_BYTES + KEPT_RANK_BYTES * realm.world_size
 
 
 def load_cost(piece: LoadChunk) -> int:

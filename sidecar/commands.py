@@ -12,6 +12,7 @@ offset in the pool's mapping. A tenant is named as in the messages (`protocol.te
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sidecar.listed import Keys, ListedRows
-    from sidecar.protocol import Lookup, Role, ServerMessage, Submit
+    from sidecar.protocol import Lookup, Pin, Role, ServerMessage, Submit
     from tiers.layout import ChunkLayout
     from tiers.layout import Segment as LayoutSegment
 
@@ -88,6 +89,10 @@ class RestoredSlot:
     tenant: bytes
     sealed: int
     used: int
+    expires_at: float = math.inf
+    """On the engine's clock, when its chunk is to be forgotten."""
+    stays: bool = False
+    """Its chunk is not for the object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,20 @@ class LeaseTaken:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A scheduler gives leases and lookups back."""
+    """A scheduler gives leases and lookups back, and with `pins` all that it pinned."""
 
     session_id: int
     lease_ids: tuple[int, ...]
     lookup_ids: tuple[int, ...]
+    pins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PinAsked:
+    """A scheduler wants chunks to stay in host memory for a while."""
+
+    session_id: int
+    message: Pin
 
 
 class CopyOutcome(enum.Enum):
@@ -230,6 +244,7 @@ Event = (
     | Submitted
     | LookedUp
     | LeaseTaken
+    | PinAsked
     | Released
     | Copied
     | Written
@@ -370,6 +385,8 @@ class Counters:
     chunks_stored: int = 0
     chunks_loaded: int = 0
     chunks_evicted: int = 0
+    chunks_expired: int = 0
+    chunks_pinned: int = 0
     chunks_written: int = 0
     chunks_read: int = 0
     chunks_restored: int = 0
@@ -400,6 +417,7 @@ class Counters:
     reads_unreadable: int = 0
     leases_refused: int = 0
     leases_expired: int = 0
+    pins_refused: int = 0
     reads_dropped_full: int = 0
     reads_dropped_quota: int = 0
     reads_missing: int = 0

@@ -16,6 +16,7 @@ directory) has only ABSENT and ZOMBIE segments; pins are a count beside the stat
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -126,7 +127,19 @@ class Segment:
 class Chunk:
     """A chunk with something in, or pinned for, the host tier. Compared by identity."""
 
-    __slots__ = ("detached", "hosted", "key", "parent", "pins", "realm", "segments", "tenant")
+    __slots__ = (
+        "detached",
+        "expires_at",
+        "hosted",
+        "kept",
+        "key",
+        "parent",
+        "pins",
+        "realm",
+        "segments",
+        "stays",
+        "tenant",
+    )
 
     def __init__(self, realm: Realm, key: bytes, tenant: bytes) -> None:
         self.realm = realm
@@ -135,6 +148,12 @@ class Chunk:
         """Whose it is. The salt is in the key, so a key never changes its tenant."""
         self.parent = ZERO_KEY
         self.pins = 0
+        self.kept = 0
+        """Sessions that keep it for a while: it stands in no order of eviction meanwhile."""
+        self.expires_at = math.inf
+        """When it is to be forgotten, as whoever stored it said."""
+        self.stays = False
+        """It is not written to the store."""
         self.hosted = 0
         """Ranks whose segment is HOST."""
         self.detached = False

@@ -2,9 +2,9 @@
 
 Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
 `host.py` (slots), `jobs.py` (copies of workers), `lookups.py` (reads), `store.py` (writes and
-the catalog), `leases.py` (pins). It does no I/O and has neither clock nor randomness: the same
-events in the same order give the same commands. The server checks epochs and frames before an
-event.
+the catalog), `leases.py` (pins of loads), `kept.py` (pins that requests ask for). It does no I/O
+and has neither clock nor randomness: the same events in the same order give the same commands. The
+server checks epochs and frames before an event.
 
 Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
 the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
@@ -36,6 +36,7 @@ from sidecar.commands import (
     Listed,
     LookedUp,
     OpenedGroup,
+    PinAsked,
     ReadDone,
     Released,
     Reply,
@@ -49,6 +50,7 @@ from sidecar.commands import (
 from sidecar.directory import Chunk, Directory, FlagChange, Realm, SegmentState
 from sidecar.host import HostTier, SlotAllocator
 from sidecar.jobs import Job, Jobs
+from sidecar.kept import KeptChunks
 from sidecar.leases import Leases
 from sidecar.lookups import Lookups
 from sidecar.outbox import Outbox
@@ -239,6 +241,9 @@ class Engine:
             regret_max=limits.regret_max,
         )
         self._leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self._kept = KeptChunks(
+            self._directory, self._host, self._pins, self.bounds, self.tenants, self.counters
+        )
         self._jobs = Jobs(
             self._directory,
             self._host,
@@ -259,8 +264,11 @@ class Engine:
             ValueError: a session that `refusal` would have refused.
             IllegalTransition: a bug in the engine.
         """
+        self._host.expire(now)
         match event:
-            case Submitted() | LookedUp() | LeaseTaken() | Released() | SessionClosed():
+            case (
+                Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
+            ):
                 self._handle_session(event, now)
             case Restored():
                 self._host.restore(event.slots)
@@ -279,8 +287,10 @@ class Engine:
             case Tick():
                 self.counters.leases_expired += self._leases.expire(now)
                 self._lookups.expire(now)
+                self._kept.expire(now)
             case Draining():
                 self._draining = True
+                self._kept.drain()
                 self._lookups.drain()
                 self._writes.draining(flush=self._limits.flush_at_end)
         self._lookups.pump(now)
@@ -332,7 +342,9 @@ class Engine:
         self._sessions[event.session_id] = event
 
     def _handle_session(
-        self, event: Submitted | LookedUp | LeaseTaken | Released | SessionClosed, now: float
+        self,
+        event: Submitted | LookedUp | LeaseTaken | PinAsked | Released | SessionClosed,
+        now: float,
     ) -> None:
         session = self._sessions.get(event.session_id)
         if session is None:
@@ -344,27 +356,34 @@ class Engine:
             case SessionClosed():
                 self._close(session)
             case Submitted() if worker:
-                self._submit(session, realms, event)
+                self._submit(session, realms, event, now)
             case LookedUp() if not worker:
                 self._lookups.ask(session.session_id, realms, event.message, now)
             case LeaseTaken() if not worker:
                 self._lease(session, realms, event, now)
+            case PinAsked() if not worker:
+                if not self._draining:
+                    self._kept.ask(session.session_id, realms, event.message, now)
             case Released() if not worker:
                 for lease_id in event.lease_ids:
                     self._leases.release(session.session_id, lease_id)
                 for lookup_id in event.lookup_ids:
                     self._lookups.release(session.session_id, lookup_id)
+                if event.pins:
+                    self._kept.close_session(session.session_id)
             case _:
                 text = f"{type(event).__name__} is not for a {session.role} session to send"
                 self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
 
-    def _submit(self, session: SessionOpened, realms: list[Realm], event: Submitted) -> None:
+    def _submit(
+        self, session: SessionOpened, realms: list[Realm], event: Submitted, now: float
+    ) -> None:
         message = event.message
         # Loads first: a store may evict what a load of the same step needs.
         for load in message.loads:
             self._jobs.load(session, realms, message.fence, load)
         for store in message.stores:
-            self._jobs.store(session, realms, message.fence, store, accept=not self._draining)
+            self._jobs.store(session, realms, message.fence, store, now, accept=not self._draining)
 
     def _lease(
         self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
@@ -390,6 +409,7 @@ class Engine:
     def _close(self, session: SessionOpened) -> None:
         del self._sessions[session.session_id]
         self._lookups.close_session(session.session_id)
+        self._kept.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
             self._leases.close_session(session.session_id, (session.realm_id, session.engine_id))
 
@@ -498,6 +518,9 @@ class Engine:
         for lease in self._leases:
             held["memory_bytes"][lease.session_id] += lease.cost
             held["leases"][lease.session_id] += 1
+        for kept in self._kept:
+            held["memory_bytes"][kept.session_id] += kept.cost
+            held["kept_bytes"][kept.session_id] += kept.size_bytes
         held["pinned_bytes"].update(self._pins.held_bytes())
         for name, share in self.bounds.shares.items():
             assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
@@ -531,10 +554,13 @@ class Engine:
         pins: Counter[Chunk] = Counter()
         for owner in (*self._leases, *self._lookups):
             pins.update(owner.chunks)
+        kept = Counter(one.chunk for one in self._kept)
+        pins.update(kept)
         assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
         self._lookups.check()
         for chunk in {*chunks, *pins}:
             assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
+            assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
         for chunk in chunks:
             assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
             hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)

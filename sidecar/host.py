@@ -14,23 +14,27 @@ competes with everybody's for free slots.
 Invariants: a slot is freed only when nothing runs on it; the slots that were allocated are those
 of the directory's segments, those of the zombies and the inventory, and a tenant is charged for
 exactly the slots of its chunks; a slot is sealed in the pool exactly while its segment is HOST or
-it is in the inventory; a chunk is known to the policy exactly while one of its segments is HOST
-and it is in the directory. (From its first segment, not its last: a chunk whose other ranks never
-come must be evictable, or it would stay for ever.)
+it is in the inventory; a chunk is known to the policy exactly while one of its segments is HOST,
+it is in the directory, and nobody keeps it. (From its first segment, not its last: a chunk whose
+other ranks never come must be evictable, or it would stay for ever.) A chunk that is past its time
+is in nobody's sight, whatever pins it.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from sidecar.commands import RestoredSlot
 from sidecar.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
 from sidecar.inventory import Inventory
+from sidecar.retention import FOR_EVER, Expiries, Retention, slot_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sidecar.commands import Counters, RestoredSlot
+    from sidecar.commands import Counters
     from sidecar.tenants import Tenants
     from tiers.layout import ChunkLayout
     from tiers.policy.policy import Policy
@@ -54,7 +58,7 @@ class SlotAllocator(Protocol):
         ...
 
     def set_tag(self, offset: int, tag: bytes) -> None:
-        """Note whose a slot is that was just allocated; it comes back with the slot."""
+        """Note what a slot is that was just allocated; it comes back with the slot."""
         ...
 
     def seal(self, offset: int) -> None:
@@ -124,6 +128,7 @@ class HostTier:
         self.allocated: set[int] = set()
         self.zombies: set[Segment] = set()
         self.inventory = Inventory(slots.class_of, slots.slot_bytes)
+        self._expiries = Expiries()
 
     def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
         """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
@@ -142,6 +147,8 @@ class HostTier:
 
     def _freshen(self, chunk: Chunk) -> None:
         """Make a chunk the last in the orders of eviction that go by use."""
+        if chunk.kept:
+            return
         name = (chunk.realm.realm_id, chunk.key)
         self._policy.touch(name)
         own = self._tenants.order(chunk.tenant)
@@ -175,7 +182,7 @@ class HostTier:
         classes = chunk.realm.slot_classes
         return sum(self._slots.slot_bytes(class_id) for class_id in classes if class_id >= 0)
 
-    def reserve(self, segment: Segment, cause: Cause) -> bool:
+    def reserve(self, segment: Segment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
         chunk = segment.chunk
         # Its other ranks' segments may be evictable; they are no price for this one's slot.
@@ -187,13 +194,39 @@ class HostTier:
         if slot is None:
             self._count_dropped(chunk.tenant, cause, within=within)
             return False
-        if chunk.tenant:
-            self._slots.set_tag(slot, chunk.tenant)
+        self._apply(chunk, retention)
+        tag = slot_tag(chunk.tenant, Retention(chunk.expires_at, stays=chunk.stays))
+        if any(tag):
+            self._slots.set_tag(slot, tag)
         self._tenants.charge(chunk.tenant, num_bytes)
         self._directory.move(segment, cause)
         segment.slot = slot
         segment.running = 1
         return True
+
+    def _apply(self, chunk: Chunk, retention: Retention) -> None:
+        """A segment of a chunk comes, with what was said of it: the least of all holds."""
+        if chunk.vacant:
+            # What was said of an earlier filling went with it.
+            chunk.expires_at, chunk.stays = math.inf, False
+        chunk.stays |= retention.stays
+        if retention.expires_at < chunk.expires_at:
+            chunk.expires_at = retention.expires_at
+            self._expiries.add(chunk.expires_at, chunk)
+
+    def expire(self, now: float) -> None:
+        """Forget what is past its time: from now on nobody finds it."""
+        for due in self._expiries.due(now):
+            if isinstance(due, RestoredSlot):
+                self._expire_unclaimed(due)
+            elif not due.detached and not due.vacant and due.expires_at <= now:
+                self._counters.chunks_expired += 1
+                self._remove(due)
+
+    def _expire_unclaimed(self, found: RestoredSlot) -> None:
+        if self.inventory.holds(found):
+            self.inventory.claim(found)
+            self._give_back(found.slot)
 
     def arrived(self, segment: Segment, num_blocks: int, parent: bytes) -> bool:
         """The slot was filled and sealed. False if its chunk was removed in the meantime."""
@@ -214,12 +247,30 @@ class HostTier:
         chunk.parent = parent
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            realm_id = chunk.realm.realm_id
-            name, before = (realm_id, chunk.key), (realm_id, parent)
-            self._policy.add(name, before)
-            own = self._tenants.order(chunk.tenant)
-            if own is not None:
-                own.add(name, before)
+            self._enter(chunk)
+
+    def _enter(self, chunk: Chunk) -> None:
+        """Put a chunk last into the orders of eviction, unless somebody keeps it."""
+        if chunk.kept:
+            return
+        realm_id = chunk.realm.realm_id
+        name, before = (realm_id, chunk.key), (realm_id, chunk.parent)
+        self._policy.add(name, before)
+        own = self._tenants.order(chunk.tenant)
+        if own is not None:
+            own.add(name, before)
+
+    def keep(self, chunk: Chunk) -> None:
+        """One more session keeps a chunk. It is no victim: a search would only step over it."""
+        if chunk.hosted and not chunk.detached:
+            self._forget(chunk)
+        chunk.kept += 1
+
+    def let_go(self, chunk: Chunk) -> None:
+        """One session less keeps it; with the last one it may be evicted again, as if used now."""
+        chunk.kept -= 1
+        if chunk.hosted and not chunk.detached:
+            self._enter(chunk)
 
     # --- after a restart -----------------------------------------------------------------------
 
@@ -228,6 +279,9 @@ class HostTier:
         self.allocated.update(one.slot for one in found)
         self.inventory.restore(found)
         self._counters.slots_restored += len(found)
+        for one in found:
+            if one.expires_at < math.inf:
+                self._expiries.add(one.expires_at, one)
 
     def adopt(self, realm: Realm, rank: int, namespace: bytes) -> None:
         """Make segments of the slots that a rank, whose layout was just learnt, stored earlier.
@@ -263,6 +317,7 @@ class HostTier:
             self._give_back(found.slot)
             self._directory.settle(chunk)
             return
+        self._apply(chunk, Retention(found.expires_at, stays=found.stays))
         self._tenants.charge(chunk.tenant, num_bytes)
         segment.slot = found.slot
         self._has_come(segment, Cause.RESTORED, found.num_blocks, found.parent)
@@ -303,6 +358,10 @@ class HostTier:
         if chunk.detached:
             return
         self._counters.quarantined_host += 1
+        self._remove(chunk)
+
+    def _remove(self, chunk: Chunk) -> None:
+        """Take a chunk out of sight; what runs on its slots ends first."""
         if chunk.hosted:
             self._forget(chunk)
         self._directory.detach(chunk)
@@ -335,7 +394,9 @@ class HostTier:
         self._tenants.credit(segment.chunk.tenant, self.slot_bytes(segment))
 
     def _forget(self, chunk: Chunk) -> None:
-        """Take a chunk out of the orders of eviction."""
+        """Take a chunk out of the orders of eviction, where it is in them."""
+        if chunk.kept:
+            return
         name = (chunk.realm.realm_id, chunk.key)
         self._policy.remove(name)
         own = self._tenants.order(chunk.tenant)

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 
 from sidecar.attach import StartError
 from sidecar.commands import RestoredSlot
 from sidecar.logs import fields
-from sidecar.protocol import TENANT_BYTES
+from sidecar.retention import read_tag
 from tiers.errors import PoolError
 from tiers.filesystems import run_to_end
 from tiers.pool import POPULATE_BYTES_PER_CALL, HostPool
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from sidecar.config import Config
 
 _Raised: TypeAlias = type[BaseException] | None
-
-_NO_TENANT: Final = bytes(TENANT_BYTES)
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -76,7 +74,7 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
 
 
 def _restored(image: FoundImage) -> RestoredSlot:
-    tenant = image.tag[:TENANT_BYTES]
+    tenant, retention = read_tag(image.tag)
     return RestoredSlot(
         slot=image.offset,
         namespace=image.namespace_digest,
@@ -84,9 +82,11 @@ def _restored(image: FoundImage) -> RestoredSlot:
         num_blocks=image.num_blocks,
         key=image.key,
         parent=image.parent,
-        tenant=b"" if tenant == _NO_TENANT else tenant,
+        tenant=tenant,
         sealed=image.sealed,
         used=image.used,
+        expires_at=retention.expires_at,
+        stays=retention.stays,
     )
 
 

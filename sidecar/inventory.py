@@ -39,6 +39,10 @@ class Inventory:
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_place)
 
+    def holds(self, found: RestoredSlot) -> bool:
+        """Whether a slot was neither claimed nor given up."""
+        return found.slot in self._by_place
+
     def restore(self, found: tuple[RestoredSlot, ...]) -> None:
         """Take slots in, once and for all."""
         assert not self._by_place, "there is one restart in a life"

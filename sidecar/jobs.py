@@ -9,6 +9,7 @@ copy touches is held until `Copied`, whatever became of the session, the job or 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from sidecar.bounds import load_cost, store_cost
@@ -23,6 +24,7 @@ from sidecar.commands import (
 )
 from sidecar.directory import Cause, SegmentState
 from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
+from sidecar.retention import Retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -243,18 +245,29 @@ class Jobs:
         realms: list[Realm],
         fence: int,
         message: StoreJob,
+        now: float,
         *,
         accept: bool,
     ) -> None:
         """Start a store job. With `accept` False (draining) nothing new is taken."""
         job = Job(session, message.job_id, loading=False)
+        # What is to be forgotten could not be called back from a store that others read.
+        expires_at = now + message.ttl_ms / 1000 if message.ttl_ms else math.inf
+        retention = Retention(expires_at, stays=message.stays or message.ttl_ms > 0)
         for piece in message.chunks:
             realm = realms[piece.group]
-            job.outcomes.update(self._gather(job, realm, fence, piece, accept=accept))
+            job.outcomes.update(self._gather(job, realm, fence, piece, retention, accept=accept))
         self._end_if_over(job)
 
     def _gather(
-        self, job: Job, realm: Realm, fence: int, piece: StoreChunk, *, accept: bool
+        self,
+        job: Job,
+        realm: Realm,
+        fence: int,
+        piece: StoreChunk,
+        retention: Retention,
+        *,
+        accept: bool,
     ) -> tuple[Outcome, ...]:
         """Start one chunk's copy; its outcome if there is nothing to copy."""
         rank = job.session.segment_number
@@ -292,7 +305,7 @@ class Jobs:
             self._counters.stores_dropped_share += 1
             self._directory.settle(chunk)
             return (Outcome.FULL,)
-        if not self._host.reserve(segment, Cause.GATHER):
+        if not self._host.reserve(segment, Cause.GATHER, retention):
             self._give_back(session_id, cost, storing)
             self._directory.settle(chunk)
             return (Outcome.FULL,)

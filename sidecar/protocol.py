@@ -22,6 +22,7 @@ The whole conversation::
       | Submit(fence, loads, stores) ---> |                                     |
       | <---------------- Done(outcomes)  |                                     |
       |                                   | <------ Release(lease) on abort     |
+      |                                   | <------ Pin(keys) at a request's end|   if it asked
       |                                   | Events(stored, removed) ----------> |   if asked for
       | (EOF) --------------------------> |  leases and jobs of the session end |
       | any refused frame: <------- Error |                                     |
@@ -46,7 +47,7 @@ from tiers.layout import KVLayout, Segment
 
 T = TypeVar("T")
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 """Raised by every incompatible change. Both sides refuse another version, by name."""
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -54,6 +55,8 @@ KEYS_PER_MESSAGE_MAX: Final = 65_536
 JOBS_PER_MESSAGE_MAX: Final = 4_096
 NAMESPACE_BYTES_MAX: Final = 65_536
 BLOCKS_PER_CHUNK_MAX: Final = 65_536
+TTL_MS_MAX: Final = 365 * 24 * 3600 * 1000
+PIN_MS_MAX: Final = 24 * 3600 * 1000
 GROUPS_MAX: Final = 64
 """KV cache groups of one engine: a model of 62 layers, one in six of another kind, has 7."""
 KEY_BYTES: Final = 32
@@ -279,10 +282,16 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Chunks that became complete in one step. `job_id` is unique per engine and life."""
+    """Chunks of one request that became complete in one step.
+
+    `job_id` is unique per engine and life. `ttl_ms`: they are forgotten so long after this, 0 for
+    never. `stays`: they are not written to the object store; what is forgotten is not either.
+    """
 
     job_id: int
     chunks: Annotated[list[StoreChunk], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+    ttl_ms: Annotated[int, msgspec.Meta(ge=0, le=TTL_MS_MAX)] = 0
+    stays: bool = False
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, forbid_unknown_fields=True):
@@ -350,12 +359,30 @@ class Lease(
     tenant: bytes = b""
 
 
-class Release(msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True):
+class Pin(msgspec.Struct, tag="pin", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Keep `keys` in host memory for `duration_ms`, also what is still to be stored. Not answered.
+
+    As many of them, from the first on, as this client and `tenant` may pin; the rest are counted.
+    """
+
+    epoch: int
+    keys: Keys
+    duration_ms: Annotated[int, msgspec.Meta(gt=0, le=PIN_MS_MAX)]
+    tenant: bytes = b""
+    groups: GroupIds = []
+    """The group of each key; left out where all are of group 0."""
+
+
+class Release(
+    msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Give leases and lookups back before their work was done. Unknown ids are ignored."""
 
     epoch: int
     lease_ids: Ids
     lookup_ids: Ids
+    pins: bool = False
+    """All that this client has pinned, too."""
 
 
 class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -392,7 +419,7 @@ class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True
     message: str
 
 
-ClientMessage = Submit | Lookup | Lease | Release
+ClientMessage = Submit | Lookup | Lease | Pin | Release
 ServerMessage = Done | LookupDone | Events | Error
 AttachReply = Attached | Refused | IndexMoved
 
@@ -531,6 +558,10 @@ def _check_client(message: ClientMessage) -> None:
             _require(len(message.groups) in counted, "groups", len(message.groups), "one per key")
         case Lease():
             _check_tenant(message.tenant)
+        case Pin():
+            _check_tenant(message.tenant)
+            counted = (0, len(message.keys))
+            _require(len(message.groups) in counted, "groups", len(message.groups), "one per key")
         case Release():
             ids = len(message.lease_ids) + len(message.lookup_ids)
             _require(ids <= KEYS_PER_MESSAGE_MAX, "ids", ids, f"at most {KEYS_PER_MESSAGE_MAX}")

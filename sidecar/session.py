@@ -24,6 +24,7 @@ from sidecar.commands import (
     LeaseTaken,
     LookedUp,
     OpenedGroup,
+    PinAsked,
     Released,
     SessionOpened,
     Submitted,
@@ -34,6 +35,7 @@ from sidecar.protocol import (
     Attach,
     Lease,
     Lookup,
+    Pin,
     ProtocolError,
     Release,
     Role,
@@ -126,13 +128,20 @@ class Session:
                 for group in message.groups:
                     self._part(group)
                 return LookedUp(self.session_id, message)
+            case Pin():
+                for group in message.groups:
+                    self._part(group)
+                return PinAsked(self.session_id, message)
             case Lease():
                 return LeaseTaken(
                     self.session_id, message.lease_id, tuple(message.keys), message.tenant
                 )
             case Release():
                 return Released(
-                    self.session_id, tuple(message.lease_ids), tuple(message.lookup_ids)
+                    self.session_id,
+                    tuple(message.lease_ids),
+                    tuple(message.lookup_ids),
+                    pins=message.pins,
                 )
 
     def _check_submit(self, message: Submit) -> None:

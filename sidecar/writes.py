@@ -160,7 +160,7 @@ class Writes:
         self._offers.forget(chunk)
         if chunk in self._pending:
             self._drop(chunk)
-        elif self._policy is WritePolicy.ON_EVICT and self._missing(chunk):
+        elif self._policy is WritePolicy.ON_EVICT and not chunk.stays and self._missing(chunk):
             self._counters.writes_dropped += 1
 
     def draining(self, *, flush: bool) -> None:
@@ -209,7 +209,7 @@ class Writes:
 
     def _enqueue(self, chunk: Chunk, *, bounded: bool = True) -> None:
         """Queue a write for every rank of a complete chunk that the store lacks."""
-        if chunk in self._pending or not chunk.loadable:
+        if chunk in self._pending or not chunk.loadable or chunk.stays:
             return
         ranks = self._missing(chunk)
         if not ranks:

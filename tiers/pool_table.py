@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Numbers = npt.NDArray[np.int64]
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised with every change of this format; another one is not read."""
 
 PAGE_BYTES: Final = 4096

@@ -5,6 +5,7 @@ Which of them were also run on a real engine is in `docs/support.md`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import isfunction
 from pathlib import Path
@@ -14,14 +15,19 @@ from typing import Any
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from connector.events import events_endpoints
+from connector.requests import Stats
 from connector.vllm import KVLakeConnector
+from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests.connector.engine import (
     BLOCK_TOKENS,
+    CHUNK_TOKENS,
     Engine,
     kv_cache_config,
     request_of,
+    spec_of,
     vllm_config,
     write_model,
 )
@@ -168,6 +174,85 @@ class TestWishesOfARequest:
         engine.run(self.wishing("b", {"read": False}))
         assert engine.computed["b"] == len(PROMPT)
         engine.check_idle()
+
+    def test_read_host_waits_for_no_store(self, make: Callable[..., Engine]) -> None:
+        """What of a prompt host memory has is loaded; what only the store has is not asked for."""
+        engine = make()
+        engine.run(self.wishing("a", {}))
+        engine.forget()
+        keys = list(engine.sidecar.parts)
+        for key in keys[2:]:
+            engine.sidecar.demote(key)
+        engine.run(self.wishing("b", {"read": "host"}))
+        assert engine.computed["b"] == len(PROMPT) - 2 * CHUNK_TOKENS
+        assert not engine.client.sent_of(Lookup)
+        engine.forget()
+        for key in keys[2:]:
+            engine.sidecar.evict(key)
+        engine.run(self.wishing("c", {}))
+        assert engine.client.sent_of(Lookup)
+        assert engine.computed["c"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_each_store_says_how_long_and_where(self, make: Callable[..., Engine]) -> None:
+        engine = make(ranks=2)
+        engine.run(self.wishing("a", {"write": "host", "ttl_seconds": 2.5}))
+        engine.run(request_of("b", [1, *PROMPT], max_tokens=1))
+        for rank in engine.ranks:
+            jobs = [job for one in rank.client.sent_of(Submit) for job in one.stores]
+            assert {(job.ttl_ms, job.stays) for job in jobs} == {(2500, True), (0, False)}
+            of_a = [job for job in jobs if job.stays]
+            keys = [chunk.key for job in of_a for chunk in job.chunks]
+            assert len(keys) == -(-len(PROMPT) // CHUNK_TOKENS)
+
+    def test_the_prompt_is_pinned_when_the_request_ends(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        (pin,) = engine.client.sent_of(Pin)
+        assert (pin.duration_ms, pin.groups) == (30_000, [])
+        assert set(pin.keys) == set(engine.sidecar.parts)
+        engine.run(request_of("b", PROMPT, max_tokens=1))
+        assert len(engine.client.sent_of(Pin)) == 1
+        engine.check_idle()
+
+    def test_of_several_groups_what_a_hit_would_load_is_pinned(
+        self, make: Callable[..., Engine]
+    ) -> None:
+        window = spec_of(SlidingWindowSpec, sliding_window=2 * BLOCK_TOKENS)
+        engine = make(specs=[spec_of(), window])
+        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        (pin,) = engine.client.sent_of(Pin)
+        groups = Counter(pin.groups)
+        assert groups[0] == -(-len(PROMPT) // CHUNK_TOKENS)
+        assert 0 < groups[1] < groups[0]
+        assert set(pin.keys) <= set(engine.sidecar.parts)
+        assert all(
+            engine.sidecar.group_of[key] == group
+            for key, group in zip(pin.keys, pin.groups, strict=True)
+        )
+
+    def test_a_reset_ends_the_pins(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert [one.pins for one in engine.client.sent_of(Release)] == [True]
+
+    def test_a_pin_without_a_sidecar_is_counted(
+        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make()
+        engine.sidecar.detach()
+        counted: list[int] = []
+        take = engine.role.take_stats
+
+        def taken() -> Stats:
+            stats = take()
+            counted.append(stats.pins_skipped)
+            return stats
+
+        monkeypatch.setattr(engine.role, "take_stats", taken)
+        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        assert sum(counted) + engine.role.stats.pins_skipped == -(-len(PROMPT) // CHUNK_TOKENS)
 
     @pytest.mark.parametrize("wishes", ["no", {"read": "false"}, {"raed": False}])
     def test_what_is_not_understood_is_taken_as_less(

@@ -129,6 +129,7 @@ def client_frames(epoch: int = 1) -> list[bytes]:
         Submit(epoch, 0, [], [store, store]),
         Lookup(epoch, 1, [KEY, KEY[::-1]], 100),
         Lease(epoch, 7, [KEY]),
+        protocol.Pin(epoch, [KEY, KEY[::-1]], 1000),
         Release(epoch, [7], [1]),
     ]
     return [protocol.encode(message) for message in messages]

@@ -44,6 +44,7 @@ from sidecar.protocol import (
     LookupDone,
     Memory,
     Outcome,
+    Pin,
     Refused,
     Release,
     Role,
@@ -328,10 +329,17 @@ class Worker(Client):
         return self.done[job_id]
 
     def store(
-        self, job_id: int, key: bytes, blocks: Sequence[int], parent: bytes = ROOT
+        self,
+        job_id: int,
+        key: bytes,
+        blocks: Sequence[int],
+        parent: bytes = ROOT,
+        *,
+        ttl_seconds: float = 0.0,
     ) -> Outcome:
         """Store one chunk and wait."""
-        self.submit(stores=[StoreJob(job_id, [self.chunk(key, blocks, parent)])])
+        chunks = [self.chunk(key, blocks, parent)]
+        self.submit(stores=[StoreJob(job_id, chunks, int(ttl_seconds * 1000))])
         return self.outcome(job_id)
 
     def load(self, job_id: int, key: bytes, blocks: Sequence[int], first_block: int = 0) -> Outcome:
@@ -377,6 +385,10 @@ class Scheduler(Client):
     def lease(self, lease_id: int, keys: Sequence[bytes], tenant: bytes = b"") -> None:
         """Pin chunks."""
         self.send(Lease(self.epoch, lease_id, list(keys), tenant))
+
+    def pin(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Have chunks kept for a while."""
+        self.send(Pin(self.epoch, list(keys), int(seconds * 1000)))
 
     def release(self, *lease_ids: int) -> None:
         """Unpin chunks."""

@@ -7,6 +7,7 @@ the engine's commands never contradict it. Content is followed by slot, not by a
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from sidecar.commands import (
     LeaseTaken,
     Listed,
     LookedUp,
+    PinAsked,
     Quarantine,
     Read,
     ReadDone,
@@ -49,12 +51,14 @@ from sidecar.protocol import (
     Lookup,
     LookupDone,
     Outcome,
+    Pin,
     Role,
     ServerMessage,
     StoreChunk,
     StoreJob,
     Submit,
 )
+from sidecar.retention import read_tag
 from sidecar.writes import WritePolicy
 from tiers.layout import ChunkLayout, Segment
 
@@ -224,6 +228,7 @@ class Content:
     verified: bool = field(default=True, compare=False)
     adopted: bool = field(default=True, compare=False)
     """False after a restart, until a worker of its rank attaches."""
+    expires_at: float = field(default=math.inf, compare=False)
 
 
 @dataclass
@@ -258,6 +263,9 @@ class World:
     def send(self, event: Event) -> list[Command]:
         """Hand an event in; check and note what comes out."""
         self.slots.freed.clear()
+        for content in self.content.values():
+            if content.expires_at <= self.now:
+                self._bury(content)
         commands = self.engine.handle(event, self.now)
         self.note(commands)
         return commands
@@ -350,7 +358,8 @@ class World:
         self.engine.check()
         told = {name for name, (in_host, _) in self.index.items() if in_host}
         assert told == self.in_host(), "the index and the slots disagree"
-        assert set(self.policy.victims()) == set(self.host_ranks()), (
+        kept = {(one.chunk.realm.realm_id, one.chunk.key) for one in self.engine._kept}
+        assert set(self.policy.victims()) == set(self.host_ranks()) - kept, (
             "the policy orders other chunks"
         )
         whole = {slot for slot, one in self.content.items() if one.sealed and not one.dead}
@@ -444,6 +453,8 @@ class World:
         *,
         blocks: int = 2,
         tenant: bytes = b"",
+        ttl_seconds: float = 0.0,
+        stays: bool = False,
     ) -> list[Command]:
         chunks = [
             StoreChunk(
@@ -455,9 +466,18 @@ class World:
             )
             for number in numbers
         ]
-        return self.send(
-            Submitted(session_id, Submit(EPOCH, job_id, [], [StoreJob(job_id, chunks)]))
-        )
+        job = StoreJob(job_id, chunks, int(ttl_seconds * 1000), stays)
+        commands = self.send(Submitted(session_id, Submit(EPOCH, job_id, [], [job])))
+        for gather in only(commands, Gather):
+            if ttl_seconds:
+                self.content[gather.slot].expires_at = self.now + ttl_seconds
+        return commands
+
+    def pin(
+        self, session_id: int, numbers: Sequence[int], seconds: float, *, tenant: bytes = b""
+    ) -> list[Command]:
+        keys = [key(number) for number in numbers]
+        return self.send(PinAsked(session_id, Pin(EPOCH, keys, int(seconds * 1000), tenant)))
 
     def load(self, session_id: int, job_id: int, numbers: Sequence[int]) -> list[Command]:
         chunks = [LoadChunk(key(number), 0, [1, 2]) for number in numbers]
@@ -497,11 +517,9 @@ class World:
         ]
         return self.send(Listed(realm_id, listed_rows(rows)))
 
-    def stored(
-        self, session_id: int, job_id: int, numbers: Sequence[int], *, tenant: bytes = b""
-    ) -> None:
+    def stored(self, session_id: int, job_id: int, numbers: Sequence[int], **options: Any) -> None:
         """Store chunks of one rank, to the end, and write none of them."""
-        for command in self.store(session_id, job_id, numbers, tenant=tenant):
+        for command in self.store(session_id, job_id, numbers, **options):
             if isinstance(command, Gather):
                 self.copied(command.copy_id)
 
@@ -540,6 +558,7 @@ class World:
         content = self.content[slot]
         content.adopted = content.verified = False
         sealed, used = self.slots.sealed[slot]
+        tenant, retention = read_tag(self.slots.tags.get(slot, bytes(16)))
         return RestoredSlot(
             slot=slot,
             namespace=namespace_of(content.realm_id),
@@ -547,9 +566,11 @@ class World:
             num_blocks=content.num_blocks,
             key=content.key,
             parent=key(int.from_bytes(content.key, "little") - 1),
-            tenant=self.slots.tags.get(slot, b""),
+            tenant=tenant,
             sealed=sealed,
             used=used,
+            expires_at=retention.expires_at,
+            stays=retention.stays,
         )
 
     def drain(self) -> None:

@@ -16,7 +16,9 @@ from sidecar.protocol import (
     KEY_BYTES,
     KEYS_PER_MESSAGE_MAX,
     NAMESPACE_BYTES_MAX,
+    PIN_MS_MAX,
     PROTOCOL_VERSION,
+    TTL_MS_MAX,
     Attach,
     Attached,
     ClientMessage,
@@ -33,6 +35,7 @@ from sidecar.protocol import (
     LookupDone,
     Memory,
     Outcome,
+    Pin,
     ProtocolError,
     Refused,
     Release,
@@ -109,7 +112,8 @@ CLIENT_MESSAGES = st.one_of(
     ),
     st.builds(Lookup, INT, INT, some(KEYS), SIZE),
     st.builds(Lease, INT, INT, some(KEYS)),
-    st.builds(Release, INT, some(INT), some(INT)),
+    st.builds(Pin, INT, some(KEYS), st.integers(1, PIN_MS_MAX)),
+    st.builds(Release, INT, some(INT), some(INT), st.booleans()),
 )
 SERVER_MESSAGES = st.one_of(
     st.builds(Done, INT, some(st.builds(JobOutcome, INT, st.sampled_from(Outcome)))),
@@ -153,11 +157,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=12,
 )
-TAGS = st.sampled_from(["submit", "lookup", "lease", "release", "done", "events", "attach", "no"])
+TAGS = st.sampled_from(
+    ["submit", "lookup", "lease", "pin", "release", "done", "events", "attach", "no"]
+)
 NAMES = st.sampled_from(
     [
         field
-        for kind in (Submit, Lookup, Release, Done, Events, Attach)
+        for kind in (Submit, Lookup, Pin, Release, Done, Events, Attach)
         for field in kind.__struct_fields__
     ]
 )
@@ -174,7 +180,7 @@ OBJECTS = st.builds(tagged, TAGS, st.dictionaries(NAMES, VALUES, max_size=8))
 
 
 @given(CLIENT_MESSAGES)
-def test_client_messages_come_back(message: Submit | Lookup | Lease | Release) -> None:
+def test_client_messages_come_back(message: Submit | Lookup | Lease | Pin | Release) -> None:
     assert decode_client(encode(message)) == message
     assert decode_client(memoryview(encode(message))) == message
 
@@ -337,6 +343,12 @@ replace = msgspec.structs.replace
         (Lookup(1, 1, [KEY, b""], 1), "keys"),
         (Lookup(1, 1, [KEY], -1), "deadline_ms"),
         (Lease(1, 1, [KEY[1:]]), "keys"),
+        (Submit(1, 1, [], [StoreJob(1, [], -1)]), "stores[0][2]"),
+        (Submit(1, 1, [], [StoreJob(1, [], TTL_MS_MAX + 1)]), "stores[0][2]"),
+        (Pin(1, [KEY], 0), "duration_ms"),
+        (Pin(1, [KEY], PIN_MS_MAX + 1), "duration_ms"),
+        (Pin(1, [KEY], 1, b"short"), "tenant"),
+        (Pin(1, [KEY], 1, b"", [0, 0]), "groups"),
         (Release(1, [1], list(range(KEYS_PER_MESSAGE_MAX))), "ids"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ def test_store_that_was_under_way_is_not_there(lives: Lives) -> None:
     lives.end(signal.SIGTERM)
 
 
+def test_what_is_to_be_forgotten_is_so_in_the_next_life_too(lives: Lives) -> None:
+    names = ("short", "long", "for ever")
+    times = (0.3, 600.0, 0.0)
+    with Worker(lives.begin()) as worker:
+        for number, (name, seconds) in enumerate(zip(names, times, strict=True)):
+            stored = worker.store(number, key_of(name), [number], ttl_seconds=seconds)
+            assert stored is Outcome.OK
+    lives.end()
+    time.sleep(0.3)
+    path = lives.begin()
+    with Worker(path) as worker, Scheduler(path) as scheduler:
+        assert scheduler.flags(*map(key_of, names)) == [0, FLAG_HOST, FLAG_HOST]
+        assert worker.load(1, key_of("short"), [5]) is Outcome.MISSING
+        assert worker.load(2, key_of("long"), [6]) is Outcome.OK
+    assert lives.status()["counters"]["slots_unclaimed_dropped"] == 1
+
+
 def test_other_engines_get_nothing_and_crowd_it_out(lives: Lives) -> None:
     fill(lives.begin(), count=2)
     lives.end()
@@ -244,7 +262,7 @@ def overwritten(offset: int, data: bytes) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (overwritten(8, b"\2"), "its format has version 2, this release reads version 1"),
+        (overwritten(8, b"\3"), "its format has version 3, this release reads version 2"),
         (overwritten(0, b"precious"), "no superblock"),
         (lambda path: os.truncate(path, SIZE_BYTES), "its superblock says"),
         (overwritten(4096 + 9, b"\xff"), "contradicts itself"),

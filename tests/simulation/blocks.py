@@ -7,15 +7,27 @@ which blocks are given out again.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.simulation.clock import Violation
 from tests.simulation.content import (
     BLOCK_TOKENS,
     TokenDigests,
 )
+
+WISHES: tuple[dict[str, Any], ...] = (
+    {"ttl_seconds": 0.3},
+    {"ttl_seconds": 1.5},
+    {"pin_seconds": 0.5},
+    {"pin_seconds": 10, "ttl_seconds": 2},
+    {"write": "host"},
+    {"read": "host", "pin_seconds": 3},
+)
+"""What one request in three asks for, by its name: nothing else is drawn because of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +118,11 @@ class Request:
     lora_request: None = None
     mm_features: tuple[()] = ()
     skip_reading_prefix_cache: bool = False
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        number = zlib.crc32(self.request_id.encode()) % (3 * len(WISHES))
+        return {"kvlake": WISHES[number]} if number < len(WISHES) else None
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt)

@@ -46,6 +46,7 @@ from tests.simulation.balance import Balance, Sealed
 from tests.simulation.clock import Violation, World
 from tests.simulation.conduct import Conduct, Work
 from tests.simulation.content import Fact, Model, Truth, templates_of
+from tests.simulation.retained import Retained
 from tiers.catalog.names import namespace_prefix, parse_name
 from tiers.errors import ChunkCorrupt
 
@@ -88,6 +89,7 @@ class Checks:
         self._handling = False
         self.balance = Balance(world, self.truth, TenantRules(), {}, self.model_of)
         self.conduct = Conduct(world)
+        self.retained = Retained(world)
 
     # --- around a sidecar ----------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Checks:
         for one in self._restored:
             self.balance.filled(one)
         self.conduct = Conduct(self.world)
+        self.retained.begins()
         engine, mover, pool = process.hub.engine, process.hub.mover, process.pool
         handle, execute = engine.handle, mover.execute
         allocate, free = pool.allocate, pool.free
@@ -266,6 +269,7 @@ class Checks:
                 case _:
                     pass
         self.conduct.after(process, event, work, commands, now)
+        self.retained.after(process.hub.engine, event, commands, now)
         self._ticks += 1
         if isinstance(event, Tick) and not commands and self._ticks % 8:
             return
@@ -295,6 +299,7 @@ class Checks:
             if work.slot == offset:
                 raise Violation("a slot is not freed under work", f"{work}")
         self.balance.freed(offset)
+        self.retained.freed(offset)
         self.damaged.discard(offset)
 
     def moved(self, segment: Segment, cause: Cause) -> None:

@@ -83,7 +83,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a corrupt slot is freed under a running copy",
-        "sidecar.host:HostTier.quarantine",
+        "sidecar.host:HostTier._remove",
         "if segment.running == 0:",
         "if True:",
         ("memory damaged, then loaded", "store slow"),
@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         "a tenant's slot comes back as nobody's",
         "sidecar.host:HostTier.reserve",
-        "self._slots.set_tag(slot, chunk.tenant)",
+        "self._slots.set_tag(slot, tag)",
         "pass",
         ("sidecar killed",),
     ),
@@ -632,6 +632,39 @@ MUTATIONS = (
         "connector.requests:Requests._group_states",
         'salt=request.cache_salt or "",',
         "",
+    ),
+    # What requests ask for.
+    Mutation(
+        "a chunk is served after its time",
+        "sidecar.host:HostTier.expire",
+        "self._remove(due)",
+        "pass",
+    ),
+    Mutation(
+        "a restart forgets until when a chunk is kept",
+        "sidecar.hostmemory:_restored",
+        "expires_at=retention.expires_at,",
+        "",
+        ("sidecar killed",),
+        seed=1,
+    ),
+    Mutation(
+        "what is to stay on the node is written",
+        "sidecar.writes:Writes._enqueue",
+        " or chunk.stays",
+        "",
+    ),
+    Mutation(
+        "a pin ends too early",
+        "sidecar.kept:KeptChunks.ask",
+        "deadline = now + message.duration_ms / 1000",
+        "deadline = now",
+    ),
+    Mutation(
+        "a pinned chunk can be evicted",
+        "sidecar.host:HostTier.keep",
+        "chunk.kept += 1",
+        "chunk.kept += 1; chunk.pins -= 1",
     ),
     Mutation(
         "a reset keeps old keys",

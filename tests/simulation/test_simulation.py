@@ -36,7 +36,8 @@ SITUATIONS = [
     *(
         f"counter {name}"
         for name in (
-            "chunks_evicted", "chunks_loaded", "chunks_read", "chunks_stored", "chunks_written",
+            "chunks_evicted", "chunks_expired", "chunks_pinned", "pins_refused",
+            "chunks_loaded", "chunks_read", "chunks_stored", "chunks_written",
             "leases_expired", "leases_refused", "lookups_expired", "lookups_refused",
             "quarantined_host", "quarantined_store", "reads_dropped_full",
             "chunks_restored", "slots_restored", "slots_unclaimed_dropped",

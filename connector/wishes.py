@@ -1,0 +1,129 @@
+"""What one request asks of the cache: `kv_transfer_params={"kvlake": {...}}`.
+
+Owns the words and what they mean. Does not own what is done about them (`scheduler.py`), nor the
+operator's limits.
+
+Invariant: whoever asks for something that is not understood gets less caching than usual, never
+more, and no error: a value that is not understood turns off what it is about, and an unknown word,
+which may be about anything, turns off everything.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.protocol import PIN_MS_MAX, TTL_MS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.kvlake")
+
+PARAMS: Final = "kvlake"
+"""Our part of a request's `kv_transfer_params`."""
+
+HOST: Final = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a request wants of the cache; as it stands here, what one gets that says nothing."""
+
+    reads: bool = True
+    """Chunks may be loaded for it."""
+    asks_store: bool = True
+    """Also such that only the object store holds."""
+    writes: bool = True
+    """Its chunks may be stored."""
+    stays: bool = False
+    """They may not be written to the object store."""
+    ttl_ms: int = 0
+    """After so long they are forgotten; 0: never."""
+    pin_ms: int = 0
+    """For so long after its end its prompt is kept in host memory."""
+
+
+NOTHING: Final = Wishes(reads=False, writes=False)
+
+
+class WishReader:
+    """Reads the parameters of requests, and complains once of those that it does not understand."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def wishes_of(self, request: Any) -> Wishes:
+        """The wishes of a request of vLLM."""
+        params = getattr(request, "kv_transfer_params", None)
+        given = params.get(PARAMS, {}) if isinstance(params, dict) else {}
+        if not isinstance(given, dict) or not given.keys() <= _WORDS.keys():
+            self._complain(given)
+            return NOTHING
+        if not given:
+            return Wishes()
+        bad = [word for word, value in given.items() if not _WORDS[word](value)]
+        if bad:
+            self._complain(given)
+        return _wishes(given, frozenset(bad))
+
+    def _complain(self, given: object) -> None:
+        if self._told:
+            return
+        self._told = True
+        logger.warning(
+            "kvlake: kv_transfer_params[%r]=%r of a request is not understood, which is taken as "
+            'less caching; it may hold read and write (true, false or "host"), ttl_seconds (up to '
+            "%d) and pin_seconds (up to %d) (told once)",
+            PARAMS,
+            given,
+            TTL_MS_MAX // 1000,
+            PIN_MS_MAX // 1000,
+        )
+
+
+def _wishes(given: Mapping[str, Any], bad: frozenset[str]) -> Wishes:
+    read, write = given.get("read", True), given.get("write", True)
+    return Wishes(
+        reads="read" not in bad and read is not False,
+        asks_store=read != HOST,
+        # What should be forgotten at a time that is not known is better not stored.
+        writes=not bad & {"write", "ttl_seconds"} and write is not False,
+        stays=write == HOST,
+        ttl_ms=0 if "ttl_seconds" in bad else _ms(given.get("ttl_seconds", 0)),
+        pin_ms=0 if "pin_seconds" in bad else _ms(given.get("pin_seconds", 0)),
+    )
+
+
+def _ms(seconds: float) -> int:
+    # Short of a millisecond is not for ever.
+    return max(1, int(seconds * 1000)) if seconds else 0
+
+
+def _is_tiers(value: object) -> bool:
+    return isinstance(value, bool) or value == HOST
+
+
+def _is_ttl(value: object) -> bool:
+    return _is_seconds(value, TTL_MS_MAX)
+
+
+def _is_pin(value: object) -> bool:
+    return _is_seconds(value, PIN_MS_MAX)
+
+
+def _is_seconds(value: object, ms_max: int) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # Written so that NaN fails too.
+    return 0 < value <= ms_max / 1000
+
+
+_WORDS: Final = {
+    "read": _is_tiers,
+    "write": _is_tiers,
+    "ttl_seconds": _is_ttl,
+    "pin_seconds": _is_pin,
+}
+"""Each word, and what a value of it has to be."""

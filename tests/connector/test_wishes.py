@@ -1,0 +1,67 @@
+"""What a request's `kv_transfer_params` are taken for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connector.wishes import NOTHING, Wishes, WishReader
+
+
+def wishes_of(params: Any) -> Wishes:
+    return WishReader().wishes_of(SimpleNamespace(kv_transfer_params=params))
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvlake": {}}, {"do_remote_decode": True}, "odd"])
+def test_who_says_nothing_gets_everything(params: Any) -> None:
+    assert wishes_of(params) == Wishes()
+
+
+@pytest.mark.parametrize(
+    ("given", "wishes"),
+    [
+        ({"read": True, "write": True}, Wishes()),
+        ({"read": False}, Wishes(reads=False)),
+        ({"write": False}, Wishes(writes=False)),
+        ({"read": "host"}, Wishes(asks_store=False)),
+        ({"write": "host"}, Wishes(stays=True)),
+        ({"ttl_seconds": 1.5, "pin_seconds": 60}, Wishes(ttl_ms=1500, pin_ms=60_000)),
+        ({"ttl_seconds": 0.0001}, Wishes(ttl_ms=1)),
+    ],
+)
+def test_each_word(given: dict[str, Any], wishes: Wishes) -> None:
+    assert wishes_of({"kvlake": given}) == wishes
+
+
+@pytest.mark.parametrize(
+    ("given", "wishes"),
+    [
+        (None, NOTHING),
+        ("no", NOTHING),
+        ({"raed": False}, NOTHING),
+        ({"read": True, "tier": "gpu"}, NOTHING),
+        ({"read": "store"}, Wishes(reads=False)),
+        ({"read": 1}, Wishes(reads=False)),
+        ({"read": []}, Wishes(reads=False)),
+        ({"write": "gpu"}, Wishes(writes=False)),
+        ({"ttl_seconds": 0}, Wishes(writes=False)),
+        ({"ttl_seconds": -1}, Wishes(writes=False)),
+        ({"ttl_seconds": True}, Wishes(writes=False)),
+        ({"ttl_seconds": "60"}, Wishes(writes=False)),
+        ({"ttl_seconds": float("nan")}, Wishes(writes=False)),
+        ({"ttl_seconds": 1e12}, Wishes(writes=False)),
+        ({"pin_seconds": 0}, Wishes()),
+        ({"pin_seconds": float("inf")}, Wishes()),
+        ({"pin_seconds": 1e6, "write": "host"}, Wishes(stays=True)),
+    ],
+)
+def test_what_is_not_understood_is_taken_as_less(
+    given: Any, wishes: Wishes, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = WishReader()
+    for _ in range(2):
+        request = SimpleNamespace(kv_transfer_params={"kvlake": given})
+        assert reader.wishes_of(request) == wishes
+    assert caplog.text.count("is not understood") == 1

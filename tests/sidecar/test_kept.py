@@ -1,0 +1,171 @@
+"""Chunks that requests asked to have kept: what holds them, for how long, and how many."""
+
+from __future__ import annotations
+
+from sidecar.bounds import BoundLimits
+from sidecar.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
+from sidecar.protocol import Outcome, Role
+from sidecar.tenants import Quota, TenantRules, Tenants
+from sidecar.writes import WritePolicy
+from tests.sidecar.engine_kit import (
+    World,
+    done,
+    key,
+    layout,
+    make_world,
+    messages,
+    no_writes,
+    only,
+)
+
+SLOT = layout(0).payload_bytes(layout(0).blocks_per_chunk)
+TENANT = b"a tenant"
+
+
+def keeping(slots: int = 4, **changes: object) -> tuple[World, int, int]:
+    world = no_writes(slabs=slots, **changes)
+    return world, world.open(Role.WORKER), world.open(Role.SCHEDULER)
+
+
+def crowd(world: World, worker: int, numbers: range) -> None:
+    """Store chunks one after the other: what is evicted for one is what is coldest then."""
+    for number in numbers:
+        world.stored(worker, 1000 + number, [number])
+
+
+def in_host(world: World) -> list[int]:
+    return sorted(int.from_bytes(name[1], "little") for name in world.index)
+
+
+def test_what_is_pinned_is_not_evicted_and_then_is() -> None:
+    world, worker, scheduler = keeping()
+    world.stored(worker, 1, [1, 2])
+    world.pin(scheduler, [1, 2], 10)
+    crowd(world, worker, range(10, 20))
+    assert in_host(world) == [1, 2, 18, 19]
+    world.now = 9.9
+    world.send(Tick())
+    crowd(world, worker, range(20, 30))
+    assert in_host(world) == [1, 2, 28, 29]
+    world.now = 10.0
+    world.send(Tick())
+    # It counts as used when its time was over.
+    crowd(world, worker, range(30, 34))
+    assert in_host(world) == [30, 31, 32, 33]
+    assert not world.engine.bounds.kept.used
+
+
+def test_many_that_are_pinned_hide_no_victim() -> None:
+    """They are out of the order of eviction, which is searched for a bounded number of steps."""
+    world, worker, scheduler = keeping(slots=2000)
+    for first in range(1, 1501, 100):
+        world.stored(worker, first, range(first, first + 100))
+    for first in range(1, 1401, 100):
+        world.engine.bounds.kept.limit = 1 << 60
+        world.pin(scheduler, range(first, first + 100), 10)
+    crowd(world, worker, range(3000, 3600))
+    assert world.engine.counters.stores_dropped_full == 0
+
+
+def test_a_store_that_is_still_on_the_way_is_pinned_too() -> None:
+    world, worker, scheduler = keeping()
+    world.pin(scheduler, [1, 2], 10)
+    [first, _] = only(world.store(worker, 1, [1, 2]), Gather)
+    world.copied(first.copy_id)
+    crowd(world, worker, range(10, 20))
+    assert 1 in in_host(world)
+    assert world.engine.counters.chunks_pinned == 2
+
+
+def test_a_second_wish_only_makes_it_longer() -> None:
+    world, worker, scheduler = keeping()
+    world.stored(worker, 1, [1])
+    world.pin(scheduler, [1], 10)
+    world.pin(scheduler, [1], 30)
+    world.pin(scheduler, [1], 5)
+    assert world.engine.bounds.kept.used == SLOT
+    for now, kept in ((10.0, True), (29.9, True), (30.0, False)):
+        world.now = now
+        world.send(Tick())
+        assert bool(list(world.engine._kept)) is kept
+
+
+def test_two_sessions_keep_the_same_chunk() -> None:
+    world, worker, first = keeping()
+    second = world.open(Role.SCHEDULER, engine_id="b")
+    world.stored(worker, 1, [1])
+    world.pin(first, [1], 10)
+    world.pin(second, [1], 20)
+    world.send(SessionClosed(second))
+    del world.sessions[second]
+    crowd(world, worker, range(10, 20))
+    assert 1 in in_host(world)
+
+
+def test_it_ends_with_a_release_a_session_or_the_sidecar() -> None:
+    world, worker, scheduler = keeping()
+    world.stored(worker, 1, [1])
+    for end in (
+        Released(scheduler, (), (), pins=True),
+        Draining(),
+    ):
+        world.pin(scheduler, [1], 10)
+        assert world.engine.bounds.kept.used == SLOT
+        world.send(end)
+        assert not world.engine.bounds.kept.used
+    world.pin(scheduler, [1], 10)
+    assert not world.engine.bounds.kept.used, "it drains"
+
+
+def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
+    world = make_world(
+        slabs=32, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=32 * SLOT)
+    )
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.stored(worker, 1, range(1, 31))
+    world.pin(scheduler, range(1, 31), 10)
+    # A half of what may be pinned, and of that seven eighths for one session.
+    counters = world.engine.counters
+    assert (counters.chunks_pinned, counters.pins_refused) == (14, 16)
+    assert world.engine.bounds.refused == {("pin", "kept"): 1}
+    assert {one.chunk.key for one in world.engine._kept} == {key(n) for n in range(1, 15)}
+    # Loads still get their leases.
+    world.lease(scheduler, 7, range(20, 30))
+    assert world.engine.snapshot().leases == 1
+
+
+def test_a_tenant_at_its_limit_can_still_store() -> None:
+    rules = TenantRules(named={TENANT: ("a", Quota(host_bytes_max=6 * SLOT))})
+    world, worker, scheduler = keeping(slots=16, tenants=Tenants(rules))
+    world.stored(worker, 1, range(1, 7), tenant=TENANT)
+    world.pin(scheduler, range(1, 7), 10, tenant=TENANT)
+    assert world.engine.counters.pins_refused == 3
+    assert world.engine.bounds.refused == {("pin", "tenant"): 1}
+    commands = world.store(worker, 2, [50, 51, 52], tenant=TENANT)
+    assert len(only(commands, Gather)) == 3
+
+
+def test_before_a_worker_has_attached_there_is_nothing_to_pin() -> None:
+    world = no_writes()
+    scheduler = world.open(Role.SCHEDULER)
+    world.pin(scheduler, [1, 2], 10)
+    assert world.engine.counters.pins_refused == 2
+
+
+def test_a_worker_pins_nothing() -> None:
+    world, worker, _ = keeping()
+    (error,) = messages(world.pin(worker, [1], 10), worker)
+    assert "is not for a worker session" in error.message  # type: ignore[union-attr]
+
+
+def test_a_corrupt_chunk_goes_all_the_same() -> None:
+    world, worker, scheduler = keeping()
+    world.stored(worker, 1, [1])
+    world.pin(scheduler, [1], 10)
+    world.load(worker, 2, [1])
+    told = world.copied(next(iter(world.scatters)), CopyOutcome.CORRUPT)
+    assert messages(told, worker) == done(2, Outcome.CORRUPT)
+    assert not world.index
+    world.now = 11.0
+    world.send(Tick())
+    assert not world.engine.bounds.kept.used

@@ -1,0 +1,114 @@
+"""What requests said of the chunks that they store, and asked to have kept.
+
+Owns the shadow of both: of each slot until when it may be found and whether it may be written,
+which outlives a sidecar as the slot does, and of each pin until when it holds. Rules are named as
+in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from sidecar.commands import (
+    Command,
+    Draining,
+    Event,
+    Gather,
+    PinAsked,
+    Read,
+    Released,
+    Scatter,
+    SessionClosed,
+    Submitted,
+    Write,
+)
+from sidecar.directory import Chunk, SegmentState
+from tests.simulation.clock import Violation, World
+
+if TYPE_CHECKING:
+    from sidecar.engine import Engine
+
+SLACK_SECONDS = 0.002
+"""Times are told in milliseconds."""
+
+
+class Retained:
+    """Over all lives of a sidecar; `begins` starts a new one."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._slots: dict[int, tuple[float, bool]] = {}
+        """Slot to when its chunk is to be forgotten, and whether it stays on the node."""
+        self._pins: dict[tuple[int, Chunk], float] = {}
+
+    def begins(self) -> None:
+        """Another sidecar: pins end with their session, what was said of a slot does not."""
+        self._pins.clear()
+
+    def freed(self, slot: int) -> None:
+        """A slot holds nothing any more."""
+        self._slots.pop(slot, None)
+
+    def after(self, engine: Engine, event: Event, commands: list[Command], now: float) -> None:
+        """An event was handled."""
+        for command in commands:
+            match command:
+                case Gather():
+                    self._gathered(event, command, now)
+                case Read():
+                    self._slots.pop(command.slot, None)
+                case Scatter():
+                    if self._slots.get(command.slot, (math.inf,))[0] <= now:
+                        raise Violation("an expired chunk is never served", f"{command}")
+                case Write():
+                    if self._slots.get(command.slot, (math.inf, False))[1]:
+                        raise Violation("what stays on the node is not written", f"{command}")
+                case _:
+                    pass
+        self._out_of_sight(engine, now)
+        self._pins_hold(engine, event, now)
+
+    def _gathered(self, event: Event, command: Gather, now: float) -> None:
+        assert isinstance(event, Submitted)
+        (job,) = [one for one in event.message.stores if one.job_id == command.job_id]
+        until = now + job.ttl_ms / 1000 if job.ttl_ms else math.inf
+        self._slots[command.slot] = (until, job.stays or job.ttl_ms > 0)
+
+    def _out_of_sight(self, engine: Engine, now: float) -> None:
+        late = {slot for slot, (until, _) in self._slots.items() if until + SLACK_SECONDS <= now}
+        if not late:
+            return
+        for realm in engine._directory.realms.values():
+            for chunk in realm.chunks.values():
+                for segment in chunk.segments:
+                    if segment.state is SegmentState.HOST and segment.slot in late:
+                        raise Violation("an expired chunk is out of sight", f"slot {segment.slot}")
+
+    def _pins_hold(self, engine: Engine, event: Event, now: float) -> None:
+        match event:
+            case PinAsked() if event.session_id in engine._sessions:
+                until = now + event.message.duration_ms / 1000
+                for realm in engine._directory.realms.values():
+                    for key in event.message.keys:
+                        chunk = realm.chunks.get(key)
+                        if chunk is not None and chunk.kept:
+                            name = (event.session_id, chunk)
+                            self._pins[name] = max(until, self._pins.get(name, 0.0))
+            case SessionClosed():
+                self._end(event.session_id)
+            case Released() if event.pins:
+                self._end(event.session_id)
+            case Draining():
+                self._pins.clear()
+            case _:
+                pass
+        for (session_id, chunk), until in list(self._pins.items()):
+            if until <= now or chunk.detached:
+                del self._pins[session_id, chunk]
+            elif not chunk.pins or not chunk.kept:
+                raise Violation("a pin holds", f"{chunk.key.hex()[:12]} of session {session_id}")
+
+    def _end(self, session_id: int) -> None:
+        for name in [name for name in self._pins if name[0] == session_id]:
+            del self._pins[name]
