@@ -39,8 +39,10 @@ class Effort:
     window_seconds: float
     reads: int
     steps: int
+    warm_up: int
+    """Reads and steps before those that are counted."""
     limits_bytes: tuple[int, ...]
-    """In flight per direction; the second one is the default."""
+    """In flight per direction; 32 MiB is the default."""
     size_multiple: int
 
     def layout(self, piece_bytes: int) -> KVLayout:
@@ -76,7 +78,8 @@ FULL: Final = Effort(
     window_seconds=2.0,
     reads=20_000,
     steps=3_000,
-    limits_bytes=(8 << 20, 32 << 20, 2 << 20, 128 << 20),
+    warm_up=100,
+    limits_bytes=(32 << 20, 8 << 20, 2 << 20, 128 << 20),
     size_multiple=2 << 20,
 )
 SMALL: Final = Effort(
@@ -93,6 +96,7 @@ SMALL: Final = Effort(
     window_seconds=0.1,
     reads=10,
     steps=10,
-    limits_bytes=(1 << 20, 32 << 20),
+    warm_up=2,
+    limits_bytes=(1 << 20,),
     size_multiple=1 << 16,
 )

@@ -5,9 +5,8 @@ Every ratio is taken within one run, beside a plain copy of as many bytes in the
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from benchmarks.gpu.effort import LOADS, PIECES_BYTES, STORES, Effort
 from benchmarks.gpu.figures import Figure
@@ -15,8 +14,6 @@ from tests.gpu.real.cases import settled
 from tests.gpu.real.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.gpu.child import Child
     from tests.gpu.real.world import Place
 
@@ -53,33 +50,62 @@ def percentile(values: list[float], part: float) -> float:
 
 
 class Bench:
-    """What all parts run on."""
+    """What all parts run on: an engine, and a process that copies by itself.
+
+    Both live on from part to part, for starting them takes long; `with` ends them. After an error
+    the next part has new ones.
+    """
 
     def __init__(self, place: Place, effort: Effort) -> None:
         self.place = place
         self.effort = effort
+        self._home = World(place)
+        self._worker_child: Child | None = None
+        self._copier_child: Child | None = None
+        self._pin_seconds = 0.0
 
-    @contextlib.contextmanager
-    def _worker(self) -> Iterator[Child]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # What reads the engine's memory goes before it.
+        for child in (self._copier_child, self._worker_child):
+            if child is not None:
+                child.close()
+        self._copier_child = self._worker_child = None
+
+    @property
+    def worker(self) -> Child:
         """An engine with its cache."""
-        with World(self.place).child(TRAFFIC) as child:
+        if self._worker_child is None:
+            self._worker_child = self._home.child(TRAFFIC)
             layout = self.effort.layout(PIECES_BYTES[0])
-            child.call("traffic.start", kind=self.place.kind, layout=layout)
-            yield child
+            self._worker_child.call("traffic.start", kind=self.place.kind, layout=layout)
+        return self._worker_child
 
-    @contextlib.contextmanager
-    def _copier(self, worker: Child) -> Iterator[tuple[Child, float, int]]:
-        """Copies without a sidecar; seconds and bytes of the pinning."""
-        shared, layout = worker.run(
-            "memory = traffic.engine.export(); result = (memory.shared, memory.layout)"
-        )
-        pool_bytes = 2 * self.effort.round_bytes
-        with World(self.place).child(COPIER) as child:
-            seconds = child.call(
-                "copier.start", shared=shared, layout=layout, pool_bytes=pool_bytes
+    @property
+    def copier(self) -> Child:
+        """Copies of that cache without a sidecar."""
+        if self._copier_child is None:
+            shared, layout = self.worker.call("traffic.described")
+            self._copier_child = self._home.child(COPIER)
+            self._pin_seconds = self._copier_child.call(
+                "copier.start", shared=shared, layout=layout, pool_bytes=self._copier_pool_bytes
             )
-            yield child, seconds, pool_bytes
-            child.call("copier.copier.close")
+        return self._copier_child
+
+    @property
+    def _copier_pool_bytes(self) -> int:
+        return 2 * self.effort.round_bytes
+
+    def run(self, part: str) -> list[Figure]:
+        """One of `PARTS`."""
+        try:
+            found: list[Figure] = getattr(self, part)()
+        except BaseException:
+            self.__exit__()
+            raise
+        return found
 
     def _world(self, **sections: dict[str, Any]) -> World:
         return World(self.place, host={"size": self.effort.pool}, **sections)
@@ -103,35 +129,33 @@ class Bench:
     def copies(self) -> list[Figure]:
         """Copies in pieces, as the sidecar makes them but without it; and pinning."""
         part, effort = "copies alone", self.effort
-        with self._worker() as worker, self._copier(worker) as (copier, pinned, pool_bytes):
-            found = [
-                Figure(part, "pinning", pinned / (pool_bytes / (1 << 30)), "s per GiB"),
-                Figure(part, "batches", float(copier.call("copier.copier.batches")), "",
-                       beside="1: the driver's, 0: one by one"),
-            ]  # fmt: skip
-            for name, to_device in DIRECTIONS:
-                seconds = statistics.median(
-                    self._plain(copier, effort.round_bytes, to_device=to_device)
-                    for _ in range(effort.rounds)
-                )
-                rate = effort.round_bytes / seconds / 1e9
-                found.append(Figure(part, f"a plain copy {name}", rate, "GB/s"))
-            one_way: list[float] = []
-            for piece_bytes in PIECES_BYTES:
-                for name, to_device in DIRECTIONS:
-                    ratio, seconds = self._ratio(copier, piece_bytes, to_device=to_device)
-                    found.append(
-                        Figure(
-                            part, f"{_named(piece_bytes)} {name}", ratio, RATIO,
-                            at_least=asked_of(piece_bytes, to_device=to_device),
-                        )
-                    )  # fmt: skip
-                    if piece_bytes == 1 << 20:
-                        one_way.append(seconds)
-            both = self._both(copier) / min(one_way)
-            found.append(
-                Figure(part, "1 MiB both ways at once", 2 / both, "of one way", at_least=1.5)
+        copier, gibibytes = self.copier, self._copier_pool_bytes / (1 << 30)
+        found = [
+            Figure(part, "pinning", self._pin_seconds / gibibytes, "s per GiB"),
+            Figure(part, "batches", float(copier.call("copier.copier.batches")), "",
+                   beside="1: the driver's, 0: one by one"),
+        ]  # fmt: skip
+        for name, to_device in DIRECTIONS:
+            seconds = statistics.median(
+                self._plain(copier, effort.round_bytes, to_device=to_device)
+                for _ in range(effort.rounds)
             )
+            rate = effort.round_bytes / seconds / 1e9
+            found.append(Figure(part, f"a plain copy {name}", rate, "GB/s"))
+        one_way: list[float] = []
+        for piece_bytes in PIECES_BYTES:
+            for name, to_device in DIRECTIONS:
+                ratio, seconds = self._ratio(copier, piece_bytes, to_device=to_device)
+                found.append(
+                    Figure(
+                        part, f"{_named(piece_bytes)} {name}", ratio, RATIO,
+                        at_least=asked_of(piece_bytes, to_device=to_device),
+                    )
+                )  # fmt: skip
+                if piece_bytes == 1 << 20:
+                    one_way.append(seconds)
+        both = self._both(copier) / min(one_way)
+        found.append(Figure(part, "1 MiB both ways at once", 2 / both, "of one way", at_least=1.5))
         return found
 
     def _ours(self, copier: Child, piece_bytes: int, *, to_device: bool, to_host: bool) -> float:
@@ -166,11 +190,8 @@ class Bench:
         part, effort, found = "through the sidecar", self.effort, list[Figure]()
         num_bytes = effort.sidecar_rounds * effort.round_bytes
         one_way: list[float] = []
-        with (
-            self._worker() as worker,
-            self._copier(worker) as (copier, _, _),
-            self._world() as world,
-        ):
+        worker, copier = self.worker, self.copier
+        with self._world() as world:
 
             def measure(piece_bytes: int, ways: list[str]) -> float:
                 layout = effort.layout(piece_bytes)
@@ -211,7 +232,8 @@ class Bench:
     def beside_computing(self) -> list[Figure]:
         """A loop of matrix products in bfloat16, with copies at full rate and without."""
         part, effort, found = "beside matrix products", self.effort, list[Figure]()
-        with self._worker() as worker, self._world() as world:
+        worker = self.worker
+        with self._world() as world:
             for name, ways in (
                 ("stores", [STORES]), ("loads", [LOADS]), ("both", [STORES, LOADS]),
             ):  # fmt: skip
@@ -245,39 +267,34 @@ class Bench:
     def beside_reads(self) -> list[Figure]:
         """A read of four bytes, with so many bytes in flight and with none."""
         part, effort, found = "a read of 4 bytes", self.effort, list[Figure]()
-        with self._worker() as worker:
-            for limit_bytes in effort.limits_bytes:
-                gpu = {"loads_inflight_max": limit_bytes, "stores_inflight_max": limit_bytes}
-                with self._world(gpu=gpu) as world:
-                    for name, ways in (("stores", [STORES]), ("loads", [LOADS])):
-                        worker.call(
-                            "traffic.attach", socket=world.socket,
-                            layout=effort.layout(1 << 20), ways=ways, **self._jobs(),
-                        )  # fmt: skip
-                        alone, _ = worker.call("traffic.reading", reads=effort.reads, copying=False)
-                        beside, rate = worker.call(
-                            "traffic.reading", reads=effort.reads, copying=True
+        worker, reads = self.worker, {"reads": effort.reads, "warm_up": effort.warm_up}
+        for limit_bytes in effort.limits_bytes:
+            gpu = {"loads_inflight_max": limit_bytes, "stores_inflight_max": limit_bytes}
+            with self._world(gpu=gpu) as world:
+                for name, ways in (("stores", [STORES]), ("loads", [LOADS])):
+                    worker.call(
+                        "traffic.attach", socket=world.socket,
+                        layout=effort.layout(1 << 20), ways=ways, **self._jobs(),
+                    )  # fmt: skip
+                    alone, _ = worker.call("traffic.reading", copying=False, **reads)
+                    beside, rate = worker.call("traffic.reading", copying=True, **reads)
+                    worker.call("traffic.detach")
+                    more = percentile(beside, 0.99) - percentile(alone, 0.99)
+                    found.append(
+                        Figure(
+                            part, f"{name}, {limit_bytes >> 20} MiB in flight, p99", more,
+                            "µs more", at_most=100.0,
+                            beside=f"{percentile(alone, 0.99):.0f} µs alone, "
+                            f"{rate / 1e9:.1f} GB/s copied",
                         )
-                        worker.call("traffic.detach")
-                        more = percentile(beside, 0.99) - percentile(alone, 0.99)
-                        found.append(
-                            Figure(
-                                part, f"{name}, {limit_bytes >> 20} MiB in flight, p99", more,
-                                "µs more", at_most=100.0,
-                                beside=f"{percentile(alone, 0.99):.0f} µs alone, "
-                                f"{rate / 1e9:.1f} GB/s copied",
-                            )
-                        )  # fmt: skip
+                    )  # fmt: skip
         return found
 
     def costs(self) -> list[Figure]:
         """What a step with jobs costs the engine's thread, and the sidecar the device."""
         part, effort = "costs", self.effort
-        with (
-            World(self.place).watcher() as watcher,
-            self._worker() as worker,
-            self._world() as world,
-        ):
+        worker = self.worker
+        with self._home.watcher() as watcher, self._world() as world:
             _ = world.socket  # the sidecar runs, and has met no device yet
             # What looking at the cache so takes of the device is the engine's.
             worker.run("traffic.engine.cache.view(layout)", layout=effort.layout(1 << 20))
@@ -287,7 +304,9 @@ class Bench:
                 layout=effort.layout(1 << 20), ways=[STORES], **self._jobs(),
             )  # fmt: skip
             taken = before - settled(watcher)
-            cost = worker.call("traffic.steps_with_jobs", steps=effort.steps)
+            cost = worker.call(
+                "traffic.steps_with_jobs", steps=effort.steps, warm_up=effort.warm_up
+            )
             worker.call("traffic.detach")
         return [
             Figure(part, "device memory of the sidecar", taken / (1 << 20), "MiB"),
@@ -297,8 +316,3 @@ class Bench:
                 beside=f"p50 {percentile(cost, 0.5):.1f} µs",
             ),
         ]  # fmt: skip
-
-    def run(self, part: str) -> list[Figure]:
-        """One of `PARTS`."""
-        found: list[Figure] = getattr(self, part)()
-        return found

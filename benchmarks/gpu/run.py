@@ -74,7 +74,8 @@ def main() -> int:
     if unknown := sorted(set(options.only or ()) - set(PARTS)):
         parser.error(f"--only {' '.join(unknown)}: the parts are {', '.join(PARTS)}")
     print(f"{device.name}, driver {device.driver_version}, torch {device.torch}", flush=True)
-    figures, missing = measure(bench, options.only or PARTS, options.seconds)
+    with bench:
+        figures, missing = measure(bench, options.only or PARTS, options.seconds)
     if options.only:
         print("only some parts ran: the results are not kept")
     else:

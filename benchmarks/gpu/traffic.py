@@ -17,13 +17,13 @@ from connector.plan import StepPlan
 from tests.gpu.real.engine import Engine
 
 if TYPE_CHECKING:
+    from sidecar.protocol import Memory
     from tiers.layout import KVLayout
 
 STEPS_AHEAD: Final = 2
 """Steps that an engine queues before the first of them has ended."""
 TALK_EVERY: Final = 16
 """Reads of four bytes between two talks with the sidecar."""
-WARM_UP: Final = 100
 SECONDS_MAX: Final = 120.0
 
 
@@ -135,6 +135,12 @@ def start(**named: Any) -> None:
     engine = Engine(**named)
 
 
+def described() -> tuple[Memory, KVLayout]:
+    """What this worker tells of its memory."""
+    memory = engine.export()
+    return memory.shared, memory.layout
+
+
 def attach(socket: str, layout: KVLayout, ways: list[str], **jobs: int) -> None:
     """Attach with the cache seen as `layout`, and store what is to be loaded."""
     global traffic
@@ -185,10 +191,10 @@ def computing(window_seconds: float, *, copying: bool) -> tuple[float, float]:
     return steps / passed, copied / passed
 
 
-def reading(reads: int, *, copying: bool) -> tuple[list[float], float]:
+def reading(reads: int, warm_up: int, *, copying: bool) -> tuple[list[float], float]:
     """Microseconds of reads of four bytes, and bytes per second that were copied beside them."""
     cache, found = engine.cache, list[float]()
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         cache.read_word()
     if copying:
         traffic.pump()
@@ -206,10 +212,10 @@ def reading(reads: int, *, copying: bool) -> tuple[list[float], float]:
     return found, copied / passed
 
 
-def steps_with_jobs(steps: int) -> list[float]:
+def steps_with_jobs(steps: int, warm_up: int) -> list[float]:
     """Microseconds that submitting a step's jobs takes the engine: the fence and the message."""
     found = list[float]()
-    for number in range(WARM_UP + steps):
+    for number in range(warm_up + steps):
         store, load = 2 * number + 1_000_000, 2 * number + 1_000_001
         plan = StepPlan(
             stores=[engine.store_job(store, traffic.chunks("step", number)[:1])],
@@ -218,7 +224,7 @@ def steps_with_jobs(steps: int) -> list[float]:
         begun = time.perf_counter_ns()
         engine.role.submit(plan)
         passed = (time.perf_counter_ns() - begun) / 1000
-        if number >= WARM_UP:
+        if number >= warm_up:
             found.append(passed)
         for job_id in (store, load):
             assert engine.outcome(job_id), f"job {job_id} failed"

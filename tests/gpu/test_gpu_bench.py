@@ -39,22 +39,24 @@ DEVICE = Device("NVIDIA Test 80GB", 80 << 30, 13000, "2.13.0+cu130", "13.0", "3.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_rehearsal_of_the_benchmarks_on_the_double(double: Double, part: str) -> None:
+def test_rehearsal_of_the_benchmarks_on_the_double(double: Double) -> None:
     pytest.importorskip("cuda.bindings.driver")
-    figures, missing = measure(Bench(Rehearsal(double), SMALL), [part], 300.0)
-    assert missing == []
-    assert figures
-    assert all(math.isfinite(one.value) for one in figures)
+    with Bench(Rehearsal(double), SMALL) as bench:
+        figures, missing = measure(bench, PARTS, 500.0)
+        assert missing == []
+        assert len({one.part for one in figures}) == len(PARTS)
+        assert all(math.isfinite(one.value) for one in figures)
+        # What runs beside a GPU needs no vLLM.
+        for child in (bench.worker, bench.copier):
+            assert child.run("import sys; result = 'vllm' in sys.modules") is False
 
 
 @pytest.mark.slow
-def test_what_runs_beside_a_gpu_imports_no_vllm() -> None:
+def test_what_runs_beside_the_engines_needs_no_vllm_and_no_torch() -> None:
     code = (
-        "import sys, benchmarks.gpu.run, benchmarks.gpu.traffic, benchmarks.gpu.copier,"
-        " tests.gpu.real.cases, tests.gpu.real.run, tests.gpu.real.engine, sidecar.cli,"
-        " sidecar.server\n"
-        "print(*sorted({'vllm', 'obstore', 's3fs', 'boto3', 'trustme'} & set(sys.modules)))"
+        "import sys, benchmarks.gpu.run, benchmarks.gpu.parts, tests.gpu.real.cases,"
+        " tests.gpu.real.run, sidecar.cli, sidecar.server\n"
+        "print(*sorted({'torch', 'vllm', 'obstore', 's3fs', 'trustme'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT

@@ -9,6 +9,7 @@ process of its own: a driver that hangs is then a process that is given up.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -67,13 +68,15 @@ class Device:
         return "-".join(part for part in kept.split("-") if part)
 
 
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def _require_packages() -> None:
-    missing: list[str] = []
-    for module, distribution in PACKAGES.items():
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            missing.append(distribution)
+    missing = [distribution for module, distribution in PACKAGES.items() if not _found(module)]
     if missing:
         raise CannotRun(
             f"{sys.executable} has no {', '.join(missing)}. Install it there, name an interpreter "
@@ -82,9 +85,19 @@ def _require_packages() -> None:
         )
 
 
-def _require_device() -> Device:
-    import torch
+def _require_imports() -> None:
+    # Last, for it takes long: what is there may still be for another Python or another release.
+    for module, distribution in PACKAGES.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise CannotRun(
+                f"{distribution} is there, but its import fails ({type(error).__name__}: {error}); "
+                "install a release of it for this Python, or carry its wheel: WHEELS=folder"
+            ) from error
 
+
+def _require_device() -> Device:
     from tiers.cuda.driver import driver
     from tiers.cuda.errors import CudaFailed
 
@@ -106,6 +119,9 @@ def _require_device() -> Device:
             f"device {name!r} is the double of libcuda, on LD_LIBRARY_PATH; what it measures means "
             "nothing. `make test` rehearses on it; take it off the path"
         )
+    _require_imports()
+    import torch
+
     if not torch.cuda.is_available():
         raise CannotRun(
             f"torch {torch.__version__} cannot use the GPU {name!r}: it needs a build with CUDA "
