@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -112,6 +113,9 @@ class Client:
         # Written by the thread, read by the engine's thread: a single reference, so no lock.
         self._offered: Session | None = None
         self._closing = threading.Event()
+        self._release_seconds_max = 0.0
+        self._held = False
+        """Whether the sidecar may still hold what the last attempt sent."""
         self._attached_once = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._last_log = ""
@@ -200,15 +204,19 @@ class Client:
                 self.answers_stale += 1
         return messages
 
-    def close(self) -> None:
-        """End the session and the thread. Safe to call twice."""
+    def close(self, release_seconds_max: float = 0.0) -> bool:
+        """End the session and the thread; whether the sidecar holds nothing of ours any more.
+
+        Waits so long for that. Safe to call twice.
+        """
         if self._closing.is_set():
-            return
+            return not self._held
+        self._release_seconds_max = release_seconds_max
         self._closing.set()
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=2.0 + release_seconds_max)
         # Closed here and not by the thread: a number that the thread had closed could be somebody
         # else's file by the time that it is written to above. A thread that is still there (it
         # waits for an answer to its attach) keeps them.
@@ -220,6 +228,7 @@ class Client:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
+        return not self._held
 
     def _open_dealer(self, session: Session) -> None:
         try:
@@ -260,12 +269,16 @@ class Client:
             session: Session | None = None
             try:
                 with self._connect() as connection:
+                    self._held = True
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
                     self._log("state", logging.INFO, "attached to the sidecar at %s", self._path)
                     self._watch(connection, session)
+                    self._held = not self._released(connection)
             except (_Lost, OSError, ProtocolError, ValueError) as error:
+                # Only one that does not answer may still take what it was sent.
+                self._held = self._held and isinstance(error, TimeoutError)
                 state = "lost" if session is not None else "absent"
                 self._log(
                     "state",
@@ -345,6 +358,21 @@ class Client:
                 _close_all(received)
             else:
                 session.moved.append(IndexReader(received[0], reply.index_bytes))
+
+    def _released(self, connection: socket.socket) -> bool:
+        """Leave, and wait until the sidecar hangs up: it does once it has unmapped our memory."""
+        deadline = time.monotonic() + self._release_seconds_max
+        try:
+            connection.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                connection.settimeout(left)
+                if not connection.recv(FRAME_BYTES_MAX):
+                    return True
+        except ConnectionError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _receive(
         self, connection: socket.socket

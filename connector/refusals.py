@@ -6,8 +6,9 @@ line in vLLM's log. Both roles come to the same answer, from vLLM's configuratio
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,6 +21,9 @@ from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 from tiers.layout import head_segment
 
+SLEEP_IS_TOLD: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether this vLLM tells a connector before its memory goes; see `sleep.py`."""
+
 
 def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
     """Why this engine cannot be cached safely, or nothing."""
@@ -28,9 +32,11 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return f"platform {current_platform.device_type!r} is not supported by this release"
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not SLEEP_IS_TOLD:
         # Asleep, its memory goes, and what the sidecar mapped would no longer be the cache.
-        return "enable_sleep_mode is not supported by this release"
+        return (
+            "enable_sleep_mode is supported with vLLM 0.33 or later, which tells when memory goes"
+        )
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     unknown = {

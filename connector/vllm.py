@@ -32,6 +32,7 @@ from connector.namespace import digest_of
 from connector.plan import StepPlan, StepReport
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
+from connector.sleep import SharedMemory
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 from tiers.errors import LayoutError
@@ -65,6 +66,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
+        self._shared: SharedMemory | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
         self._engine = ServedEngine(vllm_config, kv_cache_config)
@@ -147,7 +149,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed import get_tensor_model_parallel_rank
 
         rank = get_tensor_model_parallel_rank()
-        try:
+
+        def share() -> ExportedMemory:
             groups = [
                 GroupTensors(
                     [kv_caches[name] for name in group.layer_names],
@@ -156,8 +159,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 for group in engine.groups
             ]
-            memory = export(groups, self._allocation)
-            _require_blocks(memory, engine.groups)
+            exported = export(groups, self._allocation)
+            _require_blocks(exported, engine.groups)
+            return exported
+
+        try:
+            memory = share()
         except (ExportRefused, LayoutError, KeyError) as error:
             logger.warning("kvlake: this worker is served without the cache, because %s", error)
             return
@@ -170,6 +177,22 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
             describe,
         )
+        self._shared = SharedMemory(self._worker, share)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Yes: vLLM 0.33 asks, and then tells when the KV cache goes and comes back."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep: the sidecar lets go of memory that is about to go."""
+        if self._shared is not None:
+            self._shared.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """After sleep: share the memory that came back."""
+        if self._shared is not None:
+            self._shared.restore()
 
     def _attached(self, client: Client) -> Client:
         client.wait_attached(self._engine.attach_seconds)

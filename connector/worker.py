@@ -89,6 +89,7 @@ class WorkerRole:
         self._retired: list[WorkerFence] = []
         self._outstanding: dict[int, _Outstanding] = {}
         self._results = TransferResults(set(), set(), StepReport())
+        self._make_client = make_client
         self._client = make_client(self._make_attempt)
 
     def _make_attempt(self) -> Attempt:
@@ -244,6 +245,23 @@ class WorkerRole:
         results.loaded.add(request_id)
         if outcome is not Outcome.OK:
             results.failed.add(request_id)
+
+    def suspend(self, seconds_max: float) -> bool:
+        """Detach before the engine's memory goes; whether the sidecar has unmapped it by now.
+
+        Jobs that are still open end, as when a sidecar dies: one whose copy may yet run when it is
+        seen to be over. Until `resume` every job fails at once.
+        """
+        unmapped = self._client.close(seconds_max)
+        self._refresh_session()
+        self._expire()
+        self._memory.close()
+        return unmapped
+
+    def resume(self, memory: ExportedMemory) -> None:
+        """Attach again after `suspend`, with memory that was shared anew."""
+        self._memory = memory
+        self._client = self._make_client(self._make_attempt)
 
     def close(self) -> None:
         """Detach. Jobs that are still open end with the session."""

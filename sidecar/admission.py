@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from sidecar.realms import Realm
 
 ACCEPT_PAUSE_SECONDS: Final = 0.1
+UNMAP_SECONDS_MAX: Final = 30.0
+"""Until then a client that left is not hung up on while a copy of its memory runs."""
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -117,6 +119,9 @@ class Admission:
             try:
                 if session is not None:
                     self._hub.end_session(session, reason)
+                    # A worker that goes to sleep waits for the end of file before its memory goes.
+                    if session.memory is not None:
+                        await session.memory.wait_unmapped(UNMAP_SECONDS_MAX)
             finally:
                 # Also after a bug in the engine, which ends the sidecar.
                 connection.close()

@@ -284,7 +284,9 @@ class Hub:
                 session=session.session_id, engine=session.attach.engine_id, reason=reason
             ),
         )
-        session.connection.hang_up()
+        if not session.connection.at_end():
+            # One that left by itself is hung up on once its memory is unmapped (`admission.py`).
+            session.connection.hang_up()
         self.sessions.close(session)
         if self.events is not None:
             self.events.leave(session.session_id)

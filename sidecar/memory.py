@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 PREFAULT_BYTES_PER_CALL: Final = 16 << 20
 """About a millisecond where the engine has touched the pages, ten where it has not."""
+UNMAPPED_POLL_SECONDS: Final = 0.002
 
 # One at a time, beside the threads that copy: engines attach rarely and copies must not wait.
 _prefaulting = anyio.CapacityLimiter(1)
@@ -211,6 +212,13 @@ class WorkerMemory:
     def mapped(self) -> bool:
         """Whether the memory is still mapped here."""
         return self.region.mapped
+
+    async def wait_unmapped(self, seconds_max: float) -> None:
+        """Return once the memory is unmapped, or so much time has passed."""
+        with anyio.move_on_after(seconds_max):
+            # Unmapping may end in a thread, which can set no event of the loop's.
+            while self.mapped:  # noqa: ASYNC110
+                await anyio.sleep(UNMAPPED_POLL_SECONDS)
 
     def _unmap_if_idle(self) -> None:
         if not self._ended or self._copies or not self._open:

@@ -36,6 +36,7 @@ class DoubleClient:
         self.sent: list[ClientMessage] = []
         self.inbox: list[ServerMessage] = []
         self.closed = False
+        self.releases = True
         self.waited_ms = 0
         self.answers_stale = 0
 
@@ -59,8 +60,10 @@ class DoubleClient:
         messages, self.inbox = self.inbox, []
         return messages
 
-    def close(self) -> None:
+    def close(self, release_seconds_max: float = 0.0) -> bool:
         self.closed = True
+        self.live = None
+        return self.releases
 
     def attach(self, session: Session | None) -> None:
         """A new session, or none."""

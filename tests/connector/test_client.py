@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -536,6 +537,33 @@ class TestClose:
         client.close()
         assert peer.connection.recv(1) == b""
         assert client.session is None
+
+    def test_it_waits_until_the_sidecar_hangs_up_which_has_unmapped_by_then(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        peer, _ = sidecar.admit()
+        live(client)
+        ended: list[bool] = []
+        closing = threading.Thread(target=lambda: ended.append(client.close(WAIT_SECONDS_MAX)))
+        closing.start()
+        assert peer.connection.recv(1) == b""
+        assert not ended
+        peer.connection.close()
+        closing.join(WAIT_SECONDS_MAX)
+        assert ended == [True]
+        assert client.close()
+
+    def test_a_sidecar_that_does_not_is_not_waited_for_longer_than_asked(
+        self, sidecar: Sidecar, make_client: Callable[..., Client]
+    ) -> None:
+        client = make_client()
+        sidecar.admit()
+        live(client)
+        assert not client.close(0.05)
+
+    def test_one_that_is_not_there_holds_nothing(self, make_client: Callable[..., Client]) -> None:
+        assert make_client(path="/nonexistent/attach.sock").close(WAIT_SECONDS_MAX)
 
     def test_no_descriptor_is_left(
         self, sidecar: Sidecar, make_client: Callable[..., Client]

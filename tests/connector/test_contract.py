@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from connector import plugin
+from connector import plugin, refusals
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
@@ -246,6 +246,17 @@ class TestGpu:
         layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
         assert layout == KVCacheLayout.BLHNC.name
 
-    def test_an_engine_that_may_sleep_is_not_served(self) -> None:
+    @pytest.mark.skipif(refusals.SLEEP_IS_TOLD, reason="vLLM 0.33 or later")
+    def test_an_engine_that_may_sleep_is_not_served_before_vllm_tells_of_it(self) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-        assert "enable_sleep_mode" in refusal_of(config, None, 256)
+        assert "vLLM 0.33" in refusal_of(config, None, 256)
+
+    def test_an_engine_that_may_sleep_is_served_where_vllm_tells_of_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(refusals, "SLEEP_IS_TOLD", True)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=True), parallel_config=None
+        )
+        assert "0 groups" in refusal_of(config, SimpleNamespace(kv_cache_groups=[]), 256)
+        assert KVLakeConnector.supports_sleep_mode(SimpleNamespace())

@@ -63,6 +63,9 @@ OVERRIDDEN: Final[dict[str, str]] = {
     "build_prom_metrics": "class (vllm_config, metric_types, labelnames, per_engine_labelvalues)",
     "reset_cache": "()",
     "shutdown": "()",
+    "supports_sleep_mode": "class (kv_transfer_config)",
+    "unregister_kv_caches": "()",
+    "restore_kv_caches": "()",
 }
 """Methods of the base class that `KVLakeConnector` overrides."""
 
@@ -88,9 +91,6 @@ LEFT_ALONE: Final[dict[str, str]] = {
     "register_finished_partial_tail": "the tail was stored when the request finished",
     "requires_piecewise_for_cudagraph": "False: nothing is done between layers",
     "get_finished_count": "every rank reports",
-    "supports_sleep_mode": "an engine with enable_sleep_mode is served without the cache",
-    "unregister_kv_caches": "an engine with enable_sleep_mode is served without the cache",
-    "restore_kv_caches": "an engine with enable_sleep_mode is served without the cache",
 }
 """Methods of the base class that kvlake does not override, and why."""
 

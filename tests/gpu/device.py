@@ -46,6 +46,21 @@ class Device:
 
     def allocate_vmm(self, size_bytes: int, *, pieces: int = 1, exportable: bool = True) -> int:
         """Device memory of `pieces` physical allocations side by side, as expandable segments."""
+        base = int(call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+        piece = size_bytes // pieces
+        for start in range(0, size_bytes, piece):
+            self._map(base + start, piece, exportable=exportable)
+        return base
+
+    def discard_vmm(self, base: int, size_bytes: int) -> None:
+        """Give memory back and keep its addresses, as vLLM's cumem allocator does for sleep."""
+        call("cuMemUnmap", base, size_bytes)
+
+    def restore_vmm(self, base: int, size_bytes: int) -> None:
+        """Other memory at the addresses of what was discarded."""
+        self._map(base, size_bytes, exportable=True)
+
+    def _map(self, address: int, size_bytes: int, *, exportable: bool) -> None:
         prop = driver.CUmemAllocationProp()
         prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -54,18 +69,14 @@ class Device:
             prop.requestedHandleTypes = (
                 driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             )
-        base = int(call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+        handle = call("cuMemCreate", size_bytes, prop, 0)
+        call("cuMemMap", address, size_bytes, 0, handle, 0)
+        call("cuMemRelease", handle)
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.ordinal
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        piece = size_bytes // pieces
-        for start in range(0, size_bytes, piece):
-            handle = call("cuMemCreate", piece, prop, 0)
-            call("cuMemMap", base + start, piece, 0, handle, 0)
-            call("cuMemRelease", handle)
-        call("cuMemSetAccess", base, size_bytes, [access], 1)
-        return base
+        call("cuMemSetAccess", address, size_bytes, [access], 1)
 
     def write(self, address: int, data: bytes) -> None:
         """Queue a write, as a kernel's, on the stream."""

@@ -41,7 +41,6 @@ class Steps:
 
     layout: KVLayout
     role: CountingRole
-    _client: Client
 
     def join(
         self,
@@ -74,9 +73,13 @@ class Steps:
             )
 
         self.role = CountingRole(memory, lambda attempt: Client(socket, attempt), describe)
-        self._client = self.role._client
         self.ended: dict[int, bool] = {}
         self._requests: dict[str, int] = {}
+
+    @property
+    def _client(self) -> Client:
+        # Another one after sleep.
+        return self.role._client
 
     def attached(self, *, other_than: int = 0) -> int:
         """Wait for a session; returns the epoch of its sidecar."""

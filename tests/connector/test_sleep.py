@@ -1,0 +1,94 @@
+"""What a worker does of vLLM's sleep mode: leaves once, and comes back with what is there then."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from connector.export import ExportedMemory, ExportRefused
+from connector.plan import StepPlan
+from connector.sleep import SharedMemory
+from sidecar.protocol import Outcome
+from tests.connector.test_worker import LAYOUT, Rank, load, store
+
+
+def exported() -> ExportedMemory:
+    return ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
+
+
+def test_jobs_end_when_the_engine_goes_to_sleep_and_steps_count_on_when_it_wakes() -> None:
+    rank = Rank()
+    rank.role.submit(StepPlan(loads=[load(1, "one")], stores=[store(2)]))
+    shared = SharedMemory(rank.role, exported)
+    shared.unregister()
+    results = rank.role.collect()
+    assert results.failed == {"one"}
+    assert results.report.ended == {2: 1}
+    assert rank.memory.fd < 0
+    assert rank.void(1), "however late the sidecar looks at it"
+    rank.role.submit(StepPlan(loads=[load(3, "three")]))
+    assert rank.role.collect().failed == {"three"}
+    shared.restore()
+    rank.attach()
+    rank.role.submit(StepPlan(stores=[store(4)]))
+    assert rank.fence.reached(2)
+    rank.answer((4, Outcome.OK))
+    assert rank.role.collect().report.ended == {4: 1}
+    rank.close()
+
+
+def test_both_are_harmless_twice() -> None:
+    rank = Rank()
+    given: list[ExportedMemory] = []
+
+    def share() -> ExportedMemory:
+        given.append(exported())
+        return given[-1]
+
+    shared = SharedMemory(rank.role, share)
+    shared.restore()
+    shared.unregister()
+    shared.unregister()
+    shared.restore()
+    shared.restore()
+    assert len(given) == 1
+    rank.close()
+
+
+def test_a_sidecar_that_keeps_the_memory_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank()
+    rank.client.releases = False
+    with caplog.at_level(logging.WARNING, "vllm.kvlake"):
+        SharedMemory(rank.role, exported).unregister()
+    assert "has not let go" in caplog.text
+    rank.close()
+
+
+def test_memory_that_cannot_be_shared_again_leaves_the_worker_without_the_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rank = Rank()
+    why = ["it is in pieces"]
+
+    def share() -> ExportedMemory:
+        if why:
+            raise ExportRefused(why.pop())
+        return exported()
+
+    shared = SharedMemory(rank.role, share)
+    shared.unregister()
+    with caplog.at_level(logging.WARNING, "vllm.kvlake"):
+        shared.restore()
+    assert "since it woke up, because it is in pieces" in caplog.text
+    rank.role.submit(StepPlan(loads=[load(1, "one")]))
+    assert rank.role.collect().failed == {"one"}
+    # The next time it may be in one again.
+    shared.unregister()
+    shared.restore()
+    rank.attach()
+    rank.role.submit(StepPlan(loads=[load(2, "two")]))
+    rank.answer((2, Outcome.OK))
+    assert rank.role.collect().failed == set()
+    rank.close()
