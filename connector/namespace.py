@@ -14,6 +14,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from tiers.packing import BY_TOKEN, regroups
@@ -67,13 +68,52 @@ def namespace_of(
         OSError: the model's files are there and cannot be read.
     """
     model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    hf_config = model.hf_text_config
-    dummy = str(vllm_config.load_config.load_format) == "dummy"
     kv_dtype = str(spec.dtype).removeprefix("torch.")
     encoding = encoding_of(vllm_config, block_tokens, spec)
-    description = {
+    description = _of_model(vllm_config) | {
         "format": 2,
+        "kv_dtype": kv_dtype,
+        "layers": int(model.get_total_num_hidden_layers()),
+        "kv_heads": 1 if _latent(spec) else int(model.get_total_num_kv_heads()),
+        "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
+        "chunk_tokens": block_tokens * blocks_per_chunk,
+        "encoding": encoding,
+    }
+    if not regroups(encoding, kv_dtype):
+        description["block_tokens"] = block_tokens
+    if layer_names:
+        description |= {"group": list(layer_names), "kv_heads": kv_heads}
+    return canonical_json(description)
+
+
+def canonical_json(description: dict[str, Any]) -> bytes:
+    """A namespace as it is sent: equal for equal descriptions."""
+    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+
+
+def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+    """What vLLM's offloading interface does not tell of an engine and its bytes depend on.
+
+    Raises:
+        WeightsUnknown: nothing tells the weights from others.
+        OSError: the model's files are there and cannot be read.
+    """
+    model = vllm_config.model_config
+    values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
+    return _of_model(vllm_config) | {
+        "model_dtype": str(model.dtype).removeprefix("torch."),
+        "encoding": encoding_of(vllm_config, block_tokens, values),
+        # What vLLM itself makes its block hashes with; they are part of the keys.
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+    }
+
+
+def _of_model(vllm_config: Any) -> dict[str, Any]:
+    """The model and how it is run, whatever of its KV cache is meant."""
+    model = vllm_config.model_config
+    hf_config = model.hf_text_config
+    dummy = str(vllm_config.load_config.load_format) == "dummy"
+    return {
         "model": model_identity(
             model.model,
             model.revision,
@@ -84,22 +124,11 @@ def namespace_of(
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
         "dummy_weights": dummy,
         "hf_overrides": _plain(model.hf_overrides),
-        "kv_dtype": kv_dtype,
-        "cache_dtype": str(cache.cache_dtype),
-        "layers": int(model.get_total_num_hidden_layers()),
-        "kv_heads": 1 if _latent(spec) else int(model.get_total_num_kv_heads()),
-        "head_size": [int(spec.head_size), int(getattr(spec, "head_size_v", spec.head_size))],
-        "chunk_tokens": block_tokens * blocks_per_chunk,
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "rope": _plain(getattr(hf_config, "rope_parameters", None)),
         "quantization": str(model.quantization),
         "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
-        "encoding": encoding,
     }
-    if not regroups(encoding, kv_dtype):
-        description["block_tokens"] = block_tokens
-    if layer_names:
-        description |= {"group": list(layer_names), "kv_heads": kv_heads}
-    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _latent(spec: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, Session
@@ -59,6 +59,8 @@ class TransferResults:
     loaded: set[str]
     failed: set[str]
     report: StepReport
+    failed_stores: set[int] = field(default_factory=set[int])
+    """Jobs among the report's ended ones of which nothing was kept."""
 
 
 class WorkerRole:
@@ -239,7 +241,9 @@ class WorkerRole:
         if request_id is None:
             results.report.stores_expired += outcome is Outcome.EXPIRED
             results.report.ended[job_id] = 1
-            results.report.failed += outcome not in (Outcome.OK, Outcome.PARTIAL)
+            if outcome not in (Outcome.OK, Outcome.PARTIAL):
+                results.report.failed += 1
+                results.failed_stores.add(job_id)
             return
         results.report.loads_expired += outcome is Outcome.EXPIRED
         results.loaded.add(request_id)

@@ -104,6 +104,8 @@ NOT_IN_EVERY_RELEASE: Final[dict[str, str]] = {
 """Members of the base class, and the first supported release that has them."""
 
 _EVENT: Final = "vllm.distributed.kv_events"
+_OFFLOAD: Final = "vllm.v1.kv_offload"
+"""vLLM's own offloading. kvlake serves it from 0.32 on."""
 
 USED: Final[dict[str, Used]] = {
     f"{CONNECTOR}.v1.base:SupportsHMA": Used(
@@ -187,6 +189,8 @@ USED: Final[dict[str, Used]] = {
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
+            "dtype": ATTRIBUTE,
+            "get_head_size": "()",
             "get_total_num_kv_heads": "()",
             "get_total_num_hidden_layers": "()",
         }
@@ -197,7 +201,9 @@ USED: Final[dict[str, Used]] = {
             "prefill_context_parallel_size world_size"
         )
     ),
-    "vllm.config.cache:CacheConfig": Used(_attributes("cache_dtype block_size")),
+    "vllm.config.cache:CacheConfig": Used(
+        _attributes("cache_dtype block_size prefix_caching_hash_algo")
+    ),
     "vllm.config.scheduler:SchedulerConfig": Used(_attributes("enable_chunked_prefill")),
     "vllm.config.load:LoadConfig": Used(_attributes("load_format")),
     "vllm.config.attention:AttentionConfig": Used(_attributes("backend")),
@@ -243,6 +249,153 @@ USED: Final[dict[str, Used]] = {
         )
         | {"num_tokens": PROPERTY}
     ),
+    f"{_OFFLOAD}.base:OffloadingSpec": Used(
+        _attributes("config extra_config offload_prompt_only blocks_per_chunk replicated_layout")
+        | {
+            "get_manager": "abstract ()",
+            "get_worker": "abstract (kv_caches)",
+            "build_metric_definitions": "class (extra_config)",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.base:OffloadingWorker": Used(
+        {
+            "submit_store": "abstract (job_id, src_spec, dst_spec)",
+            "submit_load": "abstract (job_id, src_spec, dst_spec)",
+            "get_finished": "abstract ()",
+            "wait": "abstract (job_ids)",
+            "shutdown": "()",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.base:TransferResult": Used(
+        _attributes("job_id success transfer_size transfer_time"), "0.32"
+    ),
+    f"{_OFFLOAD}.base:GPULoadStoreSpec": Used(
+        _attributes("block_ids group_sizes block_indices"), "0.32"
+    ),
+    f"{_OFFLOAD}.base:CanonicalKVCaches": Used(_attributes("tensors group_data_refs"), "0.32"),
+    f"{_OFFLOAD}.base:CanonicalKVCacheTensor": Used(_attributes("tensor page_size_bytes"), "0.32"),
+    f"{_OFFLOAD}.base:CanonicalKVCacheRef": Used(
+        _attributes("tensor_idx page_size_bytes mapping"), "0.32"
+    ),
+    f"{_OFFLOAD}.base:CanonicalPageMapping": Used(
+        _attributes("canonical_page_size_bytes runs num_writers writer_index"), "0.32"
+    ),
+    f"{_OFFLOAD}.base:CopyRun": Used(
+        _attributes(
+            "local_offset canonical_offset fragment_size num_fragments local_stride "
+            "canonical_stride"
+        ),
+        "0.32",
+    ),
+    f"{_OFFLOAD}.base:ReqContext": Used(
+        _attributes("req_id kv_transfer_params load_tier_filter")
+        | {"get_offload_key_position": "(key)"},
+        "0.32",
+    ),
+    f"{_OFFLOAD}.base:TierFilter": Used({"allows": "(medium, locality)"}, "0.32"),
+    f"{_OFFLOAD}.base:LookupResult": Used(_attributes("MISS HIT HIT_PENDING RETRY"), "0.32"),
+    f"{_OFFLOAD}.base:Medium": Used(_attributes("CPU STORAGE"), "0.32"),
+    f"{_OFFLOAD}.base:Locality": Used(_attributes("LOCAL REMOTE"), "0.32"),
+    f"{_OFFLOAD}.base:OffloadingEvent": Used(
+        _attributes("keys medium removed locality ownership"), "0.32"
+    ),
+    f"{_OFFLOAD}.base:RequestOffloadingContext": Used(_attributes("policy"), "0.32"),
+    f"{_OFFLOAD}.base:OffloadKey": Used({"": ATTRIBUTE}, "0.32"),
+    f"{_OFFLOAD}.base:ScheduleEndContext": Used({}, "0.32"),
+    f"{_OFFLOAD}.base:LoadStoreSpec": Used({}, "0.32"),
+    f"{_OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(_attributes("block_ids"), "0.32"),
+    f"{_OFFLOAD}.base:OffloadingManager": Used(
+        {"on_new_request": "abstract (req_context)", "on_request_finished": "(req_context)"},
+        "0.32",
+    ),
+    f"{_OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}, "0.32"),
+    f"{_OFFLOAD}.config:OffloadingConfig": Used(
+        _attributes(
+            "groups enable_kv_cache_events extra_config engine_id model cache parallel "
+            "replicated_layout canonical_layout kv_cache_layout"
+        ),
+        "0.32",
+    ),
+    f"{_OFFLOAD}.config:OffloadingGroupConfig": Used(
+        _attributes("tokens_per_block layer_names group_id"), "0.32"
+    ),
+    f"{_OFFLOAD}.config:OffloadingModelConfig": Used(_attributes("name dtype"), "0.32"),
+    f"{_OFFLOAD}.config:OffloadingCacheConfig": Used(
+        _attributes("tokens_per_hash blocks_per_chunk"), "0.32"
+    ),
+    f"{_OFFLOAD}.config:OffloadingParallelConfig": Used(
+        _attributes("rank tp_size pp_size pcp_size dcp_size is_parallelism_agnostic"), "0.32"
+    ),
+    f"{_OFFLOAD}.cpu.spec:CPUOffloadingSpec": Used(
+        _attributes("num_chunks kv_bytes_per_chunk cpu_page_size_per_worker _manager")
+        | {"get_worker": "(kv_caches)"},
+        "0.32",
+    ),
+    f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion": Used(
+        {
+            "__init__": "(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size)",
+            "mmap_path": ATTRIBUTE,
+            "_creator": ATTRIBUTE,
+            "create_next_worker_view": "(tensor_page_size)",
+            "create_next_canonical_view": "(tensor_page_size)",
+            "cleanup": "()",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.cpu.gpu_worker:CPUOffloadingWorker": Used(_attributes("_mmap_region"), "0.32"),
+    f"{_OFFLOAD}.tiering.spec:TieringOffloadingSpec": Used(
+        _attributes("secondary_tier_configs _scheduler_mmap")
+        | {
+            "__init__": "(config)",
+            "get_manager": "()",
+            "_validate_canonical_refs": "(kv_caches)",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.tiering.base:SecondaryTierManager": Used(
+        {
+            "__init__": "(offloading_spec, primary_kv_view, tier_type, backpressure_detector=)",
+            "medium": ATTRIBUTE,
+            "cache_hit_source": ATTRIBUTE,
+            "lookup": "abstract (key, req_context)",
+            "submit_store": "abstract (job_metadata)",
+            "submit_load": "abstract (job_metadata)",
+            "get_finished_jobs": "abstract ()",
+            "has_pending_work": "()",
+            "take_events": "()",
+            "on_new_request": "abstract (req_context)",
+            "on_request_finished": "(req_context)",
+            "on_schedule_end": "(context)",
+            "drain_jobs": "abstract ()",
+            "shutdown": "()",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.tiering.base:TransferJob": Used(
+        _attributes("job_id keys chunk_ids req_context"), "0.32"
+    ),
+    f"{_OFFLOAD}.tiering.base:JobResult": Used(
+        _attributes("job_id success successful_keys transfer_time transfer_bytes"), "0.32"
+    ),
+    f"{_OFFLOAD}.tiering.factory:SecondaryTierFactory": Used(
+        {
+            "create_secondary_tier": "class (tier_config, primary_kv_view, offloading_spec)",
+            "get_tier_class": "class (tier_config)",
+        },
+        "0.32",
+    ),
+    f"{_OFFLOAD}.factory:OffloadingSpecFactory": Used(
+        {"get_spec_cls": "class (extra_config)", "create_spec": "class (config)"}, "0.32"
+    ),
+    f"{CONNECTOR}.v1.offloading.canonical_mapping:canonical_format_id": Used(
+        {"": "(kv_cache_layout)"}, "0.32"
+    ),
+    f"{CONNECTOR}.v1.offloading_connector:OffloadingConnector": Used(
+        {"__init__": "(vllm_config, role, kv_cache_config)"}, "0.32"
+    ),
+    "vllm.config.vllm:get_current_vllm_config": Used({"": "()"}),
     "vllm.lora.request:LoRARequest": Used(
         _attributes("lora_name lora_int_id lora_path load_inplace")
     ),
@@ -298,6 +451,21 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     ),
     # Blocks of a finished request are freed after we were told.
     f"{_SCHEDULER}._free_request": ("_connector_finished", "_free_blocks"),
+    # The workers of an engine have their KV cache before its scheduler is made.
+    "vllm.v1.engine.core:EngineCore.__init__": ("_initialize_kv_caches", "Scheduler"),
+    # What a step of vLLM's own offloading looked for is submitted before its tiers are told of
+    # the step's end, and what has ended is taken before both.
+    f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager.on_schedule_end": (
+        "_maybe_process_finished_jobs",
+        "_flush_pending_promotions",
+        "on_schedule_end",
+    ),
+    # A reset ends the tiers' transfers first.
+    f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager.reset_cache": (
+        "drain_jobs",
+        "_process_finished_jobs",
+        "reset_cache",
+    ),
     # An idle engine steps on while stores are outstanding.
     f"{_SCHEDULER}.has_requests": ("has_pending_push_work",),
 }

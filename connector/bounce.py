@@ -1,0 +1,323 @@
+"""Carries rows of somebody else's memory to and from the sidecar, through memory of our own.
+
+vLLM's offloading keeps chunks in a region of host memory that is not ours to share: it is a plain
+file, which the sidecar refuses to map (`tiers/memfd.py`), and its rows are handed out again when
+vLLM pleases. So a few rows of a memfd stand between: a thread copies between a row of the region
+and one of these, the sidecar between these and its slots.
+
+Owns the rows, the thread, and the transfers on their way. Knows nothing of vLLM.
+
+Invariants:
+
+* Only our thread touches the region, and only while the transfer that it does so for has not
+  ended: whoever was told that a transfer ended may use its region row for something else, whatever
+  the sidecar does or does not do.
+* Every transfer ends: by the sidecar's answer, or at its deadline. One that was given up keeps its
+  row of the bounce memory until the sidecar can no longer touch that.
+* Nothing here waits but `drain`, and that only for copies within this process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from connector.export import ExportedMemory
+from connector.keys import NO_PARENT
+from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
+from sidecar.protocol import JOBS_PER_MESSAGE_MAX
+from tiers.layout import CONTENT_BYTES_MAX, KVLayout, Segment
+from tiers.memfd import sealed_memfd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from connector.client import Session
+    from connector.worker import WorkerRole
+
+Rows = npt.NDArray[np.uint8]
+"""Of shape [rows, bytes]."""
+
+ENCODING: Final = "vllm-offloading"
+"""What is in a row is vLLM's business; the namespace says which."""
+BLOCK_TOKENS: Final = 1
+"""vLLM does not say which tokens are in a row, so to the sidecar a row is a block of one token."""
+TOKEN_IDS: Final = bytes(4 * BLOCK_TOKENS)
+STORES_PER_JOB_MAX: Final = 64
+
+
+class Row(NamedTuple):
+    """A chunk `key` in row `chunk_id` of the region. The rest is for those that are stored."""
+
+    key: bytes
+    chunk_id: int
+    parent: bytes = NO_PARENT
+    ttl_ms: int = 0
+    stays: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One row on its way."""
+
+    batch_id: int
+    is_load: bool
+    chunk: Row
+    deadline: float
+    row: int = -1
+    copy: Future[None] | None = None
+    given_up: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """Transfers that are reported together."""
+
+    batch_id: int
+    is_load: bool
+    started: float
+    left: int
+    done: list[bytes] = field(default_factory=list[bytes])
+    failed: list[bytes] = field(default_factory=list[bytes])
+    seconds: float = 0.0
+
+
+def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
+    """Rows as the sidecar sees them: blocks of one token, cut into heads of a size it takes.
+
+    Raises `LayoutError` where a row is larger than the sidecar takes.
+    """
+    heads = 1
+    while row_bytes // heads > CONTENT_BYTES_MAX:
+        # Rows are whole pages.
+        heads *= 2
+    content = row_bytes // heads
+    return KVLayout.from_views(
+        Segment(0, 1, 0, heads),
+        [(0, (num_rows, heads, BLOCK_TOKENS, content), (row_bytes, content, content, 1))],
+        itemsize=1,
+        dtype="uint8",
+        encoding=ENCODING,
+        size_bytes=_whole_pages(num_rows * row_bytes),
+    )
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Bounce:
+    """Transfers between a region's rows and the sidecar.
+
+    Args:
+        region: the memory of vLLM's host tier.
+        num_rows: how many rows can be on their way at a time.
+        make_role: attaches our memory as that of a worker.
+    """
+
+    def __init__(
+        self,
+        region: Rows,
+        num_rows: int,
+        make_role: Callable[[ExportedMemory], WorkerRole],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._region = region
+        self._clock = clock
+        layout = row_layout(num_rows, region.shape[1])
+        fd = sealed_memfd("kvlake-bounce", layout.size_bytes)
+        self._map = mmap.mmap(fd, layout.size_bytes)
+        flat = np.frombuffer(self._map, dtype=np.uint8)
+        self._rows: Rows = flat[: num_rows * region.shape[1]].reshape(num_rows, region.shape[1])
+        self._free = list(range(num_rows))
+        self._kept_for_loads = num_rows // 4
+        """Rows that stores leave: somebody waits for a load, nobody for a store."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-bounce")
+        self._queued: dict[bool, deque[Transfer]] = {True: deque(), False: deque()}
+        self._copying: list[Transfer] = []
+        self._copied: list[Transfer] = []
+        self._loads: dict[int, Transfer] = {}
+        self._stores: dict[int, list[Transfer]] = {}
+        self._batches: dict[int, Batch] = {}
+        self._finished: list[Batch] = []
+        self._next_id = 1
+        self._role = make_role(ExportedMemory(fd, layout.size_bytes, layout))
+
+    def begin(
+        self,
+        batch_id: int,
+        rows: Sequence[Row],
+        *,
+        is_load: bool,
+        seconds_max: float,
+    ) -> None:
+        """Carry these rows. Reported by `finished`, after a later `pump`."""
+        now = self._clock()
+        batch = Batch(batch_id, is_load, now, len(rows))
+        if not rows:
+            self._finished.append(batch)
+            return
+        self._batches[batch_id] = batch
+        self._queued[is_load].extend(
+            Transfer(batch_id, is_load, chunk, now + seconds_max) for chunk in rows
+        )
+
+    def pump(self, session: Session | None) -> None:
+        """Take what has ended, and go on with what has not. Never waits."""
+        self._collect()
+        self._copies_ended()
+        self._expire(everything=session is None)
+        if session is None:
+            return
+        inflight_max = min(session.limits.jobs_inflight_max, JOBS_PER_MESSAGE_MAX)
+        plan = StepPlan()
+        self._send_stores(plan, inflight_max)
+        self._start_loads(plan, inflight_max)
+        self._start_stores()
+        if plan.loads or plan.stores:
+            self._role.submit(plan)
+
+    def finished(self) -> list[Batch]:
+        """Batches that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drain(self) -> None:
+        """End everything now; after this the region's rows are not touched.
+
+        Waits for the copy that runs within this process, and for nothing of the sidecar.
+        """
+        for transfer in list(self._copying):
+            if transfer.copy is not None and not transfer.copy.cancel():
+                transfer.copy.result()
+        self._copies_ended()
+        self._expire(everything=True)
+
+    def close(self) -> None:
+        """Detach. What is on its way ends with the session."""
+        self.drain()
+        self._thread.shutdown()
+        self._role.close()
+
+    # --- what has ended ------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        results = self._role.collect()
+        for request_id in results.loaded:
+            transfer = self._loads.pop(int(request_id))
+            if transfer.given_up or request_id in results.failed:
+                self._end(transfer, ok=False)
+            else:
+                self._copy(
+                    transfer, self._rows[transfer.row], self._region[transfer.chunk.chunk_id]
+                )
+        for job_id in results.report.ended:
+            for transfer in self._stores.pop(job_id):
+                self._end(transfer, ok=job_id not in results.failed_stores)
+
+    def _copies_ended(self) -> None:
+        copying, self._copying = self._copying, []
+        for transfer in copying:
+            copy = transfer.copy
+            assert copy is not None
+            if not copy.done():
+                self._copying.append(transfer)
+            elif copy.cancelled() or copy.exception() is not None:
+                self._end(transfer, ok=False)
+            elif transfer.is_load:
+                self._end(transfer, ok=True)
+            else:
+                self._copied.append(transfer)
+
+    def _expire(self, *, everything: bool) -> None:
+        """Give up what is past its deadline, but for what our own thread is at right now."""
+        now = self._clock()
+
+        def over(transfer: Transfer) -> bool:
+            return everything or now >= transfer.deadline
+
+        for queued in self._queued.values():
+            for transfer in [one for one in queued if over(one)]:
+                queued.remove(transfer)
+                self._end(transfer, ok=False)
+        for transfer in [one for one in self._copied if over(one)]:
+            self._copied.remove(transfer)
+            self._end(transfer, ok=False)
+        sent = [*self._loads.values(), *(one for job in self._stores.values() for one in job)]
+        for transfer in sent:
+            if over(transfer) and not transfer.given_up:
+                transfer.given_up = True
+                self._report(transfer, ok=False)
+
+    # --- what goes on --------------------------------------------------------------------------
+
+    def _send_stores(self, plan: StepPlan, inflight_max: int) -> None:
+        while self._copied and len(self._loads) + len(self._stores) < inflight_max:
+            first = self._copied[0].chunk
+            # What a job says of its chunks, it says of all of them.
+            alike = [
+                one
+                for one in self._copied
+                if (one.chunk.ttl_ms, one.chunk.stays) == (first.ttl_ms, first.stays)
+            ]
+            sent = alike[:STORES_PER_JOB_MAX]
+            self._copied = [one for one in self._copied if one not in sent]
+            pieces = [
+                StorePiece(one.chunk.key, one.chunk.parent, TOKEN_IDS, [one.row]) for one in sent
+            ]
+            job_id = self._new_id()
+            self._stores[job_id] = sent
+            plan.stores.append(Store(job_id, pieces, b"", first.ttl_ms, first.stays))
+
+    def _start_loads(self, plan: StepPlan, inflight_max: int) -> None:
+        queued = self._queued[True]
+        while queued and self._free and len(self._loads) + len(self._stores) < inflight_max:
+            transfer = queued.popleft()
+            transfer.row = self._free.pop()
+            job_id = self._new_id()
+            self._loads[job_id] = transfer
+            # A job for each, so that one that fails takes no other with it.
+            piece = LoadPiece(transfer.chunk.key, 0, [transfer.row])
+            plan.loads.append(Load(job_id, str(job_id), [piece]))
+
+    def _start_stores(self) -> None:
+        queued = self._queued[False]
+        while queued and len(self._free) > self._kept_for_loads:
+            transfer = queued.popleft()
+            transfer.row = self._free.pop()
+            self._copy(transfer, self._region[transfer.chunk.chunk_id], self._rows[transfer.row])
+
+    def _copy(self, transfer: Transfer, source: Rows, target: Rows) -> None:
+        # np.copyto releases the GIL for rows of this size.
+        transfer.copy = self._thread.submit(np.copyto, target, source)
+        self._copying.append(transfer)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _end(self, transfer: Transfer, *, ok: bool) -> None:
+        """Nothing touches the transfer's bounce row any more."""
+        if transfer.row >= 0:
+            self._free.append(transfer.row)
+        if not transfer.given_up:
+            self._report(transfer, ok=ok)
+
+    def _report(self, transfer: Transfer, *, ok: bool) -> None:
+        batch = self._batches[transfer.batch_id]
+        (batch.done if ok else batch.failed).append(transfer.chunk.key)
+        batch.left -= 1
+        if not batch.left:
+            del self._batches[transfer.batch_id]
+            batch.seconds = self._clock() - batch.started
+            self._finished.append(batch)
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

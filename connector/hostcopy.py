@@ -1,0 +1,217 @@
+"""Copies between the KV cache of a CPU engine and vLLM's host tier.
+
+The worker that vLLM has for it needs CUDA streams. This one copies in a thread, in the order of
+submission, in the same two layouts of the host tier as vLLM's: each worker's pages side by side,
+or the canonical pages that vLLM's mappings describe.
+
+Invariants: a chunk's sub-block j is the j-th block of its chunk in every tensor; what a job does
+not cover is not touched; `wait` returns only once its jobs' copies are over, and copies depend on
+nobody but this process.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    CopyRun,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a layer's page: where its fragments are on both sides."""
+
+    cache: Bytes
+    """[blocks, fragments, bytes]"""
+    host: Bytes
+    """[chunks, blocks of a chunk, fragments, bytes]"""
+    num_writers: int
+    writer_index: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return int(self.cache.shape[1] * self.cache.shape[2])
+
+
+class HostCopyWorker(OffloadingWorker):
+    """vLLM's `OffloadingWorker` for caches in host memory.
+
+    Args:
+        kv_caches: the engine's cache, as vLLM describes it.
+        region: vLLM's `SharedOffloadRegion`; owned from here on.
+        blocks_per_chunk: blocks of one row of the region.
+        canonical: whether rows hold canonical pages.
+    """
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, region: Any, blocks_per_chunk: int, *, canonical: bool
+    ) -> None:
+        self._region = region
+        self._per_chunk = blocks_per_chunk
+        self._groups = _runs_of(kv_caches, region, blocks_per_chunk, canonical=canonical)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy")
+        self._jobs: dict[int, Future[TransferResult]] = {}
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Copy blocks of the cache to rows of the host tier."""
+        return self._submit(job_id, src_spec, dst_spec, store=True)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002 (vLLM 0.33 says which loads it waits for)
+    ) -> bool:
+        """Copy rows of the host tier to blocks of the cache."""
+        return self._submit(job_id, dst_spec, src_spec, store=False)
+
+    def _submit(
+        self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, *, store: bool
+    ) -> bool:
+        assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        pieces = list(self._pieces(blocks, chunks.block_ids.astype(np.int64)))
+        self._jobs[job_id] = self._thread.submit(self._copy, job_id, pieces, store=store)
+        return True
+
+    def _pieces(self, blocks: GPULoadStoreSpec, chunk_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Of each group its blocks, and the row and place in it of each, as one number."""
+        block_ids = blocks.block_ids.astype(np.int64)
+        first_block = first_chunk = 0
+        for group, (count, index) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+        ):
+            if not count:
+                continue
+            # The first row may begin in the middle; the rows of a group follow each other.
+            skipped = index % self._per_chunk
+            num_chunks = -(-(skipped + count) // self._per_chunk)
+            rows = chunk_ids[first_chunk : first_chunk + num_chunks]
+            places = (rows[:, np.newaxis] * self._per_chunk + np.arange(self._per_chunk)).ravel()
+            yield (
+                group,
+                block_ids[first_block : first_block + count],
+                places[skipped : skipped + count],
+            )
+            first_block += count
+            first_chunk += num_chunks
+
+    def _copy(
+        self, job_id: int, pieces: list[tuple[int, Ids, Ids]], *, store: bool
+    ) -> TransferResult:
+        started = time.perf_counter()
+        size_bytes = 0
+        for group, block_ids, places in pieces:
+            for run in self._groups[group]:
+                blocks, at = block_ids, places
+                if store and run.num_writers > 1:
+                    # Ranks that hold the same bytes take turns.
+                    mine = places % run.num_writers == run.writer_index
+                    blocks, at = block_ids[mine], places[mine]
+                rows, inner = np.divmod(at, self._per_chunk)
+                if store:
+                    run.host[rows, inner] = run.cache[blocks]
+                else:
+                    run.cache[blocks] = run.host[rows, inner]
+                size_bytes += len(blocks) * run.block_bytes
+        return TransferResult(job_id, True, size_bytes, time.perf_counter() - started)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call."""
+        ended = [job_id for job_id, job in self._jobs.items() if job.done()]
+        return [self._jobs.pop(job_id).result() for job_id in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until these jobs' copies are over."""
+        for job_id in job_ids:
+            if (job := self._jobs.get(job_id)) is not None:
+                job.result()
+
+    def shutdown(self) -> None:
+        """End what is queued, and give the region back."""
+        self._thread.shutdown()
+        self._groups.clear()
+        self._region.cleanup()
+
+
+def _runs_of(
+    kv_caches: CanonicalKVCaches, region: Any, blocks_per_chunk: int, *, canonical: bool
+) -> list[list[_Run]]:
+    """Runs of every layer of each group."""
+    pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
+    if canonical:
+        pages = [0] * len(pages)
+        for ref in (ref for refs in kv_caches.group_data_refs for ref in refs):
+            assert ref.mapping is not None, "checked before"
+            size = ref.mapping.canonical_page_size_bytes
+            pages[ref.tensor_idx] = max(pages[ref.tensor_idx], size)
+    take = region.create_next_canonical_view if canonical else region.create_next_worker_view
+    hosts = [_bytes(take(page * blocks_per_chunk)) for page in pages]
+    groups: list[list[_Run]] = []
+    for refs in kv_caches.group_data_refs:
+        runs: list[_Run] = []
+        for ref in refs:
+            number = ref.tensor_idx
+            cache, host = _bytes(kv_caches.tensors[number].tensor), hosts[number]
+            size = ref.page_size_bytes
+            mapping = ref.mapping if canonical else None
+            runs += [
+                _Run(
+                    _fragments(cache, (), run.local_offset, run.local_stride, run),
+                    _fragments(
+                        host,
+                        ((blocks_per_chunk, pages[number]),),
+                        run.canonical_offset,
+                        run.canonical_stride,
+                        run,
+                    ),
+                    1 if mapping is None else mapping.num_writers,
+                    0 if mapping is None else mapping.writer_index,
+                )
+                for run in (
+                    mapping.runs if mapping is not None else (CopyRun(0, 0, size, 1, size, size),)
+                )
+            ]
+        groups.append(runs)
+    return groups
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    array: Bytes = tensor.numpy().view(np.uint8)
+    return array
+
+
+def _fragments(
+    rows: Bytes, inner: tuple[tuple[int, int], ...], offset: int, stride: int, run: CopyRun
+) -> Bytes:
+    """Views of a run's fragments in every row; `inner` are axes (count, stride) between them."""
+    shape = (len(rows), *(count for count, _ in inner), run.num_fragments, run.fragment_size)
+    strides = (rows.strides[0], *(step for _, step in inner), stride, 1)
+    # The caller's views end with the last fragment: none of this reaches beyond a row.
+    last = offset + sum((count - 1) * step for count, step in inner)
+    last += (run.num_fragments - 1) * stride + run.fragment_size
+    assert last <= rows.shape[1], f"a run reaches byte {last} of a row of {rows.shape[1]}"
+    return np.lib.stride_tricks.as_strided(rows[:, offset:], shape, strides)

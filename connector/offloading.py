@@ -1,0 +1,147 @@
+"""`KVLakeOffloadingSpec`: kvlake behind vLLM's own `OffloadingConnector`.
+
+vLLM's offloading interface knows no failed load: what was said to be there when a request was
+scheduled must come (its worker asserts it). No cache that another process holds can promise that.
+So chunks are brought into vLLM's own host tier before vLLM is told of a hit. This spec is vLLM's
+tiering spec with `KVLakeTier` below its host tier (`secondary.py`), and with a worker for engines
+on the CPU platform, which vLLM has none for (`hostcopy.py`).
+
+Owns how the two halves of an engine agree on a namespace: the workers see vLLM's configuration,
+the scheduler's half is not shown it, so the first worker leaves a note that the scheduler takes.
+
+Invariants: an engine that cannot be told from others is served by vLLM's host tier alone. No name
+of a file outlives the start of an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from connector.hostcopy import HostCopyWorker
+from connector.namespace import WeightsUnknown, offloading_identity
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger("vllm.kvlake")
+
+TIER: Final = "KVLakeTier"
+OWN_SETTINGS: Final = ("socket", "attach_seconds")
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (vLLM's region is there as well)
+
+
+class KVLakeOffloadingSpec(TieringOffloadingSpec):
+    """The host tier of vLLM with kvlake below it; its settings are in `docs/operations.md`."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        extra = dict(config.extra_config)
+        tier = {"type": TIER, "module_path": "connector.secondary"}
+        tier |= {name: extra[name] for name in OWN_SETTINGS if name in extra}
+        tiers: list[dict[str, Any]] = [*extra.get("secondary_tiers", []), tier]
+        super().__init__(replace(config, extra_config={**extra, "secondary_tiers": tiers}))
+        self.secondary_tier_configs = tiers
+        # What was generated is the start of the next turn. vLLM leaves it out unless told.
+        self.offload_prompt_only = bool(extra.get("offload_prompt_only", False))
+
+    def get_manager(self) -> OffloadingManager:
+        """The manager of tiers, which is vLLM's, with ours as the last."""
+        if self._manager is None:
+            note = take_note(self.config.engine_id)
+            refusal = note.get("refusal", "")
+            if refusal:
+                logger.warning(
+                    "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
+                )
+                self.secondary_tier_configs = self.secondary_tier_configs[:-1]
+            else:
+                self.secondary_tier_configs[-1]["namespace"] = note["identity"]
+            super().get_manager()
+            # All workers have it mapped by now: so it ends with them, however they end.
+            with contextlib.suppress(FileNotFoundError):
+                region_path(self.config.engine_id).unlink()
+            _disown(self._scheduler_mmap)
+        assert self._manager is not None
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker, which is vLLM's, or ours on the CPU platform."""
+        from vllm.config import get_current_vllm_config
+        from vllm.platforms import current_platform
+
+        if self.config.parallel.rank == 0:
+            tokens = self.config.groups[0].tokens_per_block
+            leave_note(self.config.engine_id, _identify(get_current_vllm_config(), tokens))
+        if not current_platform.is_cpu():
+            worker: Any = super().get_worker(kv_caches)
+            _disown(getattr(worker, "_mmap_region", None))
+            return worker
+        canonical = self.config.canonical_layout
+        if canonical:
+            self._validate_canonical_refs(kv_caches)
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=0 if self.replicated_layout else self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        _disown(region)
+        return HostCopyWorker(kv_caches, region, self.blocks_per_chunk, canonical=canonical)
+
+
+def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+    try:
+        return {"identity": offloading_identity(vllm_config, block_tokens)}
+    except (WeightsUnknown, OSError) as error:
+        return {"refusal": str(error)}
+
+
+def region_path(engine_id: str) -> Path:
+    """Where vLLM makes the memory of its host tier."""
+    return _SHARED_MEMORY / f"vllm_offload_{engine_id}.mmap"
+
+
+def _disown(region: Any) -> None:
+    """Have nobody but the scheduler remove the region's name, which it does at the start."""
+    if region is not None:
+        region._creator = False  # noqa: SLF001 (vLLM has no other word for it)
+
+
+def _note_path(engine_id: str) -> Path:
+    name = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
+    return _SHARED_MEMORY / f"kvlake-offloading-{os.getuid()}-{name}.json"
+
+
+def leave_note(engine_id: str, note: dict[str, Any]) -> None:
+    """What the scheduler of this engine is to know, in a file that only this user can read."""
+    path = _note_path(engine_id)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+        json.dump(note, file)
+
+
+def take_note(engine_id: str) -> dict[str, Any]:
+    """What the first worker left; a refusal where there is nothing of this user's."""
+    path = _note_path(engine_id)
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return {"refusal": f"{path} is somebody else's; remove it"}
+            note: dict[str, Any] = json.load(file)
+        path.unlink()
+    except (OSError, ValueError) as error:
+        return {"refusal": f"its first worker is not on this machine ({error})"}
+    return note

@@ -1,0 +1,498 @@
+"""`KVLakeTier`: kvlake as a tier below vLLM's own host tier (`SecondaryTierManager`).
+
+vLLM's offloading brings chunks from a tier like this into its host tier before it tells its
+scheduler of a hit, so here everything may fail, be late or be gone, and is a miss then.
+
+Owns the translation of vLLM's calls: which chunks the sidecar has, what to ask it for, and the
+names of chunks. Their rows are carried by `bounce.py`. No method raises for a fault of the cache,
+and none waits for the sidecar.
+
+Names: vLLM calls a chunk by its block hash, which covers tokens, cache salt, adapter and media; a
+key of ours is made of that and of the namespace. It is not the key that `KVLakeConnector` makes of
+the same tokens, which vLLM does not tell us here: the two share a sidecar, not chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connector.bounce import BLOCK_TOKENS, Bounce, Row
+from connector.client import Attempt, Client
+from connector.keys import NO_PARENT
+from connector.namespace import canonical_json, digest_of
+from connector.options import default_socket, seconds_of
+from connector.wishes import Wishes, WishReader
+from connector.worker import WorkerRole
+from sidecar.protocol import (
+    KEYS_PER_MESSAGE_MAX,
+    PROTOCOL_VERSION,
+    Attach,
+    Events,
+    Lookup,
+    LookupDone,
+    Memory,
+    Release,
+    Role,
+)
+from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm.v1.kv_offload.base import (
+        OffloadingSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from connector.client import Session
+    from connector.export import ExportedMemory
+
+logger = logging.getLogger("vllm.kvlake")
+
+TOPOLOGY: Final = "offloading"
+"""Of chunks that vLLM put together from all of its ranks."""
+BOUNCE_BYTES: Final = 256 * 1024 * 1024
+BOUNCE_ROWS_MIN: Final = 8
+NAMES_KEPT_MAX: Final = 65_536
+EVENTS_KEPT_MAX: Final = 65_536
+WITHOUT_SIDECAR_SECONDS: Final = 5.0
+"""How long a transfer may take that was begun with a sidecar that is gone again."""
+_KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
+
+
+@dataclass(slots=True)
+class _Read:
+    """Chunks that the sidecar was asked to bring from the object store."""
+
+    request_id: str
+    keys: list[bytes]
+    deadline: float
+    session: Session
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request."""
+
+    wishes: Wishes
+    void: bool = False
+    """The cache was reset while it ran: what it computes with is of before."""
+    places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
+    """Group and last token to key."""
+    wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    """To be read from the object store, in order; asked for at the end of the step."""
+    reading: set[bytes] = field(default_factory=set[bytes])
+    lookups: list[tuple[Session, int]] = field(default_factory=list[tuple["Session", int]])
+    """Asked for it, to be given back at its end."""
+    missed: set[bytes] = field(default_factory=set[bytes])
+    """What could not be had for it, and is not tried again."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether chunks may be loaded for it."""
+        return self.wishes.reads and not self.void
+
+    @property
+    def writes(self) -> bool:
+        """Whether its chunks may be stored."""
+        return self.wishes.writes and not self.void
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One of vLLM's jobs."""
+
+    request_id: str
+    names: dict[bytes, OffloadKey]
+    """Our keys to vLLM's."""
+
+
+class KVLakeTier(SecondaryTierManager):
+    """A tier that is shared with other engines, and survives this one.
+
+    Args:
+        offloading_spec: vLLM's spec of its own tiers.
+        primary_kv_view: vLLM's host tier, a row for each chunk.
+        tier_type: what vLLM calls this tier.
+        namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
+            attention backend. Two engines with the same one share chunks.
+        socket: the sidecar's `attach.sock`.
+        attach_seconds: how long the start may wait for a sidecar.
+        backpressure_detector: vLLM's.
+    """
+
+    # Host memory and the object store in one; a request's filter is asked for each.
+    medium = None
+    cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        namespace: Any = "",
+        socket: str = "",
+        attach_seconds: float = 2.0,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not namespace:
+            raise ValueError(
+                f"secondary_tiers: namespace={namespace!r}: must name the model, its weights and "
+                "whatever else its KV cache depends on; vLLM does not tell a tier"
+            )
+        config = offloading_spec.config
+        region = np.asarray(primary_kv_view).view(np.uint8)
+        self._row_bytes = int(region.shape[1])
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
+            for group in config.groups
+        }
+        self._namespace = namespace_of(config, namespace, self._row_bytes)
+        self._digest = digest_of(self._namespace)
+        self._engine_id = str(config.engine_id)
+        self._generation = b""
+        self._wants_events = bool(config.enable_kv_cache_events)
+        self._clock = time.monotonic
+        self._wishes = WishReader()
+        self._requests: dict[str, _Request] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._reads: dict[int, _Read] = {}
+        self._names: dict[bytes, OffloadKey] = {}
+        self._events: list[OffloadingEvent] = []
+        self._next_id = 1
+        self._socket = socket or default_socket()
+        # Before the first request: a sidecar that is there should serve the first one too.
+        wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
+        attempt = Attempt(self._attach(Role.SCHEDULER))
+        self._client = Client(self._socket, lambda: attempt)
+        attached = self._client.wait_attached(wait_seconds)
+        self._worker_seconds = wait_seconds if attached else 0.0
+        num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
+        self._bounce = Bounce(
+            region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
+        )
+
+    def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
+        client = Client(self._socket, make_attempt)
+        client.wait_attached(self._worker_seconds)
+        return client
+
+    def _attach(self, role: Role, **parts: Any) -> Attach:
+        return Attach(
+            version=PROTOCOL_VERSION,
+            role=role,
+            engine_id=self._engine_id,
+            rank=0,
+            world_size=1,
+            topology=TOPOLOGY,
+            namespace=self._namespace,
+            block_tokens=BLOCK_TOKENS,
+            blocks_per_chunk=1,
+            pid=os.getpid(),
+            want_events=self._wants_events and role is Role.SCHEDULER,
+            **parts,
+        )
+
+    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
+        layout = memory.layout
+        return self._attach(Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
+
+    # --- lookup --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Note what the request wants of us."""
+        wishes = self._wishes.wishes_of(req_context)
+        self._requests[req_context.req_id] = _Request(wishes)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT: the sidecar has it in host memory. RETRY: it reads it from the object store."""
+        request = self._requests.get(req_context.req_id)
+        session = self._client.session
+        if session is None or session.index is None or request is None or not request.reads:
+            return LookupResult.MISS
+        own = self._own_key(key, request, req_context)
+        if own in request.missed:
+            return LookupResult.MISS
+        flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
+        allows = req_context.load_tier_filter.allows
+        if flags & FLAG_HOST and allows(Medium.CPU, Locality.LOCAL):
+            return LookupResult.HIT
+        if own in request.reading:
+            return LookupResult.RETRY
+        in_store = flags & FLAG_STORE and request.wishes.asks_store
+        if in_store and allows(Medium.STORAGE, Locality.REMOTE):
+            request.wanted[own] = None
+            return LookupResult.RETRY
+        return LookupResult.MISS
+
+    def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
+        hasher = hashlib.sha256(_KEY_DOMAIN)
+        hasher.update(self._digest)
+        hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
+        hasher.update(key)
+        own = hasher.digest()
+        end = context.get_offload_key_position(key)
+        if request is not None and end is not None:
+            request.places[get_offload_group_idx(key), end] = own
+        if self._wants_events:
+            self._names.pop(own, None)
+            self._names[own] = key
+            if len(self._names) > NAMES_KEPT_MAX:
+                del self._names[next(iter(self._names))]
+        return own
+
+    def _ask(self, request_id: str, request: _Request, session: Session) -> None:
+        """Have the sidecar read what the object store alone holds."""
+        keys = list(request.wanted)[:KEYS_PER_MESSAGE_MAX]
+        request.wanted.clear()
+        wait_ms = session.limits.lookup_wait_ms_max
+        lookup_id = self._next_id = self._next_id + 1
+        if not self._client.send(session, Lookup(session.epoch, lookup_id, keys, wait_ms)):
+            request.missed.update(keys)
+            return
+        request.reading.update(keys)
+        request.lookups.append((session, lookup_id))
+        deadline = self._clock() + wait_ms / 1000
+        self._reads[lookup_id] = _Read(request_id, keys, deadline, session)
+
+    def _reads_ended(self) -> None:
+        """Forget reads that nobody will answer any more; what they did not bring is missed."""
+        now, session = self._clock(), self._client.session
+        for lookup_id, read in list(self._reads.items()):
+            if now >= read.deadline or read.session is not session:
+                self._read_ended(lookup_id)
+
+    def _read_ended(self, lookup_id: int) -> None:
+        read = self._reads.pop(lookup_id, None)
+        request = None if read is None else self._requests.get(read.request_id)
+        session = self._client.session
+        if read is None or request is None:
+            return
+        request.reading.difference_update(read.keys)
+        if session is None or session.index is None:
+            request.missed.update(read.keys)
+            return
+        flags = session.index.lookup(tags_of(read.keys, session.index_salt)) & FLAG_HOST
+        request.missed.update(key for key, held in zip(read.keys, flags, strict=True) if not held)
+
+    # --- transfers -----------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Carry chunks to the sidecar, but for those that it has."""
+        context = job_metadata.req_context
+        request = self._requests.get(context.req_id)
+        names = self._begin(job_metadata, request)
+        session = self._client.session
+        rows: list[Row] = []
+        if request is not None and request.writes:
+            ttl_ms, stays = request.wishes.ttl_ms, request.wishes.stays
+            held = np.zeros(len(names), dtype=np.uint8)
+            if session is not None and session.index is not None:
+                tags = tags_of(list(names), session.index_salt)
+                held = session.index.lookup(tags) & np.uint8(FLAG_HOST)
+            found = zip(names.items(), job_metadata.chunk_ids, held, strict=True)
+            rows = [
+                Row(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
+                for (own, key), chunk_id, there in found
+                if not there
+            ]
+            # A chain's head first: what is cut off is its end.
+            rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
+        self._bounce.begin(
+            job_metadata.job_id, rows, is_load=False, seconds_max=self._seconds(store=True)
+        )
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Carry chunks from the sidecar."""
+        request = self._requests.get(job_metadata.req_context.req_id)
+        names = self._begin(job_metadata, request)
+        rows = [
+            Row(own, int(chunk_id))
+            for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
+        ]
+        self._bounce.begin(
+            job_metadata.job_id, rows, is_load=True, seconds_max=self._seconds(store=False)
+        )
+
+    def _begin(self, job: TransferJob, request: _Request | None) -> dict[bytes, OffloadKey]:
+        names = {self._own_key(key, request, job.req_context): key for key in job.keys}
+        self._jobs[job.job_id] = _Job(job.req_context.req_id, names)
+        return names
+
+    def _parent(self, key: OffloadKey, request: _Request, context: ReqContext) -> bytes:
+        group = get_offload_group_idx(key)
+        end = context.get_offload_key_position(key) or 0
+        before = (group, end - self._chunk_tokens.get(group, 0))
+        return request.places.get(before, NO_PARENT)
+
+    def _seconds(self, *, store: bool) -> float:
+        session = self._client.session
+        if session is None:
+            return WITHOUT_SIDECAR_SECONDS
+        limits = session.limits
+        return (limits.store_deadline_ms_max if store else limits.load_deadline_ms_max) / 1000
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Take what the sidecar answered, and go on."""
+        self._poll()
+        self._bounce.pump(self._client.session)
+        results: list[JobResult] = []
+        for batch in self._bounce.finished():
+            job = self._jobs.pop(batch.batch_id)
+            request = self._requests.get(job.request_id)
+            if batch.is_load and request is not None:
+                request.missed.update(batch.failed)
+            results.append(
+                JobResult(
+                    batch.batch_id,
+                    success=not batch.failed,
+                    successful_keys=[job.names[key] for key in batch.done]
+                    if batch.failed
+                    else None,
+                    transfer_time=batch.seconds,
+                    transfer_bytes=len(batch.done) * self._row_bytes,
+                )
+            )
+        return results
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+        """Send what this step asked for."""
+        session = self._client.session
+        for request_id, request in self._requests.items():
+            if not request.wanted:
+                continue
+            if session is None:
+                request.missed.update(request.wanted)
+                request.wanted.clear()
+            else:
+                self._ask(request_id, request, session)
+        self._bounce.pump(session)
+
+    def has_pending_work(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self._reads)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Give back what was read for it."""
+        request = self._requests.pop(req_context.req_id, None)
+        session = self._client.session
+        if request is None or session is None:
+            return
+        lookups = [lookup_id for asked, lookup_id in request.lookups if asked is session]
+        for lookup_id in lookups:
+            self._reads.pop(lookup_id, None)
+        if lookups:
+            self._client.send(session, Release(session.epoch, [], lookups))
+
+    def drain_jobs(self) -> None:
+        """End all jobs; vLLM resets its cache, and nothing from before is found here either.
+
+        Waits for a copy in this process at most. Requests that run on compute with what they have
+        of before, so they are not served or stored from now on.
+        """
+        self._bounce.drain()
+        self._generation = os.urandom(16)
+        self._reads.clear()
+        for request in self._requests.values():
+            request.void = True
+            request.wanted.clear()
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What the sidecar's tiers gained and lost of the chunks that this engine knows."""
+        events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        """Detach."""
+        self._bounce.close()
+        self._client.close()
+
+    def _poll(self) -> None:
+        for message in self._client.poll():
+            if isinstance(message, LookupDone):
+                self._read_ended(message.lookup_id)
+            elif isinstance(message, Events):
+                for event in message.stored:
+                    self._tell(event.key, event.tier, removed=False)
+                for gone in message.removed:
+                    self._tell(gone.key, gone.tier, removed=True)
+                del self._events[:-EVENTS_KEPT_MAX]
+        self._reads_ended()
+
+    def _tell(self, key: bytes, tier: str, *, removed: bool) -> None:
+        name = self._names.get(key)
+        if name is None:
+            # Another engine's, of which vLLM's words for it are not known here.
+            return
+        host = tier == "host"
+        event = OffloadingEvent(
+            keys=[name],
+            medium=Medium.CPU if host else Medium.STORAGE,
+            removed=removed,
+            locality=Locality.LOCAL if host else Locality.REMOTE,
+            ownership=f"kvlake/{self._digest.hex()[:16]}",
+        )
+        self._events.append(event)
+
+
+def namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
+    """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
+    parallel = config.parallel
+    canonical = ""
+    if config.canonical_layout:
+        canonical = canonical_format_id(str(config.kv_cache_layout))
+    portable = bool(canonical) and parallel.is_parallelism_agnostic
+    description = {
+        "format": 1,
+        "interface": "vllm offloading",
+        "identity": identity,
+        "model": config.model.name if isinstance(identity, str) else "",
+        "kv_dtype": config.model.dtype,
+        "layout": str(config.kv_cache_layout),
+        "canonical": canonical,
+        "row_bytes": row_bytes,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "groups": [
+            {
+                "block_tokens": group.tokens_per_block,
+                "layers": len(group.layer_names),
+                "names": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest(),
+            }
+            for group in config.groups
+        ],
+        # Pages that do not depend on how the model was cut are shared by all cuts of it.
+        "cut": []
+        if portable
+        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "replicated": config.replicated_layout,
+    }
+    return canonical_json(description)

@@ -1,0 +1,310 @@
+"""vLLM's own `OffloadingConnector` and scheduler with `KVLakeOffloadingSpec`, on a real sidecar.
+
+Everything of vLLM between two forward passes is real, and so is the KV memory; the forward pass
+writes into the slot of each token a number that says what all tokens up to it were, and reads those
+before it. So a block that was reused too early, or a load that did not come, is an assertion here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connector import offloading
+from connector.offloading import KVLakeOffloadingSpec, leave_note, region_path, take_note
+from sidecar.demo.sidecars import SidecarProcess
+from tests.connector.engine import (
+    BLOCK_TOKENS,
+    content_of,
+    kv_cache_config,
+    request_of,
+    vllm_config,
+    write_model,
+)
+from tests.e2e.settling import empty_host_tier
+
+STEPS_MAX = 4000
+LAYERS = ("layer.0", "layer.1")
+CONFIG: dict[str, Any] = {
+    "host": {"size": "64MiB"},
+    "limits": {"load_deadline": "60s", "store_deadline": "60s", "lease_ttl": "60s"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    with SidecarProcess(tmp_path_factory.mktemp("s"), CONFIG) as sidecar:
+        yield sidecar
+
+
+class Engine:
+    """vLLM's scheduler and one rank."""
+
+    def __init__(self, model: Path, socket: str, *, num_blocks: int = 128, **extra: Any) -> None:
+        config = vllm_config(model, num_blocks=num_blocks)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            engine_id=f"offloading-{secrets.token_hex(8)}",
+            kv_connector_extra_config={
+                "spec_name": "KVLakeOffloadingSpec",
+                "spec_module_path": "connector.offloading",
+                "cpu_bytes_to_use": 1 << 20,
+                "socket": socket,
+                "attach_seconds": 30,
+                **extra,
+            },
+        )
+        self.config = config
+        self.engine_id = str(config.kv_transfer_config.engine_id)
+        groups = kv_cache_config(num_blocks)
+        spec: Any = groups.kv_cache_groups[0].kv_cache_spec
+        shape = (num_blocks, spec.num_kv_heads, BLOCK_TOKENS, 2 * spec.head_size)
+        self.layers = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in LAYERS}
+        kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        # As in vLLM: the worker first, and only it sees the configuration.
+        with set_current_vllm_config(config):
+            self.worker: Any = kind(config, KVConnectorRole.WORKER, groups)
+            self.worker.register_kv_caches(self.layers)
+        self.scheduler = Scheduler(
+            config,
+            groups,
+            StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        loaded: Any = self.scheduler.connector
+        self.manager: Any = loaded.connector_scheduler.manager
+        self.aggregator = KVOutputAggregator.from_connector(loaded, 1)
+        self.computed: dict[str, int] = {}
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        work = [
+            (self.scheduler.requests[request_id], count)
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        metadata: Any = output.kv_connector_metadata
+        worker = self.worker
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(cast("Any", None))
+        for request, count in work:
+            self._compute(request, count)
+            self.computed[request.request_id] = self.computed.get(request.request_id, 0) + count
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        runner = ModelRunnerOutput(
+            req_ids=[request.request_id for request, _ in work],
+            req_id_to_index={request.request_id: i for i, (request, _) in enumerate(work)},
+            sampled_token_ids=[
+                [] if request.num_computed_tokens < request.num_tokens else [7]
+                for request, _ in work
+            ],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        runner.kv_connector_output = connector_output
+        final = self.aggregator.aggregate([runner])
+        assert final is not None
+        self.scheduler.update_from_output(output, final)
+
+    def _compute(self, request: Request, count: int) -> None:
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        end = request.num_computed_tokens
+        tokens = list(request.all_token_ids[:end])
+        for layer, tensor in enumerate(self.layers.values()):
+            words = tensor.view(torch.int16)
+            expected = content_of(tokens, request.cache_salt or "", 0, layer)
+            for position in range(end):
+                block, slot = divmod(position, BLOCK_TOKENS)
+                value = int.from_bytes(expected[position][:2], "little", signed=True)
+                place = words[table[block], :, slot]
+                if position >= end - count:
+                    place.fill_(value)
+                else:
+                    assert (place == value).all(), f"wrong KV at {position} of {end}"
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add_request(request)
+        return request
+
+    def settle(self) -> None:
+        for _ in range(STEPS_MAX):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+            time.sleep(0.0005)
+        raise AssertionError(f"not settled after {STEPS_MAX} steps")
+
+    def run(self, name: str, tokens: list[int], **fields: Any) -> int:
+        """Run a request to its end; tokens that it did not compute."""
+        request = self.add(request_of(name, tokens, **fields))
+        self.settle()
+        assert request.is_finished()
+        return int(request.num_tokens - 1 - self.computed[name])
+
+    def forget(self, *, host_tier: bool = True) -> None:
+        """Empty the engine's prefix cache, poison its memory, and empty vLLM's host tier."""
+        assert self.scheduler.reset_prefix_cache()
+        for tensor in self.layers.values():
+            tensor.fill_(-1.0)
+        if host_tier:
+            empty_host_tier(self.manager.primary_tier)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@contextlib.contextmanager
+def engine_of(model: Path, sidecar: SidecarProcess, **options: Any) -> Iterator[Engine]:
+    engine = Engine(model, sidecar.socket, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompt(count: int) -> list[int]:
+    chooser = random.Random(secrets.token_bytes(8))
+    return [chooser.randrange(500) for _ in range(count)]
+
+
+def test_hits_from_both_tiers_and_in_another_engine(model: Path, sidecar: SidecarProcess) -> None:
+    tokens = prompt(200)
+    with engine_of(model, sidecar) as first, engine_of(model, sidecar) as second:
+        assert first.run("a", tokens) == 0
+        first.forget(host_tier=False)
+        assert first.run("b", tokens) == 192
+        first.forget()
+        assert first.run("c", tokens) == 192
+        assert second.run("d", tokens) == 192
+        assert second.run("e", tokens, salt="tenant") == 0
+        # What was generated is found by the next turn.
+        longer = [*tokens, *[7] * 40]
+        assert first.run("f", tokens, max_tokens=41) == 192
+        second.forget()
+        assert second.run("g", [*longer, 1, 2, 3]) == 240
+
+
+def test_chunks_of_several_blocks(model: Path, sidecar: SidecarProcess) -> None:
+    tokens = prompt(210)
+    with engine_of(model, sidecar, block_size=64) as engine:
+        assert engine.run("a", tokens) == 0
+        engine.forget()
+        # A load that begins in the middle of a chunk.
+        assert engine.run("b", tokens[:100]) == 64
+        assert engine.run("c", tokens) == 192
+
+
+def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> None:
+    """Preemptions, aborts and reused blocks, with stores and loads under way."""
+    chooser = random.Random(5)
+    stems = [[chooser.randrange(3) for _ in range(length)] for length in (48, 100, 130)]
+    with engine_of(model, sidecar, num_blocks=24) as engine:
+        requests: list[Request] = []
+        for step in range(90):
+            if chooser.random() < 0.2:
+                stem = chooser.choice(stems)
+                tail = [chooser.randrange(5) for _ in range(chooser.randrange(60))]
+                tokens = [*stem[: chooser.randrange(1, len(stem) + 1)], *tail]
+                length = chooser.choice((1, 20, 70))
+                salt = f"life-{engine.engine_id}"
+                requests.append(
+                    engine.add(request_of(f"r{step}", tokens, max_tokens=length, salt=salt))
+                )
+            if chooser.random() < 0.03 and requests:
+                victim = chooser.choice(requests)
+                if not victim.is_finished():
+                    status = RequestStatus.FINISHED_ABORTED
+                    engine.scheduler.finish_requests(victim.request_id, status)
+            if chooser.random() < 0.05:
+                empty_host_tier(engine.manager.primary_tier)
+            engine.step()
+        engine.settle()
+        assert all(request.is_finished() for request in requests)
+        pool: Any = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_no_file_outlives_the_start(model: Path, sidecar: SidecarProcess) -> None:
+    with engine_of(model, sidecar) as engine:
+        assert not region_path(engine.engine_id).exists()
+        assert not offloading._note_path(engine.engine_id).exists()
+        assert isinstance(engine.manager.secondary_tiers[-1].tier_type, str)
+
+
+def test_an_engine_that_nothing_tells_from_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own tier still works, and one line says why there is no other."""
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    engine = Engine(folder, "/nowhere/attach.sock", attach_seconds=0)
+    try:
+        assert not engine.manager.secondary_tiers
+        tokens = prompt(100)
+        assert engine.run("a", tokens) == 0
+        engine.forget(host_tier=False)
+        assert engine.run("b", tokens) == 96
+    finally:
+        engine.close()
+
+
+class TestNotes:
+    def test_is_taken_once(self) -> None:
+        name = secrets.token_hex(8)
+        leave_note(name, {"identity": {"a": 1}})
+        leave_note(name, {"identity": {"b": 2}})
+        assert take_note(name) == {"identity": {"b": 2}}
+        assert "first worker" in take_note(name)["refusal"]
+
+    def test_a_link_is_not_followed(self, tmp_path: Path) -> None:
+        name = secrets.token_hex(8)
+        target = tmp_path / "elsewhere"
+        target.write_text("{}")
+        place = offloading._note_path(name)
+        place.symlink_to(target)
+        assert "refusal" in take_note(name)
+        leave_note(name, {"identity": {}})
+        assert target.read_text() == "{}"
+        assert not place.is_symlink()
+        assert os.stat(place).st_mode & 0o777 == 0o600
+        take_note(name)
+
+
+def test_vllm_asks_the_spec_for_its_metrics() -> None:
+    """vLLM's front end asks without an engine."""
+    names = KVLakeOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": 1})
+    assert any("tiering" in name for name in names)

@@ -1,0 +1,362 @@
+"""`KVLakeTier` below vLLM's own host tier, on a real sidecar: vLLM's manager of tiers moves chunks
+through it as it does in an engine. Two managers are two engines."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from connector.secondary import KVLakeTier, namespace_of
+from sidecar.demo.sidecars import SidecarProcess
+
+ROW_BYTES = 16 * 1024
+CHUNKS = 24
+WAIT_SECONDS_MAX = 60.0
+CONFIG: dict[str, Any] = {
+    "host": {"size": "32MiB"},
+    "limits": {
+        "lookup_wait": "60s",
+        "load_deadline": "60s",
+        "store_deadline": "60s",
+        "lease_ttl": "60s",
+    },
+}
+
+
+def config_of(socket: str, **given: Any) -> OffloadingConfig:
+    tier = {
+        "type": "KVLakeTier",
+        "module_path": "connector.secondary",
+        "socket": socket,
+        "namespace": "tests",
+        "attach_seconds": 30.0,
+        **given.pop("tier", {}),
+    }
+    extra = {"cpu_bytes_to_use": CHUNKS * ROW_BYTES, "secondary_tiers": [tier]}
+    parallel = {
+        "rank": 0,
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": True,
+    }
+    values: dict[str, Any] = {
+        "groups": (OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),),
+        "worker_kv_bytes_per_block": ROW_BYTES,
+        "enable_kv_cache_events": True,
+        "extra_config": extra,
+        "engine_id": f"test-{secrets.token_hex(8)}",
+        "model": OffloadingModelConfig("model", "bfloat16"),
+        "cache": OffloadingCacheConfig(16, 1),
+        "parallel": OffloadingParallelConfig(**parallel | given.pop("parallel", {})),
+        "kv_cache_layout": "LBHNC",
+    }
+    return OffloadingConfig(**values | given)
+
+
+class Node:
+    """One engine's manager of tiers, as vLLM's connector uses it."""
+
+    def __init__(self, socket: str, **given: Any) -> None:
+        self.spec = TieringOffloadingSpec(config_of(socket, **given))
+        self.manager: Any = self.spec.get_manager()
+        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        (tier,) = self.manager.secondary_tiers
+        assert isinstance(tier, KVLakeTier)
+        self.tier = tier
+
+    def request(self, name: str, prompt: list[str], **given: Any) -> tuple[ReqContext, Any]:
+        """A request of which each word is a chunk; its context and keys."""
+        context = ReqContext(name, **given)
+        self.manager.on_new_request(context)
+        keys: list[OffloadKey] = []
+        digest = b""
+        for number, word in enumerate(prompt, 1):
+            digest = hashlib.sha256(digest + word.encode()).digest()
+            keys.append(make_offload_key(digest, 0))
+            context.set_offload_key_position(keys[-1], 16 * number)
+        return context, keys
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def settle(self) -> None:
+        self.until(lambda: not self.manager.has_pending_work())
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS_MAX
+        while True:
+            self.step()
+            if done():
+                return
+            assert time.monotonic() < deadline, "not in time"
+            time.sleep(0.001)
+
+    def store(self, name: str, prompt: list[str], **given: Any) -> ReqContext:
+        """Compute a prompt: its chunks hold bytes that say which they are."""
+        context, keys = self.request(name, prompt, **given)
+        prepared = self.manager.prepare_store(keys, context)
+        assert prepared is not None
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
+            self.rows[row] = content(key)
+        self.manager.complete_store(set(prepared.keys_to_store), context)
+        self.manager.on_request_finished(context)
+        return context
+
+    def find(self, name: str, prompt: list[str], **given: Any) -> int:
+        """How many chunks of a prompt can be loaded, as vLLM's scheduler asks; checks them."""
+        context, keys = self.request(name, prompt, **given)
+        found = 0
+
+        def ask() -> bool:
+            nonlocal found
+            found, waits = 0, False
+            for key in keys:
+                match self.manager.lookup(key, context):
+                    case LookupResult.HIT:
+                        found += 1
+                    case LookupResult.MISS:
+                        break
+                    case _:
+                        waits = True
+            return not waits
+
+        self.until(ask)
+        loaded = self.manager.prepare_load(keys[:found], context)
+        for key, row in zip(keys[:found], loaded.block_ids, strict=True):
+            assert (self.rows[row] == content(key)).all()
+        self.manager.complete_load(keys[:found], context)
+        self.manager.on_request_finished(context)
+        return found
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+def content(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    seed = np.frombuffer(hashlib.sha256(key).digest(), dtype=np.uint8)
+    return np.tile(seed, ROW_BYTES // len(seed))
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    with SidecarProcess(tmp_path_factory.mktemp("s"), CONFIG) as sidecar:
+        yield sidecar
+
+
+@contextlib.contextmanager
+def node(sidecar: SidecarProcess, **given: Any) -> Iterator[Node]:
+    made = Node(sidecar.socket, **given)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def words(count: int) -> list[str]:
+    """A prompt that nobody had before."""
+    start = secrets.token_hex(8)
+    return [f"{start}-{number}" for number in range(count)]
+
+
+def test_what_one_engine_stored_another_finds(sidecar: SidecarProcess) -> None:
+    prompt = words(9)
+    with node(sidecar) as first, node(sidecar) as second:
+        first.store("a", prompt)
+        first.settle()
+        assert second.find("b", prompt) == 9
+        # Another end: what both begin with.
+        assert second.find("c", [*prompt[:4], "other", *prompt[5:]]) == 4
+        assert second.find("d", words(3)) == 0
+
+
+def test_longer_than_vllms_own_tier(sidecar: SidecarProcess) -> None:
+    """A hit is as long as vLLM's tier has room for, and what is stored is not."""
+    head, tail = words(CHUNKS - 4), words(CHUNKS - 4)
+    with node(sidecar) as first:
+        first.store("a", head)
+        first.settle()
+        first.store("b", tail)
+        first.settle()
+        # Evicted from vLLM's tier by the second one.
+        assert first.find("c", head) == len(head)
+        assert first.find("d", tail) == len(tail)
+
+
+def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
+    prompt = words(3)
+    with (
+        node(sidecar) as first,
+        node(sidecar, tier={"namespace": "other weights"}) as second,
+        node(sidecar, parallel={"tp_size": 2}) as third,
+    ):
+        first.store("a", prompt)
+        first.settle()
+        assert second.find("b", prompt) == 0
+        assert third.find("c", prompt) == 0
+        assert first.find("d", prompt) == 3
+
+
+def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
+    one = config_of("", canonical_layout=True, parallel={"tp_size": 1})
+    two = config_of("", canonical_layout=True, parallel={"tp_size": 2})
+    assert namespace_of(one, "n", ROW_BYTES) == namespace_of(two, "n", ROW_BYTES)
+    direct = config_of("", parallel={"tp_size": 1})
+    assert namespace_of(direct, "n", ROW_BYTES) != namespace_of(one, "n", ROW_BYTES)
+    assert isinstance(json.loads(namespace_of(one, {"a": 1}, ROW_BYTES)), dict)
+
+
+def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
+    prompt, secret = words(3), words(3)
+    with node(sidecar) as first, node(sidecar) as second:
+        first.store("a", prompt)
+        first.store("b", secret, kv_transfer_params={"kvlake": {"write": False}})
+        first.settle()
+        assert second.find("c", prompt, kv_transfer_params={"kvlake": {"read": False}}) == 0
+        storage = TierFilter((TierMatcher(Medium.STORAGE, None),))
+        assert second.find("d", prompt, load_tier_filter=storage) == 0
+        assert second.find("e", prompt) == 3
+        assert second.find("f", secret) == 0
+
+
+def test_reset_forgets(sidecar: SidecarProcess) -> None:
+    """Nothing from before is found, by this engine; nor is what still runs stored."""
+    prompt = words(3)
+    with node(sidecar) as first, node(sidecar) as second:
+        first.store("a", prompt)
+        context, keys = first.request("b", [*prompt, "more"])
+        first.manager.reset_cache()
+        assert first.find("c", prompt) == 0
+        prepared = first.manager.prepare_store(keys, context)
+        first.manager.complete_store(set(prepared.keys_to_store), context)
+        first.manager.on_request_finished(context)
+        first.settle()
+        first.store("d", words(CHUNKS))
+        first.settle()
+        assert first.find("e", prompt) == 0
+        first.store("f", prompt)
+        first.settle()
+        first.store("g", words(CHUNKS))
+        first.settle()
+        assert first.find("h", prompt) == 3
+        assert second.find("i", [*prompt, "more"]) in (0, 3)
+
+
+def test_events_of_our_tier(sidecar: SidecarProcess) -> None:
+    prompt = words(3)
+    with node(sidecar) as first:
+        _, keys = first.request("names", prompt)
+        first.store("a", prompt)
+        first.settle()
+        events: list[OffloadingEvent] = []
+
+        def told() -> bool:
+            events.extend(event for event in first.manager.take_events() if event.ownership)
+            return len(events) >= 3
+
+        first.until(told)
+        assert {event.keys[0] for event in events} == set(keys)
+        assert {(event.medium, event.removed) for event in events} == {(Medium.CPU, False)}
+        assert all(str(event.ownership).startswith("kvlake/") for event in events)
+
+
+def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
+    prompt, other = words(4), words(4)
+    hasty = CONFIG | {
+        "limits": {"load_deadline": "500ms", "store_deadline": "500ms", "lease_ttl": "1s"}
+    }
+    with SidecarProcess(tmp_path / "s", hasty) as sidecar, node(sidecar) as first:
+        first.store("a", prompt)
+        first.settle()
+        first.store("b", words(CHUNKS))
+        first.settle()
+        assert sidecar.process is not None
+        sidecar.process.send_signal(signal.SIGSTOP)
+        # Said to be there, and not to be had: a miss when its time is over.
+        assert first.find("c", prompt) == 0
+        first.store("d", other)
+        first.settle()
+        sidecar.process.send_signal(signal.SIGCONT)
+        first.until(lambda: first.find(secrets.token_hex(4), prompt) == 4)
+        sidecar.kill()
+        first.until(lambda: first.tier._client.session is None)
+        first.store("e", words(CHUNKS))
+        first.settle()
+        assert first.find("f", prompt) == 0
+        with SidecarProcess(tmp_path / "s", hasty):
+            first.until(lambda: first.tier._client.session is not None)
+            first.store("g", prompt)
+            first.settle()
+            assert first.find("h", prompt) == 4
+
+
+def test_from_the_object_store(tmp_path: Path) -> None:
+    prompt = words(5)
+    place = tmp_path / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    config = CONFIG | {"store": store}
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
+        first.store("a", prompt)
+        first.settle()
+        assert sidecar.drain() == 0
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as second:
+        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+        only_host = TierFilter((TierMatcher(Medium.CPU, None),))
+        assert second.find("b", prompt, load_tier_filter=only_host) == 0
+        assert second.find("c", prompt) == 5
+        assert sidecar.status()["counters"]["chunks_read"] == 5
+        sidecar.wait("nothing is pinned", lambda status: not status["leases"])
+
+
+def test_a_tier_needs_a_name_for_what_it_holds() -> None:
+    spec = TieringOffloadingSpec(config_of("/nowhere", tier={"namespace": ""}))
+    with pytest.raises(ValueError, match="namespace"):
+        spec.get_manager()
+
+
+def test_without_a_sidecar_the_engine_serves() -> None:
+    prompt = words(3)
+    spare = Node("/nowhere/attach.sock", tier={"attach_seconds": 0})
+    try:
+        spare.store("a", prompt)
+        spare.settle()
+        # From vLLM's own tier.
+        assert spare.find("b", prompt) == 3
+        assert spare.find("c", words(3)) == 0
+    finally:
+        spare.close()
