@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from connector.drafting import drafting_of
 from connector.groups import Geometry, chunk_tokens_of
 from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
 from connector.options import count_of, default_socket, seconds_of
-from connector.refusals import attention_of, num_heads_of, refusal_of
+from connector.refusals import attention_of, cut_of, num_heads_of, refusal_of
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
-from tiers.layout import Segment, head_segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from connector.export import ExportedMemory
-    from tiers.layout import KVLayout
+    from connector.ranks import Cut, Place
+    from tiers.layout import KVLayout, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,9 @@ class EngineGroup:
     latent: bool = False
     """MLA: one vector per token instead of heads, and every rank holds all of it."""
 
-    def segment(self, rank: int, tp_size: int) -> Segment:
-        """Layers and heads of a tensor-parallel rank. Raises `LayoutError`."""
-        if self.latent:
-            return Segment(0, len(self.layer_names), 0, 1)
-        return head_segment(len(self.layer_names), self.num_heads, rank, tp_size)
+    def segment(self, cut: Cut, place: Place) -> Segment:
+        """Layers and heads of a rank. Raises `LayoutError`."""
+        return cut.segment(self.layer_names, self.num_heads, place, latent=self.latent)
 
 
 class ServedEngine:
@@ -57,13 +56,14 @@ class ServedEngine:
         chunk_tokens = count_of(extra, "chunk_tokens", 256)
         parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
-        self.tp_size = int(parallel.tensor_parallel_size)
+        self.cut = cut_of(vllm_config)
         self.world_size = int(parallel.world_size)
         self.refusal = refusal_of(vllm_config, kv_cache_config, chunk_tokens)
         if self.refusal:
             return
         groups = kv_cache_config.kv_cache_groups
         try:
+            self.drafting = drafting_of(vllm_config)
             self.groups = [
                 self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
                 for group in groups
@@ -71,7 +71,8 @@ class ServedEngine:
         except (WeightsUnknown, OSError) as error:
             self.refusal = str(error)
             return
-        self.replicas = self.tp_size if self.groups[0].latent else 1
+        self.replicas = self.cut.tensors if self.groups[0].latent else 1
+        self.topology = self.cut.topology(self.replicas)
 
     def _group(
         self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool
@@ -92,6 +93,7 @@ class ServedEngine:
             # Of a group that is the whole model, the model says it all.
             layer_names=() if alone else layer_names,
             kv_heads=num_heads,
+            drafter=self.drafting.drafter,
         )
         encoding = encoding_of(vllm_config, block_tokens, spec)
         latent = isinstance(spec, MLAAttentionSpec)
@@ -100,7 +102,7 @@ class ServedEngine:
     def owner(self, group: int) -> str:
         """Whose chunks are told of in events."""
         namespace = digest_of(self.groups[group].namespace)
-        return f"kvlake/{namespace.hex()[:16]}/tp{self.tp_size}"
+        return f"kvlake/{namespace.hex()[:16]}/{self.topology}"
 
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
@@ -117,8 +119,7 @@ class ServedEngine:
             engine_id=self.engine_id,
             rank=rank,
             world_size=self.world_size,
-            # Ranks that hold copies do not count: they read what an engine without them stored.
-            topology=f"tp{self.tp_size // self.replicas}",
+            topology=self.topology,
             replicas=self.replicas,
             namespace=first.namespace,
             block_tokens=first.geometry.block_tokens,

@@ -6,6 +6,7 @@ with these extras. Two requests share KV exactly as far as their keys are equal.
 * The root is a hash of the namespace and of what holds for the whole request: cache salt and
   LoRA adapter. So tenants with different salts never share a key, not even the first.
 * Multimodal items enter the chunk that they overlap, with their offset relative to the chunk.
+* Where KV depends on tokens behind its own (`drafting.py`), the key of a chunk is over those too.
 * Nothing depends on PYTHONHASHSEED, on the machine, or on vLLM's own block hashes.
 
 A partial chunk (the tail of a prompt or of a finished request) has the same kind of key over
@@ -63,9 +64,11 @@ class KeyChain:
         block_tokens: tokens per engine block; partial chunks are whole blocks.
         media: multimodal inputs in order of offset.
         beside: a chain of the same tokens, which keeps them for both; see `follow`.
+        ahead_tokens: how many tokens behind a chunk its KV depends on.
     """
 
     __slots__ = (
+        "_ahead_tokens",
         "_block_tokens",
         "_chunk_tokens",
         "_keys",
@@ -83,8 +86,10 @@ class KeyChain:
         media: Sequence[MediaItem] = (),
         *,
         beside: KeyChain | None = None,
+        ahead_tokens: int = 0,
     ) -> None:
         self._root = root
+        self._ahead_tokens = ahead_tokens
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._media = tuple(media)
@@ -98,6 +103,11 @@ class KeyChain:
         return len(self._tokens) // _TOKEN_BYTES
 
     @property
+    def decided_tokens(self) -> int:
+        """Leading tokens whose KV is decided by the tokens hashed so far."""
+        return max(0, self.num_tokens - self._ahead_tokens)
+
+    @property
     def keys(self) -> list[bytes]:
         """Keys of the full chunks, first to last. Do not change the list."""
         return self._keys
@@ -109,8 +119,7 @@ class KeyChain:
 
     def follow(self) -> None:
         """Hash the chunks that were completed since, in this chain or the one that it is beside."""
-        chunk_bytes = self._chunk_tokens * _TOKEN_BYTES
-        for index in range(len(self._keys), len(self._tokens) // chunk_bytes):
+        for index in range(len(self._keys), self.decided_tokens // self._chunk_tokens):
             self._keys.append(self._key(index, self._chunk_tokens))
 
     def parent(self, index: int) -> bytes:
@@ -131,13 +140,13 @@ class KeyChain:
         return key
 
     def partial_blocks(self, index: int) -> int:
-        """Whole blocks of chunk `index` that are known, if it is not full (else all of them)."""
-        tokens = min(self.num_tokens - index * self._chunk_tokens, self._chunk_tokens)
+        """Whole blocks of chunk `index` that are decided, if it is not full (else all of them)."""
+        tokens = min(self.decided_tokens - index * self._chunk_tokens, self._chunk_tokens)
         return max(tokens, 0) // self._block_tokens
 
     def _key(self, index: int, num_tokens: int) -> bytes:
         start = index * self._chunk_tokens
-        end = start + num_tokens
+        end = start + num_tokens + self._ahead_tokens
         parent = self._keys[index - 1] if index else self._root
         hasher = hashlib.sha256(_DOMAIN)
         hasher.update(parent)

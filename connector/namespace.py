@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tiers.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _SAMPLE_BYTES: Final = 1024
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
@@ -51,6 +51,7 @@ def namespace_of(
     spec: Any,
     layer_names: Sequence[str] = (),
     kv_heads: int = 0,
+    drafter: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Canonical JSON (UTF-8, sorted keys) of an engine's namespace.
 
@@ -62,6 +63,7 @@ def namespace_of(
             from it, so that ranks of a tensor-parallel engine agree. MLA has one head.
         layer_names: the group's layers, where it is one of several.
         kv_heads: what these layers have over all ranks, then.
+        drafter: what tells a drafter from others, where some of the layers are its own.
 
     Raises:
         WeightsUnknown: nothing tells the weights from others.
@@ -83,6 +85,8 @@ def namespace_of(
         description["block_tokens"] = block_tokens
     if layer_names:
         description |= {"group": list(layer_names), "kv_heads": kv_heads}
+    if drafter:
+        description["drafter"] = dict(drafter)
     return canonical_json(description)
 
 

@@ -16,10 +16,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from connector.drafting import drafting_refusal
 from connector.groups import FULL, Attention
+from connector.ranks import Cut, Place
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
-from tiers.layout import head_segment
 
 SLEEP_IS_TOLD: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """Whether this vLLM tells a connector before its memory goes; see `sleep.py`."""
@@ -51,15 +52,21 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
             "sliding-window and chunked local attention"
         )
+    if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
+        # A stage is shown its own layers of a group only, so which of the group's these are is
+        # not known to it, nor what the group is to be called.
+        return (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported by this "
+            f"release for a KV cache of {len(groups)} groups"
+        )
     for name in (
-        "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported by this release"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding is not supported by this release"
+    if reason := drafting_refusal(vllm_config):
+        return reason
     latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
     if any(latent):
         if len(groups) > 1:
@@ -73,11 +80,10 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             return (
                 f"chunk_tokens={chunk_tokens} is not a multiple of the block size {spec.block_size}"
             )
-        if any(latent):
-            continue
         try:
-            heads = num_heads_of(vllm_config, spec)
-            head_segment(len(group.layer_names), heads, 0, int(parallel.tensor_parallel_size))
+            cut_of(vllm_config).segment(
+                group.layer_names, num_heads_of(vllm_config, spec), Place(), latent=any(latent)
+            )
         except LayoutError as error:
             return str(error)
     return ""
@@ -96,6 +102,16 @@ def attention_of(spec: Any) -> Attention | None:
     if type(spec) is ChunkedLocalAttentionSpec:
         return Attention(local=int(spec.attention_chunk_size))
     return None
+
+
+def cut_of(vllm_config: Any) -> Cut:
+    """How an engine cuts its model over ranks."""
+    parallel = vllm_config.parallel_config
+    return Cut(
+        stages=int(parallel.pipeline_parallel_size),
+        tensors=int(parallel.tensor_parallel_size),
+        num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
+    )
 
 
 def num_heads_of(vllm_config: Any, spec: Any) -> int:

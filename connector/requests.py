@@ -113,6 +113,8 @@ class RequestState:
     """The cache was reset while this request ran: its KV is of the old weights."""
     prompt_tail_done: bool = False
     wishes: Wishes = field(default_factory=Wishes)
+    undrafted: bool = False
+    """A step left out the drafter: what is computed from there on is not whole."""
     counted: bool = False
     """It is in the statistics as a hit or a miss."""
     hit_sources: tuple[int, int] = (0, 0)
@@ -135,8 +137,9 @@ class RequestState:
 class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
-    def __init__(self, groups: Sequence[CachedGroup]) -> None:
+    def __init__(self, groups: Sequence[CachedGroup], *, ahead_tokens: int = 0) -> None:
         super().__init__()
+        self._ahead_tokens = ahead_tokens
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
         self._reader = WishReader()
@@ -184,6 +187,7 @@ class Requests(dict[str, RequestState]):
                 geometry.block_tokens,
                 media,
                 beside=states[0].chain if states else None,
+                ahead_tokens=self._ahead_tokens,
             )
             tags = np.empty((0, 2), dtype=np.uint64)
             states.append(GroupState(number, geometry, chain, tags))

@@ -11,7 +11,8 @@ Invariants:
   in every KV cache group; of a group that reads a window, those that its window still reads.
 * A block whose store is outstanding has one reference of ours in vLLM's block pool, whatever
   becomes of its request (finished, aborted, preempted), and loses it when all ranks reported.
-* Tokens that were to be loaded but were not are never stored.
+* Tokens that were to be loaded but were not are never stored; nor are drafts, before they are
+  known to be the request's own.
 * A request whose tokens may change behind us (streaming input) or that has none (embeddings) is
   not cached at all.
 """
@@ -23,6 +24,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.drafting import NO_DRAFTS, Drafting
 from connector.lookup import HitFinder, pieces_of
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
@@ -67,6 +69,7 @@ class SchedulerRole:
         client: a session with the sidecar that comes and goes.
         groups: the engine's KV cache groups, in vLLM's order.
         world_size: ranks that report each store.
+        drafting: how the engine drafts tokens.
     """
 
     def __init__(
@@ -76,16 +79,18 @@ class SchedulerRole:
         settings: Settings,
         world_size: int,
         *,
+        drafting: Drafting = NO_DRAFTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._drafting = drafting
         geometries = [group.geometry for group in groups]
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
         full = [number for number, each in enumerate(geometries) if each.attention.full]
         self._main = full[0] if full else 0
         self._settings = settings
         self._clock = clock
-        self._requests = Requests(groups)
+        self._requests = Requests(groups, ahead_tokens=drafting.ahead_tokens)
         self._finder = HitFinder(geometries)
         self._rate = PrefillRate()
         self._stores = Stores(geometries, world_size, clock=clock)
@@ -285,13 +290,27 @@ class SchedulerRole:
         self._poll()
         self._rate.step(self._clock(), sum(scheduled.values()))
         if self._settings.writes:
-            for request_id, num_tokens in scheduled.items():
-                state = self._requests.get(request_id)
-                if state is not None and state.wishes.writes and not state.void:
-                    self._store_scheduled(state, num_tokens, block_ids_of)
+            self._store_step(scheduled, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
         plan.waiting = bool(self._lookups or self._loading or self.stores_outstanding)
         return plan
+
+    def _store_step(
+        self,
+        scheduled: dict[str, int],
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+    ) -> None:
+        states = [
+            (state, num_tokens)
+            for request_id, num_tokens in scheduled.items()
+            if (state := self._requests.get(request_id)) is not None
+        ]
+        if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in states):
+            for state, _ in states:
+                state.undrafted = True
+        for state, num_tokens in states:
+            if state.wishes.writes and not (state.void or state.undrafted):
+                self._store_scheduled(state, num_tokens, block_ids_of)
 
     def _store_scheduled(
         self,
@@ -301,8 +320,10 @@ class SchedulerRole:
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they are not counted as computed.
-        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-        prompt_done = not state.prompt_tail_done and computed >= request.num_prompt_tokens
+        ahead_tokens = self._drafting.ahead_tokens
+        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
+        prompt_tokens = request.num_prompt_tokens - ahead_tokens
+        prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
         if not prompt_done and all(
             computed // group.geometry.chunk_tokens <= group.next_chunk for group in state.groups
         ):
@@ -312,7 +333,7 @@ class SchedulerRole:
         for group in state.groups:
             parts += _full_parts(group, computed)
             if prompt_done:
-                tail = _tail_part(group, request.num_prompt_tokens)
+                tail = _tail_part(group, prompt_tokens)
                 # A later token of the same step may have completed its chunk.
                 if tail is not None and tail.chunk >= group.next_chunk:
                     parts.append(tail)
@@ -331,13 +352,13 @@ class SchedulerRole:
         self._release(state)
         if state.wishes.pin_ms and not state.void:
             self._pin_prompt(state)
-        writes = self._settings.writes and state.wishes.writes
+        writes = self._settings.writes and state.wishes.writes and not state.undrafted
         if state.load is not None or state.void or not writes:
             # Aborted while loading: vLLM already counts tokens that never came.
             return
         state.extend()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
-        computed = min(max(0, request.num_computed_tokens - in_flight), request.num_tokens)
+        computed = min(max(0, request.num_computed_tokens - in_flight), state.chain.decided_tokens)
         parts: list[Part] = []
         for group in state.groups:
             parts += _full_parts(group, computed)
@@ -351,9 +372,10 @@ class SchedulerRole:
         state.extend()
         keys: list[bytes] = []
         groups: list[int] = []
+        end_tokens = max(0, state.request.num_prompt_tokens - self._drafting.ahead_tokens)
         for group in state.groups:
             chain = group.chain
-            for piece in pieces_of(group.geometry, 0, state.request.num_prompt_tokens):
+            for piece in pieces_of(group.geometry, 0, end_tokens):
                 whole = piece.end == group.geometry.blocks_per_chunk
                 keys.append(
                     chain.keys[piece.chunk] if whole else chain.partial(piece.chunk, piece.end)

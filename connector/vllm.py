@@ -30,6 +30,7 @@ from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.namespace import digest_of
 from connector.plan import StepPlan, StepReport
+from connector.ranks import this_place
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.sleep import SharedMemory
@@ -108,7 +109,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             load_tokens_min=engine.load_tokens_min,
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        return SchedulerRole(client, groups, settings, engine.world_size)
+        return SchedulerRole(client, groups, settings, engine.world_size, drafting=engine.drafting)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -146,15 +147,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvlake: this worker is served without the cache, because %s", engine.refusal
                 )
             return
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        rank = get_tensor_model_parallel_rank()
+        place = this_place()
 
         def share() -> ExportedMemory:
             groups = [
                 GroupTensors(
                     [kv_caches[name] for name in group.layer_names],
-                    group.segment(rank, engine.tp_size),
+                    group.segment(engine.cut, place),
                     group.encoding,
                 )
                 for group in engine.groups
@@ -170,7 +169,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
-            return engine.attach(Role.WORKER, rank, exported, memory=shared)
+            return engine.attach(Role.WORKER, engine.cut.number(place), exported, memory=shared)
 
         self._worker = WorkerRole(
             memory,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -31,6 +31,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -49,7 +50,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -115,17 +116,20 @@ def vllm_config(
     *,
     num_blocks: int = 256,
     ranks: int = 1,
+    stages: int = 1,
     batch_tokens: int = 512,
     max_seqs: int = 16,
     kv_role: str = "kv_both",
     prefix_caching: bool = True,
     policy: str = "fcfs",
     others: Sequence[str] = (),
+    speculative: dict[str, Any] | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A real configuration of a CPU engine with our connector.
 
     With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`.
+    `speculative` is what a user gives as `--speculative-config`.
     """
     transfer: dict[str, Any] = {
         "kv_connector": "KVLakeConnector",
@@ -148,10 +152,16 @@ def vllm_config(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": children},
         }
+    model_config = ModelConfig(
+        model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
+    )
+    parallel_config = ParallelConfig(
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        distributed_executor_backend="mp" if ranks * stages > 1 else None,
+    )
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
-        ),
+        model_config=model_config,
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=prefix_caching),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=batch_tokens,
@@ -161,9 +171,14 @@ def vllm_config(
             async_scheduling=False,
             policy=cast("Any", policy),
         ),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else None
-        ),
+        parallel_config=parallel_config,
+        speculative_config=SpeculativeConfig(
+            target_model_config=model_config,
+            target_parallel_config=parallel_config,
+            **speculative,
+        )
+        if speculative
+        else None,
         kv_transfer_config=KVTransferConfig(**transfer),
         device_config=DeviceConfig("cpu"),
     )
@@ -186,9 +201,12 @@ def spec_of(
 
 
 def kv_cache_config(
-    num_blocks: int = 256, ranks: int = 1, specs: Sequence[AttentionSpec] = ()
+    num_blocks: int = 256, ranks: int = 1, specs: Sequence[AttentionSpec] = (), stages: int = 1
 ) -> KVCacheConfig:
-    """One group of full attention, or one of each spec; of blocks with different tokens too."""
+    """One group of full attention, or one of each spec; of blocks with different tokens too.
+
+    Of several stages, what the first is shown.
+    """
     groups = [
         KVCacheGroupSpec([f"layer.{number}.0", f"layer.{number}.1"], spec)
         for number, spec in enumerate(specs)
@@ -197,7 +215,7 @@ def kv_cache_config(
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=groups or [KVCacheGroupSpec(["layer.0", "layer.1"], spec)],
+        kv_cache_groups=groups or [KVCacheGroupSpec(["layer.0", "layer.1"][: 2 // stages], spec)],
     )
 
 
@@ -213,6 +231,11 @@ def request_of(
     return Request(
         request_id, tokens, params, None, cache_salt=salt, block_hasher=_hasher, **fields
     )
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says next."""
+    return (sum(tokens) + len(tokens)) % 50
 
 
 def content_of(
@@ -247,6 +270,7 @@ class Rank:
         rank: int,
         clock: Clock,
         specs: Sequence[AttentionSpec] = (),
+        stages: int = 1,
     ) -> None:
         self.rank = rank
         # One memory for all groups, whose pages lie over each other: a block is of one at a time.
@@ -256,7 +280,7 @@ class Rank:
         assert config.kv_transfer_config is not None
         kind = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         self.loaded: Any = kind(
-            config, KVConnectorRole.WORKER, kv_cache_config(num_blocks, specs=specs)
+            config, KVConnectorRole.WORKER, kv_cache_config(num_blocks, specs=specs, stages=stages)
         )
         self.connector = ours_of(self.loaded)
         self._attempt: Callable[[], Attempt] | None = None
@@ -467,7 +491,11 @@ class DoubleSidecar:
 
 
 class Engine:
-    """vLLM's scheduler, its ranks, and what it believes about every request's KV."""
+    """vLLM's scheduler, its ranks, and what it believes about every request's KV.
+
+    `draft` guesses what follows a request's tokens; `ahead_tokens` says on how many tokens behind
+    it the KV of a token depends.
+    """
 
     def __init__(
         self,
@@ -475,17 +503,22 @@ class Engine:
         *,
         num_blocks: int = 256,
         ranks: int = 1,
+        stages: int = 1,
         specs: Sequence[AttentionSpec] = (),
+        draft: Callable[[Request], list[int]] | None = None,
+        ahead_tokens: int = 0,
         **options: Any,
     ) -> None:
+        self.draft = draft
+        self.ahead_tokens = ahead_tokens
         self.specs = specs or [spec_of()]
         self.clock = Clock()
         self.client = DoubleClient()
-        config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, **options)
+        config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, stages=stages, **options)
         with patch.object(connector.vllm, "Client", lambda *_: self.client):
             self.scheduler = Scheduler(
                 config,
-                kv_cache_config(num_blocks, ranks, specs),
+                kv_cache_config(num_blocks, ranks, specs, stages),
                 StructuredOutputManager(config),
                 block_size=lcm(*(spec.block_size for spec in self.specs)),
                 hash_block_size=BLOCK_TOKENS,
@@ -495,9 +528,12 @@ class Engine:
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler
         self.role._clock = self.role._stores._clock = self.clock
-        self.ranks = [Rank(config, num_blocks, rank, self.clock, specs) for rank in range(ranks)]
+        world = range(ranks * stages)
+        self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]
         loaded: Any = self.scheduler.connector
-        self.aggregator = KVOutputAggregator.from_connector(loaded, ranks)
+        self.aggregator = KVOutputAggregator.from_connector(loaded, len(world))
+        self._batches_max = stages
+        self._batches: deque[Callable[[], None]] = deque()
         self.sidecar = DoubleSidecar(self)
         self.weights = 0
         self.sidecar.attach()
@@ -517,7 +553,11 @@ class Engine:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self, between: Callable[[], None] = lambda: None) -> Any:
-        """One step of the engine. `between` happens while the model computes."""
+        """One step of the engine. `between` happens while the model computes.
+
+        With several stages vLLM schedules ahead: a batch's output is taken once as many batches
+        are on their way, or there is nothing to schedule.
+        """
         self.steps += 1
         output = self.scheduler.schedule()
         work = [
@@ -529,12 +569,14 @@ class Engine:
             for request, _ in work
         }
 
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [self._sample(request, drafts.get(request.request_id, [])) for request, _ in work]
+
         def forward(rank: Rank) -> None:
-            for request, count in work:
-                self._compute(rank, request, count, tables[request.request_id])
+            for (request, count), follow in zip(work, sampled, strict=True):
+                self._compute(rank, request, count, tables[request.request_id], follow)
 
         outputs: list[ModelRunnerOutput | None] = []
-        sampled = [self._sample(request) for request, _ in work]
         for rank in self.ranks:
             runner = ModelRunnerOutput(
                 req_ids=[request.request_id for request, _ in work],
@@ -549,20 +591,46 @@ class Engine:
         for request, count in work:
             self.computed[request.request_id] += count
         between()
-        final = self.aggregator.aggregate(outputs)
-        assert final is not None
-        self.scheduler.update_from_output(output, final)
+        self._batches.append(lambda: self._take(output, outputs, [one for one, _ in work]))
+        if len(self._batches) >= self._batches_max or not work:
+            self._batches.popleft()()
         self.sidecar.receive()
         return output
 
-    def _compute(
-        self, rank: Rank, request: Request, count: int, tables: tuple[list[int], ...]
+    def _take(
+        self, output: Any, outputs: list[ModelRunnerOutput | None], requests: list[Request]
     ) -> None:
+        """Take a batch's output from all ranks."""
+        final = self.aggregator.aggregate(outputs)
+        assert final is not None
+        self.scheduler.update_from_output(output, final)
+        if self.draft is not None:
+            ready = [request for request in requests if not request.is_finished()]
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(
+                    [request.request_id for request in ready],
+                    [self.draft(request) for request in ready],
+                )
+            )
+
+    def _compute(
+        self,
+        rank: Rank,
+        request: Request,
+        count: int,
+        tables: tuple[list[int], ...],
+        follow: list[int],
+    ) -> None:
+        """KV of a request's next tokens, of which `follow` became known in this very step.
+
+        Behind those are drafts that were rejected: what is there is nobody's.
+        """
         end = request.num_computed_tokens
         start = end - count
-        tokens = list(request.all_token_ids[:end])
+        tokens = [*request.all_token_ids, *follow]
         for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
-            expected = content_of(tokens, request.cache_salt or "", self.weights, rank.rank, group)
+            known = content_of(tokens, request.cache_salt or "", self.weights, rank.rank, group)
+            expected = [*known[self.ahead_tokens :], *[b"rejected"] * count]
             for position in range(first_read(spec, start), end):
                 block_id = table[position // spec.block_size]
                 assert block_id, f"{request.request_id} reads the null block at {position}"
@@ -576,10 +644,16 @@ class Engine:
                 )
 
     @staticmethod
-    def _sample(request: Request) -> list[int]:
+    def _sample(request: Request, drafts: Sequence[int] = ()) -> list[int]:
+        """The next token, and behind each draft that is it the one after that."""
         if request.num_computed_tokens < request.num_tokens:
             return []
-        return [(sum(request.all_token_ids) + request.num_tokens) % 50]
+        sampled = [next_token(request.all_token_ids)]
+        for draft in drafts:
+            if draft != sampled[-1]:
+                break
+            sampled.append(next_token([*request.all_token_ids, *sampled]))
+        return sampled
 
     def finish(self, *requests: Request, steps_max: int = 400) -> None:
         """Step, with a sidecar that does everything at once, until these are finished."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import isfunction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from connector.events import events_endpoints
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
+from tests.connector.conversations import converse
 from tests.connector.engine import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -90,6 +90,20 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
     engine.check_idle()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pipeline_stages(make: Callable[..., Engine], ranks: int) -> None:
+    """A step is scheduled while another is on its way; a chunk is whole with all stages."""
+    engine = make(stages=2, ranks=ranks, num_blocks=70, batch_tokens=96)
+    assert len(engine.ranks) == 2 * ranks
+    engine.run(request_of("a", PROMPT, max_tokens=1))
+    assert all(len(parts) == 2 * ranks for parts in engine.sidecar.parts.values())
+    engine.forget()
+    engine.run(request_of("b", PROMPT, max_tokens=1))
+    assert engine.computed["b"] == len(PROMPT) - CACHED
+    engine.forget()
+    converse(engine, 7)
 
 
 def test_the_order_of_calls(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Engine]) -> None:
@@ -290,7 +304,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         "name",
         [
-            "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
         ],
@@ -300,12 +313,6 @@ class TestRefused:
             setattr(config.parallel_config, name, 2)
 
         assert f"{name}=2 is not supported" in self.reason(model, change, caplog)
-
-    def test_speculative_decoding(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        def change(config: Any, _: Any) -> None:
-            config.speculative_config = SimpleNamespace()
-
-        assert "speculative decoding" in self.reason(model, change, caplog)
 
     def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:

@@ -44,6 +44,7 @@ from connector.groups import FULL, Attention, Geometry, chunk_tokens_of, longest
 from connector.refusals import attention_of
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Outcome
+from tests.connector.conversations import converse, prompt_of
 from tests.connector.engine import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -165,11 +166,6 @@ def test_a_chunk_is_no_longer_than_what_is_still_read(
     assert chunk_tokens_of(256, block_tokens, attention) == expected
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    chooser = random.Random(seed)
-    return [chooser.randrange(400) for _ in range(length)]
-
-
 @pytest.mark.parametrize("length", [32, 64, 65, 100, 129, 160, 256, 257, 300])
 def test_host_hit(engine: Engine, length: int) -> None:
     """All that the tokens to come still read is loaded, and read by the model that checks it."""
@@ -281,38 +277,7 @@ def test_random_conversations_in_a_small_cache(
         num_blocks=24 * len(specs) + 40,
         batch_tokens=96,
     )
-    chooser = random.Random(len(specs))
-    heads = [prompt_of(chooser.randrange(60, 260), seed) for seed in range(4)]
-    alive: list[Request] = []
-    for serial in range(15):
-        head = chooser.choice(heads)
-        prompt = [
-            *head[: chooser.randrange(20, len(head))],
-            *prompt_of(chooser.randrange(90), serial),
-        ]
-        alive.append(
-            engine.add(request_of(f"r{serial}", prompt, max_tokens=chooser.randrange(1, 60)))
-        )
-        for _ in range(chooser.randrange(1, 12)):
-            engine.sidecar.receive()
-            for copy in list(engine.sidecar.copies):
-                if chooser.random() < 0.5:
-                    outcome = Outcome.OK if chooser.random() < 0.95 else Outcome.FAILED
-                    engine.sidecar.run(copy, outcome)
-            for key in list(engine.sidecar.parts):
-                if chooser.random() < 0.01:
-                    engine.sidecar.evict(key)
-                elif chooser.random() < 0.02:
-                    engine.sidecar.demote(key)
-            for lookup in list(engine.sidecar.lookups):
-                engine.sidecar.answer(lookup, chooser.randrange(len(lookup.keys) + 1))
-            engine.step()
-        if chooser.random() < 0.1:
-            engine.abort(chooser.choice(alive))
-        alive = [request for request in alive if not request.is_finished()]
-    engine.finish(*alive)
-    engine.settle()
-    engine.check_idle()
+    converse(engine, len(specs))
     engine.close()
 
 

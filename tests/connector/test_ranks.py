@@ -20,7 +20,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.namespace import encoding_of, namespace_of
+from connector.ranks import Cut, Place
 from sidecar.protocol import Role
+from tiers.errors import LayoutError
 from tiers.layout import Segment
 
 LAYERS, BLOCKS, BLOCK_TOKENS, LATENT = 2, 4, 32, 576
@@ -31,13 +33,20 @@ GQA = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, d
 
 
 def config_of(
-    tp_size: int, *, kv_heads: int = 128, chunked: bool = True, revision: str | None = "1"
+    tp_size: int,
+    *,
+    stages: int = 1,
+    kv_heads: int = 128,
+    chunked: bool = True,
+    revision: str | None = "1",
 ) -> Any:
     """The parts of a `VllmConfig` that are read. DeepSeek's number of KV heads is not MLA's."""
     text = SimpleNamespace(rope_parameters=None, max_position_embeddings=2048)
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, engine_id="e"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, world_size=tp_size),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp_size, pipeline_parallel_size=stages, world_size=tp_size * stages
+        ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -56,8 +65,10 @@ def config_of(
     )
 
 
-def engine_of(spec: Any, tp_size: int, *, beside: Any = None, **changes: Any) -> ServedEngine:
-    names = [f"layer.{number}" for number in range(LAYERS)]
+def engine_of(
+    spec: Any, tp_size: int, *, beside: Any = None, layers: range = range(LAYERS), **changes: Any
+) -> ServedEngine:
+    names = [f"layer.{number}" for number in layers]
     specs = [spec] if beside is None else [spec, beside]
     groups = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=one) for one in specs]
     caches: Any = SimpleNamespace(kv_cache_groups=groups)
@@ -70,7 +81,7 @@ def test_mla_is_one_head_that_every_rank_holds() -> None:
         engine = engine_of(MLA, tp_size)
         assert engine.refusal == ""
         for rank in range(tp_size):
-            assert engine.groups[0].segment(rank, tp_size) == Segment(0, LAYERS, 0, 1)
+            assert engine.groups[0].segment(engine.cut, Place(0, rank)) == Segment(0, LAYERS, 0, 1)
         message = engine.attach(Role.SCHEDULER, 0)
         assert message.num_segments == 1
         assert message.world_size == message.replicas == tp_size
@@ -83,6 +94,56 @@ def test_heads_are_cut_over_ranks() -> None:
     assert engine.refusal == ""
     message = engine.attach(Role.SCHEDULER, 0)
     assert (message.replicas, message.num_segments, message.topology) == (1, 4, "tp4")
+
+
+def test_layers_are_cut_over_stages() -> None:
+    """Each stage is shown its own layers; together they are the model, and no rank's twice."""
+    # The scheduler is shown the first stage's.
+    engine = engine_of(GQA, 2, stages=2, kv_heads=2, layers=range(1))
+    assert engine.refusal == ""
+    found: list[Segment] = []
+    for stage in range(2):
+        own = [f"layer.{stage}"]
+        for tensor in range(2):
+            place = Place(stage, tensor)
+            assert engine.cut.number(place) == len(found)
+            found.append(engine.cut.segment(own, 2, place))
+    assert found == [Segment(layer, 1, head, 1) for layer in range(LAYERS) for head in range(2)]
+    message = engine.attach(Role.SCHEDULER, 0)
+    assert (message.world_size, message.num_segments, message.topology) == (4, 4, "pp2tp2")
+    assert engine.owner(0).endswith("/pp2tp2")
+
+
+def test_stages_of_mla_hold_copies_of_their_own_layers() -> None:
+    engine = engine_of(MLA, 4, stages=2, layers=range(1))
+    assert engine.refusal == ""
+    message = engine.attach(Role.SCHEDULER, 0)
+    assert (message.world_size, message.num_segments, message.topology) == (8, 2, "pp2tp1")
+    segment = engine.cut.segment(["layer.1"], 1, Place(1, 3), latent=True)
+    assert segment == Segment(1, 1, 0, 1)
+    # Copies are ranks in a row, as the sidecar takes them.
+    assert engine.cut.number(Place(1, 3)) // message.replicas == 1
+
+
+def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
+    whole = engine_of(GQA, 1, kv_heads=1)
+    cut = engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(1))
+    assert whole.groups[0].namespace == cut.groups[0].namespace
+
+
+@pytest.mark.parametrize(
+    "names", [["layer.0"], [], ["layer.1", "layer.2"], ["draft"], ["layer.1.0"]]
+)
+def test_layers_that_are_not_the_stages_own_are_refused(names: list[str]) -> None:
+    with pytest.raises(LayoutError, match="stage 1 of 2 was expected to hold layers 1 to 1"):
+        Cut(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
+
+
+def test_stages_of_a_model_of_several_groups_are_refused() -> None:
+    refusal = engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(1), beside=GQA).refusal
+    assert refusal.startswith("pipeline_parallel_size=2 is not supported")
+    whole = engine_of(GQA, 1, stages=2, kv_heads=1).refusal
+    assert "stage 0 of 2" in whole
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

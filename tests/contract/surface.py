@@ -185,7 +185,8 @@ USED: Final[dict[str, Used]] = {
     ),
     "vllm.config.model:ModelConfig": Used(
         _attributes(
-            "model model_weights revision hf_config hf_text_config hf_overrides quantization"
+            "model model_weights revision hf_config hf_text_config hf_overrides quantization "
+            "max_model_len use_mla"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
@@ -200,6 +201,17 @@ USED: Final[dict[str, Used]] = {
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
             "prefill_context_parallel_size world_size"
         )
+    ),
+    "vllm.config.speculative:SpeculativeConfig": Used(
+        _attributes(
+            "method num_speculative_tokens parallel_drafting draft_model_config draft_load_config "
+            "draft_parallel_config num_speculative_tokens_per_batch_size"
+        )
+        | {
+            "use_multi_module_mtp": "()",
+            "use_gemma4_mtp": "()",
+            "use_step3p5_mtp": "()",
+        }
     ),
     "vllm.config.cache:CacheConfig": Used(
         _attributes("cache_dtype block_size prefix_caching_hash_algo")
@@ -406,6 +418,9 @@ USED: Final[dict[str, Used]] = {
         {"": "(dtype, block_size, head_size=, kv_cache_dtype=)"}
     ),
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": Used({"": "()"}),
+    "vllm.distributed.parallel_state:get_pp_group": Used({"": "()"}),
+    "vllm.distributed.parallel_state:GroupCoordinator": Used(_attributes("rank_in_group")),
+    "vllm.distributed.utils:get_pp_indices": Used({"": "(num_hidden_layers, pp_rank, pp_size)"}),
     "vllm.platforms.interface:Platform": Used(
         {
             "device_type": ATTRIBUTE,

@@ -1,0 +1,85 @@
+"""Which part of a model's KV cache a rank holds: the layers of its pipeline stage, and its heads.
+
+vLLM numbers ranks by stage first. It shows each stage the layers that it holds, and its scheduler
+those of the first stage, so which layers of the model these are is worked out here, and compared
+with their names: a layer taken for another would be a wrong answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tiers.errors import LayoutError
+from tiers.layout import Segment, head_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank among the ranks of its engine: pipeline stage, and tensor-parallel rank in it."""
+
+    stage: int = 0
+    tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How an engine cuts its model: into stages of layers, and their heads over ranks."""
+
+    stages: int
+    tensors: int
+    num_layers: int
+    """Of the whole model, as vLLM deals them out to stages."""
+
+    def number(self, place: Place) -> int:
+        """The rank's number in its engine."""
+        return place.stage * self.tensors + place.tensor
+
+    def topology(self, replicas: int) -> str:
+        """Names this cut: engines with the same name share their chunks' segments.
+
+        Ranks that hold copies do not count: they read what an engine without them stored.
+        """
+        name = f"tp{self.tensors // replicas}"
+        return f"pp{self.stages}{name}" if self.stages > 1 else name
+
+    def segment(
+        self, layer_names: Sequence[str], num_heads: int, place: Place, *, latent: bool = False
+    ) -> Segment:
+        """Layers and heads of a rank. Raises `LayoutError`.
+
+        `latent` is MLA: one vector per token instead of heads, and every rank holds all of it.
+        """
+        first_layer = self._first_layer(layer_names, place.stage)
+        if latent:
+            return Segment(first_layer, len(layer_names), 0, 1)
+        return head_segment(
+            len(layer_names), num_heads, place.tensor, self.tensors, first_layer=first_layer
+        )
+
+    def _first_layer(self, layer_names: Sequence[str], stage: int) -> int:
+        if self.stages == 1:
+            return 0
+        # Not at import: vLLM's front end imports this too, and needs no ranks.
+        from vllm.distributed.utils import get_pp_indices
+
+        first, end = (int(one) for one in get_pp_indices(self.num_layers, stage, self.stages))
+        numbers = [
+            [int(part) for part in name.split(".") if part.isdecimal()] for name in layer_names
+        ]
+        if numbers != [[layer] for layer in range(first, end)]:
+            raise LayoutError(
+                f"stage {stage} of {self.stages} was expected to hold layers {first} to {end - 1} "
+                f"of the model, and holds {', '.join(layer_names) or 'none'}"
+            )
+        return first
+
+
+def this_place() -> Place:
+    """Where this process is among the ranks of its engine."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return Place(int(get_pp_group().rank_in_group), int(get_tensor_model_parallel_rank()))
