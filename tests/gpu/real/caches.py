@@ -23,10 +23,11 @@ from tiers.layout import KVLayout
 PLACES: Final = ("malloc", "interior", "vmm", "segments")
 """Memory of cudaMalloc; the same, somewhere inside an allocation; one exportable allocation of the
 virtual memory API; whatever PyTorch's expandable segments make of it (set in the environment)."""
-BUSY_BYTES: Final = 256 << 20
+DEVICE: str = "cuda"
+BUSY_BYTES: int = 256 << 20
 BUSY_PASSES: Final = 2
 """Work that is queued before each layer's: some 0.2 ms a pass on a data center GPU."""
-MATMUL_SIZE: Final = 8192
+MATMUL_SIZE: int = 8192
 MATMULS_PER_STEP: Final = 2
 _SEGMENT_BYTES: Final = 1 << 20
 """Of the double: what an expandable segment grows by (20 MiB in PyTorch)."""
@@ -106,7 +107,7 @@ class TorchCache:
         torch.cuda.init()
         self._kept: list[Any] = []
         self._buffer = self._allocate(layout.size_bytes, place)
-        self._scratch = torch.ones(BUSY_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._scratch = torch.ones(BUSY_BYTES // 4, dtype=torch.float32, device=DEVICE)
         self._factors: list[torch.Tensor] = []
         self._word_stream: Any = None
         self.view(layout)
@@ -117,16 +118,16 @@ class TorchCache:
             device = Device()
             self._kept.append(device)
             buffer = torch.as_tensor(
-                _Foreign(device.allocate_vmm(size_bytes), size_bytes), device="cuda"
+                _Foreign(device.allocate_vmm(size_bytes), size_bytes), device=DEVICE
             )
             return buffer.zero_()
         if place == "interior":
             # What was freed is cut up for whoever comes next.
-            room = torch.empty(2 * size_bytes, dtype=torch.int8, device="cuda")
+            room = torch.empty(2 * size_bytes, dtype=torch.int8, device=DEVICE)
             del room
-            self._kept.append(torch.empty(size_bytes, dtype=torch.int8, device="cuda"))
+            self._kept.append(torch.empty(size_bytes, dtype=torch.int8, device=DEVICE))
         # As vLLM 0.32 does it, in `allocate_kv_cache`.
-        return torch.zeros(size_bytes, dtype=torch.int8, device="cuda")
+        return torch.zeros(size_bytes, dtype=torch.int8, device=DEVICE)
 
     def view(self, layout: KVLayout) -> None:
         self.layout = layout
@@ -186,7 +187,7 @@ class TorchCache:
         if not self._factors:
             # Random: products of zeros run faster than those of real data.
             self._factors = [
-                torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda")
+                torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device=DEVICE)
                 for _ in range(3)
             ]
         left, right, product = self._factors
@@ -204,7 +205,7 @@ class TorchCache:
     def read_word(self) -> None:
         if self._word_stream is None:
             self._word_stream = torch.cuda.Stream()
-            self._word = torch.ones(1, dtype=torch.int32, device="cuda")
+            self._word = torch.ones(1, dtype=torch.int32, device=DEVICE)
             self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             torch.cuda.synchronize()
         with torch.cuda.stream(self._word_stream):
