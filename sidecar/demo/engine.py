@@ -108,8 +108,15 @@ class Engine:
         logprobs: int = 5,
         cache_salt: str | None = None,
         ignore_eos: bool = True,
+        adapter: tuple[str, int, str] | None = None,
+        regex: str | None = None,
+        image: int | None = None,
     ) -> int:
-        """Start a request; its handle goes to `finish` or `abort`."""
+        """Start a request; its handle goes to `finish` or `abort`.
+
+        `adapter` is the name, number and folder of a LoRA adapter; `regex` is what the output must
+        match; `image` is the seed of an image of random pixels, for the prompt's image token.
+        """
         return self._send(
             "generate",
             prompt=prompt,
@@ -117,6 +124,9 @@ class Engine:
             logprobs=logprobs,
             cache_salt=cache_salt,
             ignore_eos=ignore_eos,
+            adapter=adapter,
+            regex=regex,
+            image=image,
         )
 
     def finish(self, handle: int, seconds: float = COMMAND_SECONDS_MAX) -> Generation:
@@ -134,6 +144,10 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineFailed("the engine's prefix cache could not be reset in 20 s")
             time.sleep(0.01)
+
+    def counter(self, name: str) -> float:
+        """A counter of vLLM's own metrics, summed over its labels, without `_total`."""
+        return float(self._call("counter", name=name)["value"])
 
     def poison(self) -> None:
         """Overwrite every KV block; only after `reset_prefix_cache`, with nothing running."""
@@ -253,22 +267,34 @@ class _Host:
         logprobs: int,
         cache_salt: str | None,
         ignore_eos: bool,
+        adapter: list[Any] | None,
+        regex: str | None,
+        image: int | None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import StructuredOutputsParams
 
         params = SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, temperature=0.0, ignore_eos=ignore_eos
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            temperature=0.0,
+            ignore_eos=ignore_eos,
+            structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
         )
         given = TokensPrompt(prompt_token_ids=prompt)
         if cache_salt is not None:
             given["cache_salt"] = cache_salt
+        if image is not None:
+            given["multi_modal_data"] = {"image": _random_image(image)}
+        lora = None if adapter is None else LoRARequest(*adapter)
         request_id = self._running[handle] = f"request-{handle}"
         started = time.perf_counter()
         ttft = 0.0
         last: Any = None
         try:
-            async for output in self._engine.generate(given, params, request_id):
+            async for output in self._engine.generate(given, params, request_id, lora_request=lora):
                 if last is None:
                     ttft = time.perf_counter() - started
                 last = output
@@ -297,8 +323,28 @@ class _Host:
         done = await self._engine.reset_prefix_cache(reset_connector=connector)
         return {"done": done is not False}
 
+    async def _do_counter(self, _: int, name: str) -> dict[str, Any]:
+        from prometheus_client import REGISTRY
+
+        samples = [
+            sample.value
+            for metric in REGISTRY.collect()
+            if metric.name == name
+            for sample in metric.samples
+            if sample.name == f"{name}_total"
+        ]
+        return {"value": sum(samples)}
+
     async def _do_rpc(self, _: int, method: str) -> dict[str, Any]:
         return {"result": await self._engine.collective_rpc(method)}
+
+
+def _random_image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 async def _serve(spec: EngineSpec, answers: IO[str]) -> None:

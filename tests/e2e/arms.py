@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.model import WORDS
@@ -56,6 +56,14 @@ class Call:
 
     prompt: list[int]
     max_tokens: int = GENERATED_TOKENS
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further ones of `Engine.begin`."""
+
+    def generate(self, engine: Engine, salt: str) -> Generation:
+        """Run it."""
+        return engine.generate(
+            self.prompt, max_tokens=self.max_tokens, cache_salt=salt, **self.options
+        )
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,12 @@ def _arm(
     salt = fresh_salt()
     empty(engine)
     for one in before:
-        engine.generate(one.prompt, max_tokens=one.max_tokens, cache_salt=salt)
+        one.generate(engine, salt)
     if local is not None:
         empty(engine)
         for one in local:
-            engine.generate(one.prompt, max_tokens=one.max_tokens, cache_salt=salt)
-    generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
+            one.generate(engine, salt)
+    generation = call.generate(engine, salt)
     return Measured(generation, blocks_of(engine), salt)
 
 
