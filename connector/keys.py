@@ -139,6 +139,12 @@ class KeyChain:
             self._partials[(index, num_blocks)] = key
         return key
 
+    def key_of(self, index: int, num_blocks: int) -> bytes:
+        """Key of the first `num_blocks` blocks of chunk `index`, which may be all of them."""
+        if num_blocks * self._block_tokens == self._chunk_tokens:
+            return self._keys[index]
+        return self.partial(index, num_blocks)
+
     def partial_blocks(self, index: int) -> int:
         """Whole blocks of chunk `index` that are decided, if it is not full (else all of them)."""
         tokens = min(self.decided_tokens - index * self._chunk_tokens, self._chunk_tokens)

@@ -17,11 +17,13 @@ from connector.groups import aligned, longest_hit
 from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from connector.client import Session
     from connector.groups import Geometry
     from connector.requests import GroupState, RequestState
+
+    Under = Callable[[bytes], bool]
 
 
 class Wanted(NamedTuple):
@@ -69,6 +71,39 @@ class HitFinder:
             return Hit(end_tokens, [], end_tokens, end_tokens)
         wanted, first_wanted_tokens = self._wanted(state, session, local_tokens, wanted_tokens)
         return Hit(end_tokens, wanted, first_wanted_tokens, wanted_tokens)
+
+    def found_tokens(
+        self, state: RequestState, session: Session, end_tokens: int, under_way: Under
+    ) -> int:
+        """How much of so many tokens can be loaded, with what is on its way."""
+        assert session.index is not None
+        reached = 0
+        for group, geometry in zip(state.groups, self._geometries, strict=True):
+            pieces = list(pieces_of(geometry, 0, end_tokens))
+            keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
+            held = session.index.lookup(tags_of(keys, session.index_salt)) if keys else ()
+            there = 0
+            while there < len(keys) and (held[there] or under_way(keys[there])):
+                there += 1
+            if group.group == (self._full[0] if self._full else 0):
+                last = pieces[there - 1] if there else Piece(0, 0, 0)
+                reached = last.chunk * geometry.chunk_tokens + last.end * geometry.block_tokens
+            elif there < len(keys):
+                # Of a window its tail is wanted, wherever the run ends.
+                return 0
+        return reached
+
+    def longest(self, state: RequestState) -> int:
+        """Where the longest hit of a request ends, were everything of it there."""
+        ends: list[int] = []
+        for number in self._full or range(len(self._geometries)):
+            group, geometry = state.groups[number], self._geometries[number]
+            last = len(group.chain.keys)
+            blocks = min(group.chain.partial_blocks(last), geometry.blocks_per_chunk - 1)
+            ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
+        if self._windowed:
+            ends.append(state.request.num_tokens - 1)
+        return aligned(self._geometries, min(ends))
 
     def _first_chunks(self, local_tokens: int) -> list[int]:
         return [local_tokens // geometry.chunk_tokens for geometry in self._geometries]

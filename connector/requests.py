@@ -47,6 +47,7 @@ class Stats:
     A request is a hit when its first load succeeded, and a miss when it was scheduled without.
     Expired: the deadline passed first, on one rank; those are among the failed too. Stale: of an
     earlier life of the sidecar. Pins skipped: chunks to be kept, but there was no sidecar to ask.
+    Expected late: requests for which another engine's chunks did not come in time.
     """
 
     requests_hit: int = 0
@@ -63,6 +64,7 @@ class Stats:
     stores_expired: int = 0
     answers_stale: int = 0
     pins_skipped: int = 0
+    expected_late: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +117,8 @@ class RequestState:
     wishes: Wishes = field(default_factory=Wishes)
     undrafted: bool = False
     """A step left out the drafter: what is computed from there on is not whole."""
+    expects_until: float | None = None
+    """Until when it waits for what another engine is handing over to it."""
     counted: bool = False
     """It is in the statistics as a hit or a miss."""
     hit_sources: tuple[int, int] = (0, 0)

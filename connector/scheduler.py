@@ -37,6 +37,7 @@ from connector.requests import (
     Stats,
 )
 from connector.storing import Part, Stores
+from connector.wishes import EXPECT, PARAMS
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
     Events,
@@ -98,6 +99,7 @@ class SchedulerRole:
         self._plan = StepPlan()
         self._next_id = 1
         self._loading: set[str] = set()
+        self._expecting: set[str] = set()
         self._block_pool: Any = None
         self._stored: list[StoredEvent] = []
         self._removed: list[RemovedEvent] = []
@@ -116,6 +118,9 @@ class SchedulerRole:
         state = self._requests.track(request)
         session = self._client.session
         if state is None or session is None or not self._reads(state):
+            return
+        if state.wishes.expects_tokens:
+            self._expect(state, session)
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
@@ -137,6 +142,8 @@ class SchedulerRole:
         if state.lookup is not None and state.lookup.session is not session:
             # Nobody will answer: that sidecar is gone, or has forgotten us. The new one is asked.
             self._forget_lookup(state)
+        if state.expects_until is not None and not self._came(state, session, local_tokens):
+            return None
         if state.lookup is None:
             self._ask_store(state, session, local_tokens)
         if state.lookup is not None:
@@ -146,6 +153,31 @@ class SchedulerRole:
         hit = self._finder.hit(state, session, local_tokens)
         matched = 0 if hit is None else hit.end_tokens - local_tokens
         return matched if matched >= self._settings.load_tokens_min else 0
+
+    def _expect(self, state: RequestState, session: Session) -> None:
+        """Wait from now on for what another engine has stored, or is storing."""
+        wait_ms = state.wishes.wait_ms
+        if wait_ms < 0:
+            wait_ms = session.limits.lookup_wait_ms_max
+        state.expects_until = self._clock() + wait_ms / 1000
+        self._expecting.add(state.request.request_id)
+
+    def _came(self, state: RequestState, session: Session, local_tokens: int) -> bool:
+        """Whether what was expected is there, or is not waited for any more."""
+        assert state.expects_until is not None
+        wanted = min(state.wishes.expects_tokens, self._finder.longest(state))
+        found = local_tokens
+        if found < wanted:
+            hit = self._finder.hit(state, session, local_tokens)
+            if hit is not None:
+                found = hit.wanted_tokens if state.wishes.asks_store else hit.end_tokens
+        late = self._clock() >= state.expects_until
+        if found < wanted and not late:
+            return False
+        self.stats.expected_late += found < wanted
+        state.expects_until = None
+        self._expecting.discard(state.request.request_id)
+        return True
 
     def _reads(self, state: RequestState) -> bool:
         return self._settings.reads and state.wishes.reads
@@ -292,7 +324,9 @@ class SchedulerRole:
         if self._settings.writes:
             self._store_step(scheduled, block_ids_of)
         plan, self._plan = self._plan, StepPlan()
-        plan.waiting = bool(self._lookups or self._loading or self.stores_outstanding)
+        plan.waiting = bool(
+            self._lookups or self._loading or self._expecting or self.stores_outstanding
+        )
         return plan
 
     def _store_step(
@@ -340,16 +374,31 @@ class SchedulerRole:
         state.prompt_tail_done |= prompt_done
         self._plan_store(state, parts, lambda: block_ids_of(request.request_id))
 
-    def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+    def request_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
         """Store what a finished request computed beyond its last full chunk, and forget it.
 
         `block_ids` cover its computed tokens in each KV cache group. Its blocks are
         freed right after this call; those of outstanding stores stay alive by our references.
+        Returns what the request's answer is to say, of one that hands its prompt over.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
+        self._expecting.discard(request.request_id)
         self._release(state)
+        self._store_rest(request, state, block_ids)
+        session = self._client.session
+        if not state.wishes.hand_over or state.void or session is None or session.index is None:
+            return None
+        end_tokens = max(0, request.num_prompt_tokens - self._drafting.ahead_tokens)
+        num_tokens = self._finder.found_tokens(state, session, end_tokens, self._stores.under_way)
+        return {PARAMS: {EXPECT: num_tokens}} if num_tokens else None
+
+    def _store_rest(
+        self, request: Any, state: RequestState, block_ids: Sequence[Sequence[int]]
+    ) -> None:
         if state.wishes.pin_ms and not state.void:
             self._pin_prompt(state)
         writes = self._settings.writes and state.wishes.writes and not state.undrafted
@@ -376,10 +425,7 @@ class SchedulerRole:
         for group in state.groups:
             chain = group.chain
             for piece in pieces_of(group.geometry, 0, end_tokens):
-                whole = piece.end == group.geometry.blocks_per_chunk
-                keys.append(
-                    chain.keys[piece.chunk] if whole else chain.partial(piece.chunk, piece.end)
-                )
+                keys.append(chain.key_of(piece.chunk, piece.end))
                 groups.append(group.group)
         del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
         session = self._client.session

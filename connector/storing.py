@@ -142,6 +142,10 @@ class Stores:
                 # Tail first, as vLLM frees a request: the head of a prefix is the more useful.
                 self._block_pool.free_blocks(reversed(job.blocks))
 
+    def under_way(self, key: bytes) -> bool:
+        """Whether a store of this chunk was begun and has not ended."""
+        return key in self._keys
+
     @property
     def outstanding(self) -> int:
         """Store jobs whose blocks are still held."""

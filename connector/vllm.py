@@ -300,9 +300,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store the tail. Never delays the request's blocks: references of ours hold them."""
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        return False, None
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""

@@ -25,6 +25,8 @@ PARAMS: Final = "kvlake"
 """Our part of a request's `kv_transfer_params`."""
 
 HOST: Final = "host"
+EXPECT: Final = "expect_tokens"
+WAIT_MS_MAX: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,12 @@ class Wishes:
     """After so long they are forgotten; 0: never."""
     pin_ms: int = 0
     """For so long after its end its prompt is kept in host memory."""
+    hand_over: bool = False
+    """Its answer says how much of its prompt another engine can expect to find."""
+    expects_tokens: int = 0
+    """So much of its prompt another engine has stored, or is storing: worth waiting for."""
+    wait_ms: int = -1
+    """For so long; -1: as long as for the object store."""
 
 
 NOTHING: Final = Wishes(reads=False, writes=False)
@@ -75,11 +83,14 @@ class WishReader:
         logger.warning(
             "kvlake: kv_transfer_params[%r]=%r of a request is not understood, which is taken as "
             'less caching; it may hold read and write (true, false or "host"), ttl_seconds (up to '
-            "%d) and pin_seconds (up to %d) (told once)",
+            "%d), pin_seconds (up to %d), hand_over (true or false), %s (0 or more) and "
+            "wait_seconds (up to %d) (told once)",
             PARAMS,
             given,
             TTL_MS_MAX // 1000,
             PIN_MS_MAX // 1000,
+            EXPECT,
+            WAIT_MS_MAX // 1000,
         )
 
 
@@ -93,12 +104,20 @@ def _wishes(given: Mapping[str, Any], bad: frozenset[str]) -> Wishes:
         stays=write == HOST,
         ttl_ms=0 if "ttl_seconds" in bad else _ms(given.get("ttl_seconds", 0)),
         pin_ms=0 if "pin_seconds" in bad else _ms(given.get("pin_seconds", 0)),
+        hand_over=given.get("hand_over") is True,
+        # What is not said rightly is not waited for.
+        expects_tokens=0 if bad & {EXPECT, "wait_seconds"} else given.get(EXPECT, 0),
+        wait_ms=_wait_ms(given["wait_seconds"]) if "wait_seconds" in given else -1,
     )
 
 
 def _ms(seconds: float) -> int:
     # Short of a millisecond is not for ever.
     return max(1, int(seconds * 1000)) if seconds else 0
+
+
+def _wait_ms(seconds: object) -> int:
+    return int(seconds * 1000) if isinstance(seconds, int | float) and _is_wait(seconds) else 0
 
 
 def _is_tiers(value: object) -> bool:
@@ -113,6 +132,18 @@ def _is_pin(value: object) -> bool:
     return _is_seconds(value, PIN_MS_MAX)
 
 
+def _is_wait(value: object) -> bool:
+    return value == 0 or _is_seconds(value, WAIT_MS_MAX)
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _is_seconds(value: object, ms_max: int) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -125,5 +156,8 @@ _WORDS: Final = {
     "write": _is_tiers,
     "ttl_seconds": _is_ttl,
     "pin_seconds": _is_pin,
+    "hand_over": _is_flag,
+    EXPECT: _is_count,
+    "wait_seconds": _is_wait,
 }
 """Each word, and what a value of it has to be."""

@@ -43,6 +43,8 @@ class Generation:
     ttft_ms: float
     total_ms: float
     finish_reason: str | None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the connector has to say of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class EngineSpec:
     connector_extra: dict[str, Any] = field(default_factory=dict[str, Any])
     threads_bind: str = "0"
     kv_cache_gib: int = 1
+    kv_role: str = "kv_both"
 
 
 class Engine:
@@ -111,6 +114,7 @@ class Engine:
         adapter: tuple[str, int, str] | None = None,
         regex: str | None = None,
         image: int | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> int:
         """Start a request; its handle goes to `finish` or `abort`.
 
@@ -127,6 +131,7 @@ class Engine:
             adapter=adapter,
             regex=regex,
             image=image,
+            kv_transfer_params=kv_transfer_params,
         )
 
     def finish(self, handle: int, seconds: float = COMMAND_SECONDS_MAX) -> Generation:
@@ -270,18 +275,21 @@ class _Host:
         adapter: list[Any] | None,
         regex: str | None,
         image: int | None,
+        kv_transfer_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import StructuredOutputsParams
 
+        extra = None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
         params = SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
             temperature=0.0,
             ignore_eos=ignore_eos,
             structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+            extra_args=extra,
         )
         given = TokensPrompt(prompt_token_ids=prompt)
         if cache_salt is not None:
@@ -311,6 +319,7 @@ class _Host:
             "ttft_ms": ttft * 1000,
             "total_ms": (time.perf_counter() - started) * 1000,
             "finish_reason": done.finish_reason if done else None,
+            "kv_transfer_params": last.kv_transfer_params if last is not None else None,
         }
 
     async def _do_abort(self, _: int, handle: int) -> dict[str, Any]:
@@ -357,7 +366,7 @@ async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
         transfer = {
             "kv_connector": "KVLakeConnector",
             "kv_connector_module_path": "connector.vllm",
-            "kv_role": "kv_both",
+            "kv_role": spec.kv_role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": spec.socket, **spec.connector_extra},
         }

@@ -163,54 +163,55 @@ def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> Non
     engine.check_idle()
 
 
+def wishing(name: str, wishes: Any, **options: Any) -> Any:
+    request = request_of(name, PROMPT, max_tokens=1, **options)
+    request.kv_transfer_params = {"kvlake": wishes}
+    return request
+
+
 class TestWishesOfARequest:
     """`kv_transfer_params={"kvlake": {...}}`."""
 
-    def wishing(self, name: str, wishes: Any, **options: Any) -> Any:
-        request = request_of(name, PROMPT, max_tokens=1, **options)
-        request.kv_transfer_params = {"kvlake": wishes}
-        return request
-
     def test_write_false_stores_nothing(self, make: Callable[..., Engine]) -> None:
         engine = make()
-        engine.run(self.wishing("a", {"write": False}))
+        engine.run(wishing("a", {"write": False}))
         assert not engine.sidecar.parts
-        engine.run(self.wishing("b", {"write": True}))
+        engine.run(wishing("b", {"write": True}))
         engine.forget()
-        engine.run(self.wishing("c", {"write": False}))
+        engine.run(wishing("c", {"write": False}))
         assert engine.computed["c"] == len(PROMPT) - CACHED
         engine.check_idle()
 
     def test_read_false_loads_nothing(self, make: Callable[..., Engine]) -> None:
         engine = make()
-        engine.run(self.wishing("a", {}))
+        engine.run(wishing("a", {}))
         engine.forget()
-        engine.run(self.wishing("b", {"read": False}))
+        engine.run(wishing("b", {"read": False}))
         assert engine.computed["b"] == len(PROMPT)
         engine.check_idle()
 
     def test_read_host_waits_for_no_store(self, make: Callable[..., Engine]) -> None:
         """What of a prompt host memory has is loaded; what only the store has is not asked for."""
         engine = make()
-        engine.run(self.wishing("a", {}))
+        engine.run(wishing("a", {}))
         engine.forget()
         keys = list(engine.sidecar.parts)
         for key in keys[2:]:
             engine.sidecar.demote(key)
-        engine.run(self.wishing("b", {"read": "host"}))
+        engine.run(wishing("b", {"read": "host"}))
         assert engine.computed["b"] == len(PROMPT) - 2 * CHUNK_TOKENS
         assert not engine.client.sent_of(Lookup)
         engine.forget()
         for key in keys[2:]:
             engine.sidecar.evict(key)
-        engine.run(self.wishing("c", {}))
+        engine.run(wishing("c", {}))
         assert engine.client.sent_of(Lookup)
         assert engine.computed["c"] == len(PROMPT) - CACHED
         engine.check_idle()
 
     def test_each_store_says_how_long_and_where(self, make: Callable[..., Engine]) -> None:
         engine = make(ranks=2)
-        engine.run(self.wishing("a", {"write": "host", "ttl_seconds": 2.5}))
+        engine.run(wishing("a", {"write": "host", "ttl_seconds": 2.5}))
         engine.run(request_of("b", [1, *PROMPT], max_tokens=1))
         for rank in engine.ranks:
             jobs = [job for one in rank.client.sent_of(Submit) for job in one.stores]
@@ -221,7 +222,7 @@ class TestWishesOfARequest:
 
     def test_the_prompt_is_pinned_when_the_request_ends(self, make: Callable[..., Engine]) -> None:
         engine = make()
-        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        engine.run(wishing("a", {"pin_seconds": 30}))
         (pin,) = engine.client.sent_of(Pin)
         assert (pin.duration_ms, pin.groups) == (30_000, [])
         assert set(pin.keys) == set(engine.sidecar.parts)
@@ -234,7 +235,7 @@ class TestWishesOfARequest:
     ) -> None:
         window = spec_of(SlidingWindowSpec, sliding_window=2 * BLOCK_TOKENS)
         engine = make(specs=[spec_of(), window])
-        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        engine.run(wishing("a", {"pin_seconds": 30}))
         (pin,) = engine.client.sent_of(Pin)
         groups = Counter(pin.groups)
         assert groups[0] == -(-len(PROMPT) // CHUNK_TOKENS)
@@ -247,7 +248,7 @@ class TestWishesOfARequest:
 
     def test_a_reset_ends_the_pins(self, make: Callable[..., Engine]) -> None:
         engine = make()
-        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        engine.run(wishing("a", {"pin_seconds": 30}))
         assert engine.scheduler.reset_prefix_cache(reset_connector=True)
         assert [one.pins for one in engine.client.sent_of(Release)] == [True]
 
@@ -265,7 +266,7 @@ class TestWishesOfARequest:
             return stats
 
         monkeypatch.setattr(engine.role, "take_stats", taken)
-        engine.run(self.wishing("a", {"pin_seconds": 30}))
+        engine.run(wishing("a", {"pin_seconds": 30}))
         assert sum(counted) + engine.role.stats.pins_skipped == -(-len(PROMPT) // CHUNK_TOKENS)
 
     @pytest.mark.parametrize("wishes", ["no", {"read": "false"}, {"raed": False}])
@@ -276,7 +277,7 @@ class TestWishesOfARequest:
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         engine.forget()
         for name in ("a", "b"):
-            engine.run(self.wishing(name, wishes, salt=None))
+            engine.run(wishing(name, wishes, salt=None))
             engine.forget()
             assert engine.computed[name] == len(PROMPT)
         assert caplog.text.count("is not understood") == 1
@@ -287,6 +288,112 @@ class TestWishesOfARequest:
         request.kv_transfer_params = {"do_remote_prefill": True}
         engine.run(request)
         assert engine.sidecar.parts
+
+
+class TestHandingOver:
+    """Prefill here, decode there: `hand_over` and `expect_tokens`."""
+
+    def handed(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Any:
+        """What a request's answer says of its prompt."""
+        told: list[Any] = []
+        finished = engine.connector.request_finished_all_groups
+
+        def noted(*args: Any) -> Any:
+            told.append(finished(*args))
+            return told[-1]
+
+        monkeypatch.setattr(engine.connector, "request_finished_all_groups", noted)
+        engine.run(wishing("a", {"hand_over": True, **wishes}))
+        (answer,) = told
+        assert answer[0] is False
+        return answer[1]
+
+    def test_the_answer_says_what_is_being_stored(
+        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = self.handed(make(), monkeypatch)
+        assert told == {"kvlake": {"expect_tokens": CACHED}}
+
+    def test_it_promises_nothing_that_is_not_stored(
+        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.handed(make(), monkeypatch, write=False) is None
+        engine = make()
+        engine.sidecar.detach()
+        assert self.handed(engine, monkeypatch) is None
+
+    def test_of_several_groups_too(
+        self, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        window = spec_of(SlidingWindowSpec, sliding_window=2 * BLOCK_TOKENS)
+        engine = make(specs=[spec_of(), window])
+        told = self.handed(engine, monkeypatch)
+        assert told == {"kvlake": {"expect_tokens": CACHED}}
+        engine.forget()
+        engine.run(wishing("b", told["kvlake"]))
+        assert engine.computed["b"] == len(PROMPT) - CACHED
+        assert not engine.role._expecting
+
+    def missing_some(self, engine: Engine) -> dict[bytes, Any]:
+        """A prompt of which the last chunks are still on their way; those."""
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        engine.forget()
+        late = {key: engine.sidecar.parts[key] for key in list(engine.sidecar.parts)[3:]}
+        for key in late:
+            engine.sidecar.evict(key)
+        return late
+
+    @pytest.mark.parametrize("tier", ["host", "store"])
+    def test_what_is_expected_is_waited_for(self, make: Callable[..., Engine], tier: str) -> None:
+        engine = make()
+        late = self.missing_some(engine)
+        request = engine.add(wishing("b", {"expect_tokens": CACHED, "wait_seconds": 30}))
+        for _ in range(5):
+            engine.step()
+        assert not engine.computed["b"]
+        (engine.sidecar.parts if tier == "host" else engine.sidecar.store).update(late)
+        for key in late:
+            engine.sidecar._flags(key)
+        engine.finish(request)
+        engine.settle()
+        assert engine.computed["b"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_and_no_longer_than_was_said(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        self.missing_some(engine)
+        request = engine.add(wishing("b", {"expect_tokens": CACHED, "wait_seconds": 30}))
+        engine.clock.now += 29
+        engine.step()
+        assert not engine.computed["b"]
+        engine.clock.now += 2
+        engine.finish(request)
+        engine.settle()
+        # What is there is loaded all the same.
+        assert engine.computed["b"] == len(PROMPT) - 3 * CHUNK_TOKENS
+        engine.check_idle()
+
+    def test_more_than_there_can_be_is_not_waited_for(self, make: Callable[..., Engine]) -> None:
+        """The other engine's blocks may be smaller, and end behind the last whole one here."""
+        engine = make()
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        engine.forget()
+        engine.run(wishing("b", {"expect_tokens": len(PROMPT), "wait_seconds": 60}))
+        assert engine.computed["b"] == len(PROMPT) - CACHED
+
+    def test_an_abort_while_it_waits(self, make: Callable[..., Engine]) -> None:
+        engine = make()
+        request = engine.add(wishing("a", {"expect_tokens": CACHED, "wait_seconds": 60}))
+        engine.step()
+        engine.abort(request)
+        engine.settle()
+        engine.check_idle()
+        assert not engine.role._expecting
+
+
+def test_no_layer_waits_for_the_cache() -> None:
+    """So CUDA graphs stay whole (docs/adr/0027)."""
+    assert not KVLakeConnector.requires_piecewise_for_cudagraph({})
 
 
 class TestRefused:

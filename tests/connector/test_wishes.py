@@ -29,6 +29,13 @@ def test_who_says_nothing_gets_everything(params: Any) -> None:
         ({"write": "host"}, Wishes(stays=True)),
         ({"ttl_seconds": 1.5, "pin_seconds": 60}, Wishes(ttl_ms=1500, pin_ms=60_000)),
         ({"ttl_seconds": 0.0001}, Wishes(ttl_ms=1)),
+        ({"hand_over": True}, Wishes(hand_over=True)),
+        ({"expect_tokens": 64}, Wishes(expects_tokens=64)),
+        (
+            {"expect_tokens": 64, "wait_seconds": 1.5},
+            Wishes(expects_tokens=64, wait_ms=1500),
+        ),
+        ({"wait_seconds": 0}, Wishes(wait_ms=0)),
     ],
 )
 def test_each_word(given: dict[str, Any], wishes: Wishes) -> None:
@@ -53,6 +60,12 @@ def test_each_word(given: dict[str, Any], wishes: Wishes) -> None:
         ({"ttl_seconds": float("nan")}, Wishes(writes=False)),
         ({"ttl_seconds": 1e12}, Wishes(writes=False)),
         ({"pin_seconds": 0}, Wishes()),
+        ({"hand_over": 1}, Wishes()),
+        ({"expect_tokens": -1}, Wishes()),
+        ({"expect_tokens": True}, Wishes()),
+        ({"expect_tokens": "64"}, Wishes()),
+        ({"expect_tokens": 64, "wait_seconds": 61}, Wishes(wait_ms=0)),
+        ({"expect_tokens": 64, "wait_seconds": "1"}, Wishes(wait_ms=0)),
         ({"pin_seconds": float("inf")}, Wishes()),
         ({"pin_seconds": 1e6, "write": "host"}, Wishes(stays=True)),
     ],
