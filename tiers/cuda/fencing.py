@@ -42,6 +42,7 @@ class StreamFence(WorkerFence):
         self._context = context
         self._stream = stream
         self._signaled = 0
+        self._registered = False
         self._device_address = 0
         self._write: Any = None
 
@@ -66,13 +67,10 @@ class StreamFence(WorkerFence):
         cuda = driver()
         self._write = cuda.entry("cuStreamWriteValue64")
         with self._bound():
-            cuda.call("cuMemHostRegister", self.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
-            try:
-                found = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
-            except CudaFailed:
-                cuda.call("cuMemHostUnregister", self.address)
-                raise
-        self._device_address = found
+            if not self._registered:
+                cuda.call("cuMemHostRegister", self.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
+                self._registered = True
+            self._device_address = int(cuda.call("cuMemHostGetDevicePointer", self.address, 0))
 
     @contextlib.contextmanager
     def _bound(self) -> Generator[None]:
@@ -85,7 +83,7 @@ class StreamFence(WorkerFence):
 
     def close(self) -> None:
         """Unregister, unmap and close; a page that may still be written is kept instead."""
-        if self._device_address:
+        if self._registered:
             if not self.quiet:
                 _kept.append(self)
                 return
@@ -95,5 +93,6 @@ class StreamFence(WorkerFence):
             except CudaFailed:
                 _kept.append(self)
                 return
+            self._registered = False
             self._device_address = 0
         super().close()

@@ -10,8 +10,9 @@ memory, starts no work and waits for none.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
@@ -19,6 +20,10 @@ from tiers.errors import TierError
 
 if TYPE_CHECKING:
     from tiers.cuda.driver import Driver
+
+
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Both are read: PyTorch 2.10 calls it by the second name, and still takes the first."""
 
 
 class ShareRefused(TierError):
@@ -59,8 +64,9 @@ def share(address: int, num_bytes: int) -> SharedAllocation:
     if address + num_bytes > base + size_bytes:
         raise ShareRefused(
             f"the KV cache of {num_bytes} bytes lies in several allocations of which the first has "
-            f"{size_bytes} bytes, as expandable segments make them: take expandable_segments out "
-            "of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF of the engine"
+            f"{size_bytes} bytes, as expandable segments make them ({_expandable_by()}): take "
+            "expandable_segments out of the engine's environment, or let vLLM allocate the cache "
+            "in one piece (--enable-cumem-allocator)"
         )
     uuid = cuda.uuid(ordinal)
     try:
@@ -88,5 +94,16 @@ def _descriptor(cuda: Driver, base: int, ipc_error: CudaFailed) -> int:
             f"the allocator made memory that can be shared neither by an IPC handle ({ipc_error}) "
             f"nor as a descriptor ({error}); use PyTorch's native allocator without expandable "
             "segments (backend:cudaMallocAsync and expandable_segments out of "
-            "PYTORCH_CUDA_ALLOC_CONF)"
+            f"{' and '.join(ALLOCATOR_VARIABLES)}); vLLM's cumem allocator needs a machine without "
+            "IMEX channels, where it falls back to descriptors"
         ) from error
+
+
+def _expandable_by() -> str:
+    """Which variable turns expandable segments on; the allocator itself has them in any case."""
+    found = [
+        name
+        for name in ALLOCATOR_VARIABLES
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
+    ]
+    return f"on in {' and '.join(found)}" if found else "on in the allocator itself, by no variable"
