@@ -8,24 +8,29 @@ sidecar or changes one; a GPU is used for a moment, with a context of its own.
 from __future__ import annotations
 
 import enum
+import mmap
 import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from sidecar.attach import StartError
 from sidecar.storage import open_store
 from tiers.cuda.device import Device
 from tiers.cuda.driver import Driver
 from tiers.cuda.errors import CudaFailed
-from tiers.errors import TierError
+from tiers.cuda.selftest import describe_rates
+from tiers.errors import PoolError, TierError
+from tiers.numa import Placement, sample
 
 if TYPE_CHECKING:
     from sidecar.config import Config
 
-_INFLIGHT_BYTES: Final = 1 << 20
-_NODES: Final = Path("/sys/devices/system/node")
+_INFLIGHT_BYTES: Final = 32 << 20
+_SCRATCH_BYTES: Final = 1 << 20
 
 
 class Verdict(enum.StrEnum):
@@ -52,7 +57,7 @@ class Finding:
 
 async def examine(config: Config) -> list[Finding]:
     """Every check, in the order in which one rests on another."""
-    found = [_room(config), _locked_memory(config), _namespaces(), _nodes(), *_gpus()]
+    found = [_room(config), _locked_memory(config), _namespaces(), _nodes(config), *_gpus()]
     found.append(await _store(config))
     return found
 
@@ -96,16 +101,42 @@ def _namespaces() -> Finding:
     )
 
 
-def _nodes() -> Finding:
-    nodes = [node.name for node in _NODES.glob("node[0-9]*")]
-    if len(nodes) <= 1:
-        return Finding(Verdict.PASS, "NUMA", "one node")
-    return Finding(
-        Verdict.WARN,
-        "NUMA",
-        f"{len(nodes)} nodes, and the pool is on those that its pages are first touched from",
-        "start the sidecar with numactl --cpunodebind=N --membind=N, N the node of its GPUs",
+def _nodes(config: Config, root: Path = Path("/")) -> Finding:
+    about = "NUMA"
+    try:
+        placement = Placement.of(config.host.numa, root)
+        placement.settle()
+    except PoolError as error:
+        return Finding(Verdict.FAIL, about, str(error))
+    if placement.refused:
+        remedy = "or start the sidecar with numactl --membind=N, N the nodes of its GPUs"
+        return Finding(Verdict.WARN, about, placement.reason, remedy)
+    if not placement.nodes:
+        return Finding(Verdict.PASS, about, f"the pool is not placed: {placement.reason}")
+    told = f"new pages of the pool go to {_named(placement.nodes)}"
+    pages = _pages_of(config.pool_path)
+    if not pages:
+        return Finding(Verdict.PASS, about, told)
+    told += f"; of {sum(pages.values())} pages of the pool that is there, " + ", ".join(
+        f"{count} are on {_named((node,))}" for node, count in pages.items()
     )
+    if set(pages) <= set(placement.nodes):
+        return Finding(Verdict.PASS, about, told)
+    remedy = "stop the sidecar and `kvlake pool remove`, so that the next start makes it anew"
+    return Finding(Verdict.WARN, about, told, remedy)
+
+
+def _named(nodes: tuple[int, ...]) -> str:
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
+
+
+def _pages_of(path: Path) -> dict[int, int]:
+    """On which nodes a pool's file is now; nothing where there is none, or it is not ours."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+            return sample(np.frombuffer(mapping, dtype=np.uint8))
+    except (OSError, ValueError, BufferError):
+        return {}
 
 
 def _gpus() -> list[Finding]:
@@ -161,14 +192,27 @@ def _gpu(driver: Driver, ordinal: int) -> list[Finding]:
             if device.batches
             else Finding(Verdict.WARN, about, "batch copies: no", "use a driver of CUDA 12.8")
         )
+        found.append(_strided(device, about))
         found.append(_ipc(driver, about))
     finally:
         device.close()
     return found
 
 
+def _strided(device: Device, about: str) -> Finding:
+    rates = describe_rates(device.findings)
+    if not device.findings.planes:
+        reason = "; ".join(device.findings.reasons)
+        return Finding(Verdict.WARN, about, f"2D copies: no ({reason})", "nothing: batches do it")
+    told = "; ".join(
+        f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
+        for name, one in rates.items()
+    )
+    return Finding(Verdict.PASS, about, f"GB/s of runs at a distance, batch/2D: {told}")
+
+
 def _ipc(driver: Driver, about: str) -> Finding:
-    address = driver.call("cuMemAlloc", _INFLIGHT_BYTES)
+    address = driver.call("cuMemAlloc", _SCRATCH_BYTES)
     try:
         driver.call("cuIpcGetMemHandle", address)
     except CudaFailed as error:

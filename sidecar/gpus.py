@@ -13,7 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -26,9 +28,11 @@ from tiers.cuda.device import Device, DeviceMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
 from tiers.cuda.pins import Pins
+from tiers.cuda.selftest import describe_rates
 from tiers.filesystems import run_to_end
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from concurrent.futures import Future
 
     import numpy as np
@@ -53,19 +57,27 @@ class Gpus:
         self._settings = settings
         self._devices: dict[bytes, Device] = {}
         self._pins: Pins | None = None
-        self._preparing = anyio.CapacityLimiter(1)
+        self._preparing: dict[bytes, anyio.CapacityLimiter] = {}
+        self._pinning = threading.Lock()
         self._unmapping: ThreadPoolExecutor | None = None
 
     async def prepare(self, memory: Memory) -> None:
         """Make the device of `memory` ready, once. Raises `AttachRefused`."""
+        uuid = memory.device_uuid
         try:
-            device = self._devices.get(memory.device_uuid)
+            device = self._devices.get(uuid)
             if device is None:
-                device = await run_to_end(lambda: self._ready(memory.device_uuid), self._preparing)
+                # One limiter for each: a device that hangs holds up nobody but its own workers.
+                limiter = self._preparing.setdefault(uuid, anyio.CapacityLimiter(1))
+                try:
+                    device = await run_to_end(lambda: self._ready(uuid), limiter)
+                finally:
+                    if not limiter.statistics().tasks_waiting:
+                        self._preparing.pop(uuid, None)
             if device.lost is not None:
                 raise device.lost
         except CudaFailed as error:
-            raise AttachRefused("gpu", str(error)) from error
+            raise AttachRefused("gpu", f"GPU-{uuid.hex()}: {error}") from error
 
     def _ready(self, uuid: bytes) -> Device:
         """In a thread: the device, with the pool pinned."""
@@ -77,18 +89,25 @@ class Gpus:
             uuid,
             to_device_bytes_max=self._settings.loads_inflight_max,
             to_host_bytes_max=self._settings.stores_inflight_max,
+            strided=self._settings.strided_copies,
         )
         try:
-            if self._pins is None:
-                self._pins = Pins(device.driver, self._pool)
+            with self._pinning:
+                if self._pins is None:
+                    self._pins = Pins(device.driver, self._pool)
         except CudaFailed:
             device.close()
             raise
         self._devices[uuid] = device
+        found = device.findings
         _logger.info(
             "GPU ready",
             extra=fields(
-                uuid=uuid.hex(), name=device.driver.name(device.ordinal), batches=device.batches
+                uuid=uuid.hex(),
+                name=device.driver.name(device.ordinal),
+                batches=device.batches,
+                planes=found.planes,
+                gb_per_second=describe_rates(found),
             ),
         )
         return device
@@ -114,17 +133,26 @@ class Gpus:
         if self._unmapping is not None:
             self._unmapping.shutdown()
             self._unmapping = None
-        try:
+        devices = sorted(self._devices.values(), key=lambda device: device.lost is not None)
+        with _told():
             if self._pins is not None:
-                next(iter(self._devices.values())).bind()
+                # In the context of a device that works, if there is one.
+                devices[0].bind()
                 self._pins.close()
-            for device in self._devices.values():
+        for device in devices:
+            with _told():
                 device.close()
-        except CudaFailed as error:
-            _logger.warning("a GPU was not given back in order", extra=fields(error=error))
         self._pins = None
         self._devices.clear()
         self._pool = None
+
+
+@contextlib.contextmanager
+def _told() -> Generator[None]:
+    try:
+        yield
+    except CudaFailed as error:
+        _logger.warning("a GPU was not given back in order", extra=fields(error=error))
 
 
 class GpuRegion:

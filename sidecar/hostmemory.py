@@ -23,6 +23,7 @@ from sidecar.logs import fields
 from sidecar.retention import read_tag
 from tiers.errors import PoolError
 from tiers.filesystems import run_to_end
+from tiers.numa import Placement, sample
 from tiers.pool import POPULATE_BYTES_PER_CALL, HostPool
 from tiers.rescan import FoundImage, rescan
 
@@ -45,9 +46,16 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
     path = config.pool_path
     began = time.monotonic()
     try:
-        pool = HostPool.open(path, config.host.size, prefault=config.host.prefault)
+        pool = HostPool.open(
+            path,
+            config.host.size,
+            prefault=config.host.prefault,
+            threads=config.host.touching_threads,
+            placement=Placement.of(config.host.numa),
+        )
     except PoolError as error:
         raise StartError(f"host: {error}") from error
+    _tell_where(pool)
     if pool.emptied:
         _logger.warning(
             "host memory starts empty: its file was not taken over",
@@ -71,6 +79,20 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
         ),
     )
     return pool, tuple(map(_restored, found.images))
+
+
+def _tell_where(pool: HostPool) -> None:
+    placement = pool.placement
+    if placement.refused:
+        _logger.warning("host memory is not placed", extra=fields(reason=placement.reason))
+    elif placement.nodes:
+        pages = sample(pool.memory)
+        away = sum(count for node, count in pages.items() if node not in placement.nodes)
+        told = fields(nodes=list(placement.nodes), pages_sampled=pages)
+        if away:
+            _logger.warning("some host memory is on other NUMA nodes than wanted", extra=told)
+        else:
+            _logger.info("host memory placed", extra=told)
 
 
 def _restored(image: FoundImage) -> RestoredSlot:

@@ -412,6 +412,7 @@ class Reporter:
             "unclaimed_bytes": now.unclaimed_bytes,
             "slots_unclaimed": now.slots_unclaimed,
             "chunks": now.chunks_in_host,
+            "numa": self._hub.pool.placement.describe(self._hub.pool.memory),
             "classes": [dataclasses.asdict(one) for one in stats.classes],
         }
 

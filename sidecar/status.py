@@ -126,6 +126,8 @@ def _tiers(document: Document) -> str:
     share = f"{100 * used / size:.0f}%" if size else "-"
     occupied = f"{approximate_size(used)} of {approximate_size(size)} ({share})"
     about = str(host.get("policy", ""))
+    if nodes := _section(host, "numa").get("nodes"):
+        about += f"  NUMA {', '.join(map(str, nodes))}"
     if unclaimed := host.get("unclaimed_bytes", 0):
         about += f"  {approximate_size(unclaimed)} of an earlier run wait for their engine"
     rows.append(("host", host.get("chunks", 0), occupied, about))

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.numa import Placement
 from tiers.pool_file import (
     CONTRADICTION,
     MappedPool,
@@ -55,7 +56,7 @@ from tiers.pool_table import (
     SlabEntry,
     plausible,
 )
-from tiers.prefault import populate
+from tiers.prefault import Backing, populate
 from tiers.slabs import Extents, PoolStats, Slab, SlotClass
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class HostPool:
         """What was sealed when this process took the pool over."""
         self.emptied = ""
         """Why a file that was there was not taken over; empty if it was, or there was none."""
+        self.placement = Placement()
+        """On which NUMA nodes its pages were to lie."""
         self._lock_fd = lock_fd
         self._map = mapped.mapping
         file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
@@ -102,7 +105,15 @@ class HostPool:
         self._allocated: dict[int, Slab] = {}
 
     @classmethod
-    def open(cls, path: Path, size_bytes: int, *, prefault: bool = True) -> HostPool:
+    def open(
+        cls,
+        path: Path,
+        size_bytes: int,
+        *,
+        prefault: bool = True,
+        threads: int = 1,
+        placement: Placement | None = None,
+    ) -> HostPool:
         """Become the owner of the pool at `path`, `size_bytes` large.
 
         Args:
@@ -111,6 +122,9 @@ class HostPool:
                 by half a megabyte at least.
             prefault: map all pages of a new file now, which takes about 0.25 s per GiB, instead of
                 at first use. A file that is taken over is mapped by `populate`, any time later.
+            threads: how many map a new file.
+            placement: on which NUMA nodes new pages shall lie; settled here. Pages of a file that
+                is taken over stay where they are.
 
         Raises:
             PoolError: another process owns it, the file system has no room, or the file is not one
@@ -119,10 +133,13 @@ class HostPool:
         size_bytes -= size_bytes % PAGE_BYTES
         if size_bytes <= 0:
             raise PoolError(f"size_bytes={size_bytes}: a pool has at least {PAGE_BYTES} bytes")
+        placement = placement or Placement()
+        placement.settle()
+        backing = Backing(prefault, threads, placement)
         lock_path = lock_path_of(path)
         lock_fd = take_lock(lock_path)
         try:
-            return cls._open(path, size_bytes, lock_fd, prefault=prefault)
+            pool = cls._open(path, size_bytes, lock_fd, backing)
         except BaseException as error:
             # A record without a pool, or an empty one, is of no use to anybody.
             if not os.path.lexists(path) or owner_of(lock_fd) is None:
@@ -134,8 +151,12 @@ class HostPool:
                 ) from error
             raise
 
+        else:
+            pool.placement = placement
+            return pool
+
     @classmethod
-    def _open(cls, path: Path, size_bytes: int, lock_fd: int, *, prefault: bool) -> HostPool:
+    def _open(cls, path: Path, size_bytes: int, lock_fd: int, backing: Backing) -> HostPool:
         there = os.path.lexists(path)
         if there:
             require_ours(path, lock_fd)
@@ -143,7 +164,7 @@ class HostPool:
         write_owner(lock_fd, Owner.current())
         emptied = ""
         if there:
-            existing = map_existing(path, size_bytes)
+            existing = map_existing(path, size_bytes, backing)
             if isinstance(existing, MappedPool):
                 pool = cls(path, lock_fd, existing)
                 if pool._recover():
@@ -154,10 +175,11 @@ class HostPool:
             else:
                 emptied = existing
             path.unlink()
-        pool = cls(path, lock_fd, create_mapping(path, size_bytes))
+        mapped = create_mapping(path, size_bytes, backing)
+        pool = cls(path, lock_fd, mapped)
         pool.emptied = emptied
         pool._table.format(read_boot_id())
-        if prefault:
+        if backing.prefault and not mapped.populated:
             for start in range(0, size_bytes, POPULATE_BYTES_PER_CALL):
                 pool.populate(start)
         return pool

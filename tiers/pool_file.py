@@ -9,6 +9,7 @@ Invariant: a file that no owner's record vouches for, or that is another user's,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -39,6 +40,8 @@ from tiers.pool_table import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tiers.prefault import Backing
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
 
@@ -134,9 +137,11 @@ class MappedPool:
     shape: TableShape
     resized_from_bytes: int
     """How large its slots were when they were found."""
+    populated: bool = False
+    """Whether all of its pages are mapped already."""
 
 
-def map_existing(path: Path, size_bytes: int) -> MappedPool | str:
+def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | str:
     """Map a file of ours, made as large as wanted, or say why it cannot be taken over.
 
     Where it shrinks, the slabs beyond its end are lost. Raises `PoolError` where it has to grow and
@@ -154,7 +159,10 @@ def map_existing(path: Path, size_bytes: int) -> MappedPool | str:
         if wanted is None:
             return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
         if wanted.file_bytes > found.st_size:
-            _grow(fd, path, wanted, found.st_size)
+            # Not mapped before it is backed: killed in between, the file would have holes, and all
+            # that is in it would be lost.
+            _require_room(path, wanted, found.st_size)
+            _back(fd, path, wanted, found.st_size, backing)
         if wanted != shape:
             if wanted.size_bytes < shape.size_bytes and not _cut_slabs(fd, shape, wanted):
                 return CONTRADICTION
@@ -167,39 +175,59 @@ def map_existing(path: Path, size_bytes: int) -> MappedPool | str:
         os.close(fd)
 
 
-def create_mapping(path: Path, size_bytes: int) -> MappedPool:
+def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
     """A new file, all of it backed by memory, mapped. Raises `PoolError` without room for it."""
     shape = TableShape.of(size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
+    mapping: mmap.mmap | None = None
     try:
-        _grow(fd, path, shape, 0)
-        return MappedPool(mmap.mmap(fd, shape.file_bytes), shape, size_bytes)
+        _require_room(path, shape, 0)
+        os.ftruncate(fd, shape.file_bytes)
+        mapping = mmap.mmap(fd, shape.file_bytes)
+        # Several threads allocate by touching; one alone does by posix_fallocate, which holds the
+        # file's lock. It comes after in any case, for it says what is missing where touching fails.
+        populated = backing.prefault and backing.populate(np.frombuffer(mapping, dtype=np.uint8))
+        if os.fstat(fd).st_blocks * 512 < shape.file_bytes:
+            _back(fd, path, shape, 0, backing)
+        return MappedPool(mapping, shape, size_bytes, populated)
     except BaseException:
+        if mapping is not None:
+            # A thread's error may still hold a view of it; then it goes with that.
+            with contextlib.suppress(BufferError):
+                mapping.close()
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
 
 
-def _grow(fd: int, path: Path, shape: TableShape, had_bytes: int) -> None:
-    """Back the file with memory to its new end. Raises `PoolError` where there is no room."""
+def _require_room(path: Path, shape: TableShape, had_bytes: int) -> None:
+    """Raise `PoolError` where there is no room for what the file has to grow by."""
+    file_system = os.statvfs(path.parent)
+    # A tmpfs that is mounted without a limit reports no blocks at all.
+    needed = shape.file_bytes - had_bytes
+    if file_system.f_bavail * file_system.f_frsize < needed and file_system.f_blocks:
+        raise _no_room(path, shape, had_bytes)
+
+
+def _no_room(path: Path, shape: TableShape, had_bytes: int) -> PoolError:
     file_system = os.statvfs(path.parent)
     room = file_system.f_bavail * file_system.f_frsize
-    needed = shape.file_bytes - had_bytes
-    no_room = (
+    return PoolError(
         f"size_bytes={shape.size_bytes} ({shape.file_bytes} with its table, {had_bytes} of them "
         f"there): the file system of {path.parent} has {room} bytes left; lower host.size, choose "
         f"another host.directory, or enlarge it (mount -o remount,size=... {path.parent})"
     )
-    # A tmpfs that is mounted without a limit reports no blocks at all.
-    if room < needed and file_system.f_blocks:
-        raise PoolError(no_room)
+
+
+def _back(fd: int, path: Path, shape: TableShape, had_bytes: int, backing: Backing) -> None:
+    """Back the file with memory to its new end. Raises `PoolError` where there is no room."""
     try:
-        os.posix_fallocate(fd, had_bytes, needed)
+        backing.allocate(fd, had_bytes, shape.file_bytes - had_bytes)
     except OSError as error:
         os.ftruncate(fd, had_bytes)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise PoolError(no_room) from error
+            raise _no_room(path, shape, had_bytes) from error
         raise
 
 

@@ -8,9 +8,9 @@ setting, in its section.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, cast
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from sidecar.units import (
     DURATION_PATTERN,
@@ -20,6 +20,8 @@ from sidecar.units import (
     parse_duration,
     parse_size,
 )
+
+NODE_MAX: Final = 1023
 
 
 def _path(value: object) -> object:
@@ -56,6 +58,24 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _nodes(value: object) -> Literal["auto", "off"] | tuple[int, ...]:
+    # YAML reads a bare `off` as a boolean.
+    if value is False or value == "off":
+        return "off"
+    if value == "auto":
+        return "auto"
+    if isinstance(value, list | tuple):
+        nodes = [_number(one) for one in cast("list[object]", value)]
+        good = [one for one in nodes if type(one) is int and 0 <= one <= NODE_MAX]
+        if nodes and len(set(good)) == len(nodes):
+            return tuple(good)
+    raise ValueError(f"{value!r} is neither auto nor off, nor a list of NUMA nodes such as [0, 1]")
+
+
+def _as_written(nodes: str | tuple[int, ...]) -> str | list[int]:
+    return nodes if isinstance(nodes, str) else list(nodes)
+
+
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
@@ -87,6 +107,24 @@ WriteMode = Annotated[
     Literal["through", "on_reuse", "on_evict", "off"],
     BeforeValidator(_switch),
     WithJsonSchema({"enum": ["through", "on_reuse", "on_evict", "off", False]}),
+]
+Nodes = Annotated[
+    Literal["auto", "off"] | tuple[int, ...],
+    PlainValidator(_nodes),
+    PlainSerializer(_as_written, return_type=str | list[int], when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["auto", "off", False]},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "uniqueItems": True,
+                    "items": {"type": "integer", "minimum": 0, "maximum": NODE_MAX},
+                },
+            ]
+        }
+    ),
 ]
 ReadMode = Annotated[
     Literal["on", "off"],

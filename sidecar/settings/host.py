@@ -12,8 +12,9 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from sidecar.settings.addresses import require_absolute
-from sidecar.settings.fieldtypes import Count, Directory, Flag, Ratio, Size
+from sidecar.settings.fieldtypes import Count, Directory, Flag, Nodes, Ratio, Size
 from sidecar.settings.section import Section
+from tiers.prefault import default_threads
 
 
 class Chunk(Section):
@@ -34,6 +35,10 @@ class Host(Section):
     """Which chunk makes room: the least recently used, or the oldest."""
     prefault: Flag = True
     """Touch all of it at the start, so that no store pays for first use."""
+    prefault_threads: Count | None = Field(default=None, ge=1, le=256)
+    """Threads that touch it. null: half of the cores, at most 8."""
+    numa: Nodes = "auto"
+    """NUMA nodes to lie on: `auto` (next to the GPUs), `off`, or a list such as [0]."""
     after_stop: Literal["keep", "remove"] = "keep"
     """`keep`: the memory stays for the next start. `remove`: it is given back at SIGTERM."""
 
@@ -41,6 +46,11 @@ class Host(Section):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return require_absolute(value)
+
+    @property
+    def touching_threads(self) -> int:
+        """`prefault_threads`, or what is right for this machine."""
+        return self.prefault_threads or default_threads()
 
 
 class Copy(Section):
@@ -59,6 +69,8 @@ class Gpu(Section):
     """Bytes on their way to one GPU at any time; a decode step's own copies wait behind them."""
     stores_inflight_max: Size = Field(default=32 << 20, ge=1 << 20)
     """Bytes on their way from one GPU at any time; a token's way back waits behind them."""
+    strided_copies: Literal["auto", "batch", "2d"] = "auto"
+    """How runs at a distance are copied: `auto` (measured when a GPU is first used), or one way."""
 
 
 class Integrity(Section):

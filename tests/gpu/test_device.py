@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -9,6 +11,7 @@ from tests.gpu.child import Child, ChildError
 from tests.gpu.double.control import Double, uuid_of, wait_until
 from tests.gpu.layouts import ORDERS, layout_in
 from tiers.cuda.errors import CudaFailed, failure
+from tiers.layout import KVLayout
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -36,9 +39,10 @@ from tiers.cuda.device import Device
 from tiers.cuda.driver import driver
 from tiers.cuda.pins import Pins
 pool = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
-def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16):
+def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16, strided="batch"):
     global device, pins
-    device = Device(driver(), uuid, to_device_bytes_max=inflight, to_host_bytes_max=inflight)
+    device = Device(driver(), uuid, to_device_bytes_max=inflight, to_host_bytes_max=inflight,
+        strided=strided)
     device.bind()
     pins = Pins(device.driver, pool, chunk_bytes=chunk_bytes)
 def enter(layout, handle):
@@ -55,7 +59,7 @@ def see(piece): seen.append(bytes(piece))
 """
 
 
-def _reader(double: Double, **options: int) -> Child:
+def _reader(double: Double, **options: Any) -> Child:
     child = Child(double, setup=READER)
     child.run("ready(uuid, **options)", uuid=uuid_of(0), options=options)
     return child
@@ -92,6 +96,113 @@ def test_blocks_come_and_go_bit_for_bit(double: Double, order: str, vmm: bool) -
         assert process.priority_lowest_streams == 2
         reader.run("leave()")
         assert process.left == {}
+
+
+def _round_trip(owner: Child, reader: Child, layout: KVLayout) -> None:
+    """Blocks come and go bit for bit, some of them across a border of the pins' grid."""
+    handle = owner.run("result = own(layout, 7, False)", layout=layout)
+    reader.run(
+        "enter(layout, handle)\n"
+        "ids = np.array([5, 6, 7, 2, 23, 0], dtype=np.int64)\n"
+        "size = layout.chunk(1).block_payload_bytes\n"
+        "payload = pool[262144 - 3 * size - 1000 :][: len(ids) * size]\n"
+        "memory.gather(ids, payload).finish(see)\n"
+        "wanted = np.empty_like(payload); CopyPlan(layout).gather(raw, ids, wanted)\n"
+        "assert np.array_equal(wanted, payload)\n"
+        "targets = np.array([20, 21, 9, 8, 1, 3], dtype=np.int64)\n"
+        "memory.scatter(targets, payload).finish(see)\n"
+        "CopyPlan(layout).scatter(raw, targets, payload)",
+        layout=layout,
+        handle=handle,
+        raw=owner.run("result = raw"),
+    )
+    assert owner.run("result = gpu.read(base, len(raw))") == reader.run("result = raw.tobytes()")
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC"])
+def test_runs_at_one_distance_from_each_other_go_as_planes(double: Double, order: str) -> None:
+    double.page.delay_us_max = 100
+    layout = layout_in(order, layers=9, tokens=8, content_bytes=48)
+    with Child(double, setup=OWNER) as owner, _reader(double, strided="2d") as reader:
+        process = double.process(reader.pid)
+        planes = process.plane_copies
+        _round_trip(owner, reader, layout)
+        assert process.plane_copies > planes
+        assert (process.waits, process.pageable_copies) == (0, 0)
+        reader.run("leave()")
+        assert process.left == {}
+
+
+def test_planes_too_are_paced(double: Double) -> None:
+    layout = layout_in("LBHNC", layers=16, blocks=24)
+    with (
+        Child(double, setup=OWNER) as owner,
+        _reader(double, inflight=1 << 14, strided="2d") as reader,
+    ):
+        _round_trip(owner, reader, layout)
+        assert 1 << 13 <= max(double.process(reader.pid).inflight_bytes_max) <= 1 << 14
+
+
+def test_which_way_is_faster_is_measured_before_the_first_copy(double: Double) -> None:
+    layout = layout_in("LBHNC", layers=9)
+    with (
+        Child(double, setup=OWNER) as owner,
+        _reader(double, inflight=1 << 25, strided="auto") as reader,
+    ):
+        rates = reader.run("result = device.findings.rates")
+        assert rates.keys() == {"to_device", "to_host"}
+        for one in rates.values():
+            assert list(one) == [8 << 10, 32 << 10, 128 << 10]
+            assert all(rate > 0 for pair in one.values() for rate in pair)
+        reader.run("device.findings.rates['to_host'] = {8192: (1.0, 2.0), 32768: (2.0, 1.0)}")
+        assert reader.run(
+            "pays = device.findings.pays('to_host')\n"
+            "result = [pays(size) for size in (4096, 8192, 16384, 32768, 1 << 20)]"
+        ) == [True, True, True, False, False]
+        _round_trip(owner, reader, layout)
+        reader.run("leave()")
+        assert double.process(reader.pid).left == {}
+
+
+@pytest.mark.parametrize("why", ["wrong", "refused"])
+def test_planes_that_cannot_be_trusted_are_not_used(double: Double, why: str) -> None:
+    double.page.break_planes = why == "wrong"
+    if why == "refused":
+        double.fail("cuMemcpy2DAsync", 801)
+    layout = layout_in("LBHNC", layers=9)
+    with Child(double, setup=OWNER) as owner, _reader(double, strided="2d") as reader:
+        assert reader.run("result = device.findings.planes") is False
+        (reason,) = reader.run("result = device.findings.reasons")
+        assert "2D copies failed their test" in reason
+        planes = double.process(reader.pid).plane_copies
+        _round_trip(owner, reader, layout)
+        assert double.process(reader.pid).plane_copies == planes
+        reader.run("leave()")
+        assert double.process(reader.pid).left == {}
+
+
+@pytest.mark.parametrize("call", ["cuEventQuery", "cuMemcpyBatchAsync", "cuEventRecord"])
+def test_a_device_that_is_lost_in_its_self_test_is_named(double: Double, call: str) -> None:
+    # As the real one: after the first, every call says so.
+    double.fail(call, 719, times=1000)
+    for later in ("cuMemHostUnregister", "cuMemFree", "cuStreamDestroy"):
+        double.fail(later, 719, times=1000)
+    with Child(double, setup=READER) as reader:
+        with pytest.raises(ChildError, match=f"DeviceLost: {call} failed .*719.*Xid"):
+            reader.run("ready(uuid, strided='auto')", uuid=uuid_of(0))
+        double.heal()
+        reader.run("ready(uuid, strided='auto'); pins.close(); device.close()")
+
+
+def test_a_device_that_hangs_in_its_self_test_is_given_up(double: Double) -> None:
+    with Child(double, setup=READER) as reader:
+        double.page.hold = 1
+        with pytest.raises(ChildError, match=r"DeviceLost: cuEventQuery failed .*600"):
+            reader.run(
+                "from tiers.cuda import selftest; selftest.SECONDS_MAX = 0.2; ready(uuid)",
+                uuid=uuid_of(0),
+            )
+        double.page.hold = 0
 
 
 def test_another_group_in_the_same_memory(double: Double) -> None:
@@ -194,7 +305,7 @@ def test_without_batches_that_can_be_trusted_copies_go_one_by_one(double: Double
         ("cuMemAlloc", 2, "DeviceMemoryFull"),
         ("cuMemHostRegister", 800, "NotPermitted"),
         ("cuEventCreate", 2, ""),
-        ("cuMemcpyAsync", 719, ""),
+        ("cuMemcpyAsync", 2, ""),
         ("cuInit", 803, "DriverMissing"),
     ],
 )

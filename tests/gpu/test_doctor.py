@@ -40,7 +40,13 @@ def test_a_gpu_that_can_everything_passes_and_nothing_is_left(
     store.mkdir()
     code, lines = doctor(tmp_path, double.env(), store={"url": f"file://{store}"})
     assert code == 0
-    for said in ("batch copies: yes", "IPC handles: yes", "(VMM): yes", "streams: yes"):
+    for said in (
+        "batch copies: yes",
+        "batch/2D: to_device 8KiB",
+        "IPC handles: yes",
+        "(VMM): yes",
+        "streams: yes",
+    ):
         assert sum(said in line and line.startswith("pass") for line in lines) == 2, lines
     assert any("peer access" in line for line in lines)
     assert any(line.startswith("pass  store file://") for line in lines)

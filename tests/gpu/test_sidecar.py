@@ -334,6 +334,32 @@ def test_a_device_that_is_lost_fails_its_copies_and_serves_nobody_more(
         assert not rank.run("result = rank.store(2, b'l' * 32, [1])")
 
 
+def test_a_device_that_is_lost_in_its_self_test_costs_its_own_workers_the_cache_and_nobody_else(
+    double: Double, sidecar: SidecarProcess
+) -> None:
+    double.page.num_devices = 2
+    for call in ("cuMemcpyBatchAsync", "cuMemHostUnregister", "cuMemFree"):
+        double.fail(call, 719, times=1000)
+    with Child(double, setup=SETUP) as lost:
+        lost.run(
+            "rank = Rank(socket, layout, engine_id='lost'); rank.randomize(1)\n"
+            "while 'DeviceLost' not in (log := rank._client._last_log) and '719' not in log:\n"
+            "    import time; time.sleep(0.01)\n"
+            "assert not rank.store(1, b'k' * 32, [1]); result = log",
+            socket=str(sidecar.socket),
+            layout=layout_in("BLHNC"),
+        )
+        with Worker(sidecar.socket, engine_id="cpu") as cpu:
+            content = cpu.fill([0, 1], seed=1)
+            cpu.store(1, key_of("cpu"), [0, 1])
+            cpu.load(2, key_of("cpu"), [5, 6])
+            assert [cpu.read(5), cpu.read(6)] == content
+        double.heal()
+        with rank_of(double, sidecar, first_device=1, engine_id="other") as other:
+            assert other.run("rank.randomize(1); result = rank.store(1, b'z' * 32, [1])")
+            assert other.run("result = rank.load(2, b'z' * 32, [3])")
+
+
 def test_a_stream_that_cannot_write_words_serves_without_the_cache(
     double: Double, sidecar: SidecarProcess
 ) -> None:
@@ -353,8 +379,20 @@ def test_what_cannot_be_shared_is_refused_with_the_remedy(double: Double) -> Non
     layout = layout_in("BLHNC", blocks=64)
     with Child(double, setup=SETUP + EXPORTING) as child:
         child.run("try_to_share(layout)", layout=layout)
-        with pytest.raises(ChildError, match=r"ExportRefused: .*take expandable_segments out"):
-            child.run("try_to_share(layout, pieces=layout.size_bytes >> 16)", layout=layout)
+        for variable, told in (
+            ("", r"by no variable\): take expandable_segments out.*--enable-cumem-allocator"),
+            ("PYTORCH_CUDA_ALLOC_CONF", r"\(on in PYTORCH_CUDA_ALLOC_CONF\)"),
+            ("PYTORCH_ALLOC_CONF", r"\(on in PYTORCH_ALLOC_CONF\)"),
+        ):
+            with pytest.raises(ChildError, match=rf"ExportRefused: .*{told}"):
+                child.run(
+                    "import os\n"
+                    "os.environ.pop('PYTORCH_CUDA_ALLOC_CONF', 0)\n"
+                    "if variable: os.environ[variable] = 'expandable_segments: True'\n"
+                    "try_to_share(layout, pieces=layout.size_bytes >> 16)",
+                    layout=layout,
+                    variable=variable,
+                )
         with pytest.raises(ChildError, match=r"ExportRefused: .*cudaMallocAsync"):
             child.run("try_to_share(layout, exportable=False)", layout=layout)
         assert "import" not in double.process(child.pid).left

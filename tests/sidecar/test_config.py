@@ -72,7 +72,7 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
     [
         (
             "host: 5",
-            "f.yaml:1: host: expected indented settings (after_stop, directory, policy,",
+            "f.yaml:1: host: expected indented settings (after_stop, directory, numa, policy,",
         ),
         (
             "host:\n  size: lots",
@@ -282,13 +282,39 @@ def test_the_example_for_s3_is_valid() -> None:
         load(CONFIGS / "s3.yaml", environment={})
 
 
+def test_the_example_for_gpus_is_valid() -> None:
+    config = load(CONFIGS / "gpu.yaml", environment={"KVLAKE_COPY_THREADS": "8"})
+    assert (config.host.size, config.copies.threads) == (64 << 30, 8)
+    assert config.gpu == Config().gpu
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("auto", "auto"), ("off", "off"), ("[1, 0]", (1, 0)), ("false", "off")],
+)
+def test_numa_nodes(written: str, meant: object) -> None:
+    config = loads(f"host: {{numa: {written}}}")
+    assert config.host.numa == meant
+    assert loads(show(config)) == config
+
+
+@pytest.mark.parametrize("written", ["[]", "[0, 0]", "[-1]", "[1024]", "node0", "3"])
+def test_numa_nodes_that_are_none(written: str) -> None:
+    assert "nor a list of NUMA nodes such as [0, 1]" in problem(f"host: {{numa: {written}}}")
+
+
+def test_threads_that_touch_the_memory() -> None:
+    assert loads("host: {prefault_threads: 3}").host.touching_threads == 3
+    assert 1 <= Config().host.touching_threads <= 8
+
+
 def test_the_exported_schema_is_current() -> None:
     assert (CONFIGS / "schema.json").read_text() == schema(), (
         "run: .venv/bin/kvlake config schema > configs/schema.json"
     )
 
 
-@pytest.mark.parametrize("name", ["default.yaml", "s3.yaml"])
+@pytest.mark.parametrize("name", ["default.yaml", "gpu.yaml", "s3.yaml"])
 def test_editors_accept_the_examples(name: str) -> None:
     document: Any = yaml.safe_load((CONFIGS / name).read_text())
     jsonschema.Draft202012Validator(json.loads(schema())).validate(document)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -72,6 +73,23 @@ def test_kernel_without_populate_touches_the_pages(
 ) -> None:
     monkeypatch.setattr(prefault_module, "_MADV_POPULATE_WRITE", 12345)
     pool = HostPool.open(path, MIB)
+    assert not pool.memory.any()
+    pool.close()
+
+
+def test_several_threads_touch_a_new_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "PIECE_BYTES", 16 * PAGE)
+    touched: list[int] = []
+    real = prefault_module.populate
+
+    def touch(piece: npt.NDArray[np.uint8]) -> bool:
+        touched.append(piece.size)
+        return real(piece)
+
+    monkeypatch.setattr(prefault_module, "populate", touch)
+    pool = HostPool.open(path, 100 * PAGE, threads=4)
+    assert sum(touched) == path.stat().st_size
+    assert len(touched) == -(-path.stat().st_size // (16 * PAGE))
     assert not pool.memory.any()
     pool.close()
 
@@ -284,7 +302,17 @@ def test_room_that_is_gone_between_question_and_reservation(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(PoolError, match=r"bytes left; lower host\.size"):
-        HostPool.open(path, 4 * PAGE)
+        HostPool.open(path, 4 * PAGE, prefault=False)
+    assert list(path.parent.iterdir()) == []
+
+    # As where the file system is full: touching fails, and the call that allocates says what is
+    # missing.
+    def full(piece: object) -> bool:
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    monkeypatch.setattr(prefault_module, "populate", full)
+    with pytest.raises(PoolError, match=r"bytes left; lower host\.size"):
+        HostPool.open(path, 4 * PAGE, threads=3)
     assert list(path.parent.iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) == before
 

@@ -2,16 +2,17 @@
 
 Owns the arithmetic between block ids and the arrays that a batch copy takes: the runs of each
 block, runs that follow on each other joined, long ones cut to what pacing allows, and those cut in
-two that would straddle two registrations of the pool. Nothing here calls CUDA.
+two that would straddle two registrations of the pool. Where the runs of a block lie at one distance
+from each other, they are also planes, each of which one 2D copy moves. Nothing here calls CUDA.
 
-Invariant: the descriptors of a copy are disjoint and together are exactly its payload, so they may
-be carried out in any order.
+Invariant: the descriptors and planes of a copy are disjoint and together are exactly its payload,
+so they may be carried out in any order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from tiers.copy import Runs
 
     Addresses = npt.NDArray[np.uint64]
+
+PLANE_ROWS_MIN: Final = 8
+"""With fewer, a 2D copy saves no calls that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,108 @@ def describe(
         host=(host_base + first * runs.size_bytes).astype(np.uint64),
         sizes=(counts * runs.size_bytes).astype(np.uint64),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """`rows[i]` runs from `device[i]` on, `pitch_bytes` apart, and from `host[i]` on, dense."""
+
+    device: Addresses
+    host: Addresses
+    rows: Addresses
+    width_bytes: int
+    pitch_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, which: npt.NDArray[np.bool_]) -> Planes:
+        """Some of the planes."""
+        return Planes(
+            self.device[which],
+            self.host[which],
+            self.rows[which],
+            self.width_bytes,
+            self.pitch_bytes,
+        )
+
+    def pieces(self) -> Descriptors:
+        """The same copy, run by run."""
+        rows = self.rows.astype(np.int64)
+        index = np.repeat(np.arange(len(rows)), rows)
+        number = (np.arange(len(index)) - np.repeat(np.cumsum(rows) - rows, rows)).astype(np.uint64)
+        return Descriptors(
+            self.device[index] + number * np.uint64(self.pitch_bytes),
+            self.host[index] + number * np.uint64(self.width_bytes),
+            np.full(len(index), self.width_bytes, dtype=np.uint64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneShape:
+    """The planes of one block: `rows` runs each, `pitch_bytes` from one to the next."""
+
+    rows: int
+    pitch_bytes: int
+
+    @classmethod
+    def of(cls, runs: Runs) -> PlaneShape | None:
+        """The planes that the runs of a block form; None where they form none worth a call."""
+        starts = runs.starts_bytes
+        if len(starts) < PLANE_ROWS_MIN:
+            return None
+        steps = np.diff(starts)
+        other = np.flatnonzero(steps != steps[0])
+        rows = int(other[0]) + 1 if len(other) else len(starts)
+        if rows < PLANE_ROWS_MIN or len(starts) % rows or steps[0] < runs.size_bytes:
+            return None
+        if (np.diff(starts.reshape(-1, rows), axis=1) != steps[0]).any():
+            return None
+        return cls(rows, int(steps[0]))
+
+
+def describe_planes(
+    runs: Runs,
+    shape: PlaneShape,
+    block_ids: npt.NDArray[np.int64],
+    device_base: int,
+    host_base: int,
+) -> Planes:
+    """Planes of a copy between `block_ids` at `device_base` and a payload at `host_base`."""
+    first = runs.starts_bytes[:: shape.rows]
+    starts = (block_ids[:, np.newaxis] * runs.block_step_bytes + (runs.base_bytes + first)).ravel()
+    plane_bytes = shape.rows * runs.size_bytes
+    return Planes(
+        device=(device_base + starts).astype(np.uint64),
+        host=(host_base + np.arange(len(starts)) * plane_bytes).astype(np.uint64),
+        rows=np.full(len(starts), shape.rows, dtype=np.uint64),
+        width_bytes=runs.size_bytes,
+        pitch_bytes=shape.pitch_bytes,
+    )
+
+
+def cut_planes(found: Planes, bytes_max: int) -> Planes:
+    """The same copy with no plane over `bytes_max`, which is a row at least."""
+    rows_max = bytes_max // found.width_bytes
+    parts = -(-found.rows.astype(np.int64) // rows_max)
+    if len(parts) == 0 or parts.max() == 1:
+        return found
+    index = np.repeat(np.arange(len(parts)), parts)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = (number * rows_max).astype(np.uint64)
+    return Planes(
+        found.device[index] + first * np.uint64(found.pitch_bytes),
+        found.host[index] + first * np.uint64(found.width_bytes),
+        np.minimum(found.rows[index] - first, np.uint64(rows_max)),
+        found.width_bytes,
+        found.pitch_bytes,
+    )
+
+
+def inside_grid(found: Planes, origin: int, grid_bytes: int) -> npt.NDArray[np.bool_]:
+    """Which planes have a host range that lies between two multiples of `grid_bytes`."""
+    at = (found.host - np.uint64(origin)) % np.uint64(grid_bytes)
+    return at + found.rows * np.uint64(found.width_bytes) <= grid_bytes
 
 
 def cut(found: Descriptors, bytes_max: int) -> Descriptors:

@@ -1,8 +1,8 @@
 """One GPU as the sidecar uses it: its context, its two lanes, and workers' memory mapped on it.
 
 Owns the retained primary context (one per process and device, shared by all workers on it), the
-lanes, the imports, and the self-test that decides whether batches can be trusted. Does not own the
-pool's pins nor when memory is unmapped.
+lanes and the imports. Does not own the pool's pins nor when memory is unmapped. Which ways to copy
+are right and fast on it is found before it is used (`selftest.py`).
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
@@ -15,25 +15,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import mmap
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from tiers.copy import Runs, check_copy
-from tiers.cuda.descriptors import Descriptors, cut, describe, split_at_grid
+from tiers.cuda.descriptors import (
+    PlaneShape,
+    cut,
+    describe,
+    describe_planes,
+    inside_grid,
+    split_at_grid,
+)
 from tiers.cuda.driver import check
-from tiers.cuda.errors import CudaFailed, CudaMisused, NotSupportedHere
+from tiers.cuda.errors import NOT_READY, CudaFailed, CudaMisused, NotSupportedHere
 from tiers.cuda.lanes import Lane
+from tiers.cuda.selftest import SelfTest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     import numpy.typing as npt
 
     from tiers.copy import Visit
     from tiers.cuda.driver import Driver
     from tiers.cuda.pins import Pins
+    from tiers.cuda.selftest import Strided
     from tiers.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
@@ -41,8 +48,6 @@ if TYPE_CHECKING:
 
 IPC_HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
-_TEST_PIECES: Final = 64
-_TEST_PIECE_BYTES: Final = 256
 
 _logger = logging.getLogger("kvlake.gpu")
 
@@ -57,6 +62,7 @@ class Device:
         *,
         to_device_bytes_max: int,
         to_host_bytes_max: int,
+        strided: Strided = "auto",
     ) -> None:
         self.driver = driver
         self.uuid = uuid
@@ -72,70 +78,34 @@ class Device:
                     Lane(driver, self.bind, to_device=to_device, inflight_bytes_max=bytes_max)
                 )
             self.to_device, self.to_host = lanes
-            self.batches = self._test_batches()
-        except BaseException:
-            for lane in lanes:
-                lane.close()
-            driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
+            directions = {"to_device": self.to_device, "to_host": self.to_host}
+            self.findings = SelfTest(driver, directions, self.ordinal).run(strided)
+        except BaseException as error:
+            # Of a device that was lost not even this may go well, and why it was is to be told.
+            with contextlib.suppress(CudaFailed):
+                for lane in lanes:
+                    lane.close()
+            # One that hangs would be waited for.
+            if not (isinstance(error, CudaFailed) and error.code == NOT_READY):
+                with contextlib.suppress(CudaFailed):
+                    driver.call("cuDevicePrimaryCtxRelease", self.ordinal)
             raise
+        for reason in self.findings.reasons:
+            _logger.warning("GPU %s: %s, so they are not used", self.uuid.hex(), reason)
 
     def bind(self) -> None:
         """Make this device's context current in the calling thread."""
         check("cuCtxSetCurrent", self._set_current(self._context_handle))
 
     @property
+    def batches(self) -> bool:
+        """Whether copies of many pieces go in batches."""
+        return self.findings.batches
+
+    @property
     def lost(self) -> CudaFailed | None:
         """Why nothing can be copied any more, if that is so."""
         return self.to_device.lost or self.to_host.lost
-
-    def _test_batches(self) -> bool:
-        """Copy a pattern there and back in batches; without them from now on if it comes wrong."""
-        size_bytes = _TEST_PIECES * _TEST_PIECE_BYTES
-        there = int(self.driver.call("cuMemAlloc", size_bytes))
-        staging = mmap.mmap(-1, 2 * size_bytes)
-        host: Bytes = np.frombuffer(staging, dtype=np.uint8)
-        try:
-            self.driver.call("cuMemHostRegister", host.ctypes.data, host.size, 1)
-            try:
-                reason = self._test(there, host[:size_bytes], host[size_bytes:])
-            finally:
-                for lane in (self.to_device, self.to_host):
-                    lane.drain()
-                self.driver.call("cuMemHostUnregister", host.ctypes.data)
-        finally:
-            self.driver.call("cuMemFree", there)
-        if reason:
-            for lane in (self.to_device, self.to_host):
-                lane.use_batches(on=False)
-            _logger.warning(
-                "copies of GPU %s go one by one: batches failed their test (%s)",
-                self.uuid.hex(),
-                reason,
-            )
-        return not reason
-
-    def _test(self, there: int, sent: Bytes, back: Bytes) -> str:
-        """Why batches are of no use here; nothing if they are."""
-        sent[:] = np.random.default_rng(sent.size).integers(0, 256, sent.size, dtype=np.uint8)
-        steps = np.arange(_TEST_PIECES, dtype=np.uint64) * np.uint64(_TEST_PIECE_BYTES)
-        sizes = np.full(_TEST_PIECES, _TEST_PIECE_BYTES, dtype=np.uint64)
-        device = np.uint64(there) + steps
-        try:
-            for lane, memory, order in (
-                (self.to_device, sent, steps),
-                (self.to_host, back, steps[::-1]),
-            ):
-                lane.use_batches(on=True)
-                host = np.uint64(memory.ctypes.data) + order
-                lane.wait(lane.submit(Descriptors(device, np.ascontiguousarray(host), sizes)))
-        except CudaFailed as error:
-            if self.lost is not None:
-                raise
-            return str(error)
-        pieces = sent.reshape(_TEST_PIECES, -1)
-        if np.array_equal(back.reshape(_TEST_PIECES, -1), pieces[::-1]):
-            return ""
-        return "the bytes that came back are not those that were sent"
 
     def import_ipc(self, handle: bytes, layout: KVLayout, pins: Pins) -> DeviceMemory:
         """Map memory that another process exported by a legacy IPC handle."""
@@ -200,7 +170,7 @@ class Device:
             )
 
     def close(self) -> None:
-        """Give everything back. Nothing of it may be mapped any more."""
+        """Give everything back. Nothing of it may be mapped any more. Raises `CudaFailed`."""
         self.bind()
         for lane in (self.to_device, self.to_host):
             lane.close()
@@ -224,6 +194,7 @@ class DeviceMemory:
         self._pins = pins
         self._unmap = unmap
         self._runs = Runs(layout)
+        self._plane_shape = PlaneShape.of(self._runs)
 
     def part(self, layout: KVLayout) -> DeviceMemory:
         """The same memory, as another KV cache group lies in it. Whoever has this one unmaps."""
@@ -241,15 +212,29 @@ class DeviceMemory:
         check_copy(self._layout, block_ids, payload)
         if not len(block_ids):
             return Flight(lane, 0, payload, load=load)
-        found = describe(self._runs, block_ids, self._address, payload.ctypes.data)
-        grid_bytes = self._pins.chunk_bytes
-        found = split_at_grid(cut(found, grid_bytes), self._pins.origin, grid_bytes)
         try:
-            return Flight(lane, lane.submit(found), payload, load=load)
+            number = self._submit(lane, block_ids, payload.ctypes.data)
+            return Flight(lane, number, payload, load=load)
         except CudaFailed:
             # What was queued before it failed may still run.
             lane.drain()
             raise
+
+    def _submit(self, lane: Lane, block_ids: BlockIds, host: int) -> int:
+        """Queue it; returns the number of the last part, after which all are through."""
+        origin, grid_bytes = self._pins.origin, self._pins.chunk_bytes
+        runs, shape, number = self._runs, self._plane_shape, 0
+        if shape is not None and lane.takes_planes(runs.size_bytes, shape.pitch_bytes):
+            planes = describe_planes(runs, shape, block_ids, self._address, host)
+            inside = inside_grid(planes, origin, grid_bytes)
+            if inside.any():
+                number = lane.submit_planes(planes.select(inside))
+            if inside.all():
+                return number
+            found = planes.select(~inside).pieces()
+        else:
+            found = describe(runs, block_ids, self._address, host)
+        return lane.submit(split_at_grid(cut(found, grid_bytes), origin, grid_bytes))
 
     def close(self) -> None:
         """Unmap it. No copy of it may be running."""

@@ -28,6 +28,7 @@ _ENTRIES: Final[dict[str, tuple[Any, ...]]] = {
     "cuEventQuery": (_POINTER,),
     "cuEventRecord": (_POINTER, _POINTER),
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
+    "cuMemcpy2DAsync": (_POINTER, _POINTER),
     "cuMemcpyBatchAsync": (
         _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER,
     ),

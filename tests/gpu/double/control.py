@@ -56,6 +56,7 @@ class Process(ctypes.Structure):
         ("inflight_bytes", ctypes.c_int64 * 2),
         ("inflight_bytes_max", ctypes.c_int64 * 2),
         ("stream_writes", ctypes.c_uint32),
+        ("plane_copies", ctypes.c_uint32),
         ("priority_lowest_streams", ctypes.c_int32),
     ]
 
@@ -78,7 +79,7 @@ class _Page(ctypes.Structure):
         ("break_batches", ctypes.c_uint32),
         ("no_stream_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("break_planes", ctypes.c_uint32),
         ("device_names", (ctypes.c_char * 64) * DEVICES_MAX),
         ("faults", _Fault * FAULTS_MAX),
         ("processes", Process * PROCESSES_MAX),

@@ -39,6 +39,7 @@ struct process {
     int64_t inflight_bytes[2];
     int64_t inflight_bytes_max[2];
     uint32_t stream_writes;
+    uint32_t plane_copies;      /* 2D */
     int32_t priority_lowest_streams;
 };
 
@@ -54,7 +55,7 @@ struct control {
     uint32_t break_batches;     /* 1: a batch reports success and copies wrong bytes */
     uint32_t no_stream_writes;  /* the device lacks 64-bit stream memory operations */
     uint32_t seed;
-    uint32_t pad;
+    uint32_t break_planes;      /* 1: the same of a 2D copy */
     char device_names[DEVICES_MAX][NAME_BYTES];
     struct fault faults[FAULTS_MAX];
     struct process processes[PROCESSES_MAX];

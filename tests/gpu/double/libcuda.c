@@ -47,6 +47,7 @@ enum {
 #define GRANULARITY (64ull << 10)
 #define REGIONS_MAX 65536
 #define STREAMS_PER_CONTEXT_MAX 64
+#define PITCH_MAX 0x7fffffffull
 
 /* ---- process state ------------------------------------------------------------------------- */
 
@@ -100,7 +101,7 @@ struct stream {
     int lowest;
 };
 
-struct event { atomic_int pending; };
+struct event { atomic_int pending; _Atomic int64_t reached_ns; };
 
 static pthread_mutex_t state = PTHREAD_MUTEX_INITIALIZER;
 static struct region *regions[REGIONS_MAX];
@@ -266,6 +267,12 @@ static void run_copy(struct stream *stream, struct op *op) {
     }
 }
 
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
 static void run_op(struct stream *stream, struct op *op) {
     if (control->delay_us_max) usleep(rand_r(&stream->seed) % control->delay_us_max);
     switch (op->kind) {
@@ -279,7 +286,10 @@ static void run_op(struct stream *stream, struct op *op) {
         memset(op->where, (int)op->value, op->bytes);
         atomic_fetch_sub(&op->region->pending, 1);
         break;
-    case RECORD: atomic_fetch_sub(&op->event->pending, 1); break;
+    case RECORD:
+        atomic_store(&op->event->reached_ns, now_ns());
+        atomic_fetch_sub(&op->event->pending, 1);
+        break;
     }
     free(op->pieces);
     free(op->owned);
@@ -366,7 +376,7 @@ static int resolve(uint64_t address, uint64_t size, char **where, struct region 
 static int is_device(struct region *region) { return region && region->kind != HOST_REGION; }
 
 static CUresult queue_copy(CUstream stream, const CUdeviceptr *dsts, const CUdeviceptr *srcs,
-                           const size_t *sizes, size_t num, size_t *failed) {
+                           const size_t *sizes, size_t num, size_t *failed, int wrong) {
     struct op op = {.kind = COPY, .count = num, .direction = -1};
     op.pieces = calloc(num, sizeof *op.pieces);
     int pageable = 0, wait = 0;
@@ -403,7 +413,7 @@ static CUresult queue_copy(CUstream stream, const CUdeviceptr *dsts, const CUdev
         int64_t now = __atomic_add_fetch(&ledger->inflight_bytes[op.direction], (int64_t)op.bytes, __ATOMIC_SEQ_CST);
         if (now > ledger->inflight_bytes_max[op.direction]) ledger->inflight_bytes_max[op.direction] = now;
     }
-    op.wrong = num > 1 && control->break_batches;
+    op.wrong = wrong;
     struct stream *queue = stream_of(stream);
     enqueue(queue, op);
     if (wait) drain(queue);
@@ -413,13 +423,50 @@ static CUresult queue_copy(CUstream stream, const CUdeviceptr *dsts, const CUdev
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUstream stream) {
     BEGIN_IN_CONTEXT("cuMemcpyAsync");
     count(&ledger->plain_copies);
-    return queue_copy(stream, &dst, &src, &size, 1, NULL);
+    return queue_copy(stream, &dst, &src, &size, 1, NULL, 0);
 }
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t size, CUstream stream) {
     return cuMemcpyAsync(dst, (CUdeviceptr)src, size, stream);
 }
 CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t size, CUstream stream) {
     return cuMemcpyAsync((CUdeviceptr)dst, src, size, stream);
+}
+
+struct plane_side { size_t x, y; unsigned type; void *host; CUdeviceptr device; void *array; size_t pitch; };
+struct plane { struct plane_side src, dst; size_t width, height; };
+
+/* Where a plane begins; false where it is not what kvlake may ask for, or leaves its memory. */
+static int resolve_side(const struct plane_side *side, const struct plane *plane, CUdeviceptr *base) {
+    char *where;
+    struct region *region;
+    if (side->x || side->y || side->array || side->pitch < plane->width || side->pitch > PITCH_MAX) return 0;
+    if (side->type != 1 && side->type != 2) return 0;
+    *base = side->type == 1 ? (CUdeviceptr)side->host : side->device;
+    /* As a whole: its rows may not lie in two registrations. */
+    return resolve(*base, side->pitch * (plane->height - 1) + plane->width, &where, &region)
+        && is_device(region) == (side->type == 2);
+}
+CUresult cuMemcpy2DAsync_v2(const struct plane *plane, CUstream stream) {
+    BEGIN_IN_CONTEXT("cuMemcpy2DAsync");
+    CUdeviceptr dst, src;
+    if (!plane->width || !plane->height) return INVALID_VALUE;
+    pthread_mutex_lock(&state);
+    int right = resolve_side(&plane->dst, plane, &dst) && resolve_side(&plane->src, plane, &src);
+    pthread_mutex_unlock(&state);
+    if (!right) return INVALID_VALUE;
+    count(&ledger->plane_copies);
+    size_t num = plane->height;
+    CUdeviceptr *sides = malloc(2 * num * sizeof *sides);
+    size_t *sizes = malloc(num * sizeof *sizes);
+    for (size_t i = 0; i < num; i++) {
+        sides[i] = dst + i * plane->dst.pitch;
+        sides[num + i] = src + i * plane->src.pitch;
+        sizes[i] = plane->width;
+    }
+    CUresult answer = queue_copy(stream, sides, sides + num, sizes, num, NULL, (int)control->break_planes);
+    free(sides);
+    free(sizes);
+    return answer;
 }
 
 struct location { int type, id; };
@@ -444,7 +491,7 @@ static CUresult batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const si
     count(&ledger->batches);
     __atomic_fetch_add(&ledger->descriptors, num, __ATOMIC_SEQ_CST);
     if (num > ledger->descriptors_max) ledger->descriptors_max = (uint32_t)num;
-    return queue_copy(stream, dsts, srcs, sizes, num, failed);
+    return queue_copy(stream, dsts, srcs, sizes, num, failed, num > 1 && control->break_batches);
 }
 CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t num,
                             struct attributes *attributes, size_t *firsts, size_t num_attributes,
@@ -522,6 +569,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     BEGIN("cuDeviceGetAttribute");
     if (!is_one(device)) return INVALID_DEVICE;
     switch (attribute) {
+    case 11: *value = (int)PITCH_MAX; break;              /* MAX_PITCH */
     case 93: *value = !control->no_stream_writes; break;  /* CAN_USE_64_BIT_STREAM_MEM_OPS_V1 */
     case 122: *value = !control->no_stream_writes; break; /* CAN_USE_64_BIT_STREAM_MEM_OPS */
     case 102: case 103: *value = 1; break;                /* VMM, POSIX descriptors as handles */
@@ -628,6 +676,16 @@ CUresult cuEventQuery(CUevent event) {
     BEGIN("cuEventQuery");
     if (!event) return INVALID_HANDLE;
     return atomic_load(&event->pending) ? NOT_READY : SUCCESS;
+}
+CUresult cuEventElapsedTime(float *milliseconds, CUevent begun, CUevent ended) {
+    BEGIN("cuEventElapsedTime");
+    if (!begun || !ended) return INVALID_HANDLE;
+    if (atomic_load(&begun->pending) || atomic_load(&ended->pending)) return NOT_READY;
+    *milliseconds = (float)(atomic_load(&ended->reached_ns) - atomic_load(&begun->reached_ns)) / 1e6f;
+    return SUCCESS;
+}
+CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent begun, CUevent ended) {
+    return cuEventElapsedTime(milliseconds, begun, ended);
 }
 CUresult cuEventSynchronize(CUevent event) {
     BEGIN("cuEventSynchronize");

@@ -1,0 +1,197 @@
+"""On which NUMA nodes host memory lies: chosen, asked for, and looked at.
+
+Owns the choice (the nodes of this machine's GPUs, as the kernel and NVIDIA's driver tell them,
+without CUDA), the system calls, made by hand since libnuma has no well-kept binding, and what is
+told of the result. Does not own memory.
+
+Nodes are preferred, not enforced: with one that is full, a strict policy ends processes (the OOM
+killer) where the pool would rather lie elsewhere. Several nodes are interleaved: one sidecar serves
+the GPUs of all sockets, and each copy engine then finds its share near.
+
+The policy is a thread's own (set_mempolicy), so that it needs no mapping and nothing has to be set
+back: what allocates the pages runs in threads that end with it.
+
+Invariants: the policy is set before the first page is allocated, for it moves none that is there; a
+setting that names nodes is kept or refused, `auto` is kept or says why not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from tiers.errors import PoolError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+PAGES_SAMPLED: Final = 64
+
+_CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}
+"""set_mempolicy and get_mempolicy."""
+_PREFERRED: Final = 1
+_INTERLEAVE: Final = 3
+_OF_THE_PAGE: Final = 3
+"""MPOL_F_NODE | MPOL_F_ADDR: not the policy, but where the page at an address is."""
+_MASK_BITS: Final = 1024
+_WORD_BITS: Final = 64
+_PAGE_BYTES: Final = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+class _Refused(Exception):
+    """The kernel does not set a policy; the message says why and what would help."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where the pages of a memory shall lie."""
+
+    nodes: tuple[int, ...] = ()
+    """Nodes to prefer; none: each page on the node that it is first touched from."""
+    reason: str = ""
+    """Why there are none."""
+    strict: bool = False
+    """Whether to refuse what cannot be had."""
+    refused: bool = False
+    """Whether there are none because the kernel does not allow it."""
+
+    @classmethod
+    def of(
+        cls, setting: Literal["auto", "off"] | tuple[int, ...], root: Path = Path("/")
+    ) -> Placement:
+        """What a setting means on this machine. Raises `PoolError` for nodes that it lacks."""
+        if setting == "off":
+            return cls(reason="host.numa is off")
+        there = memory_nodes(root)
+        if isinstance(setting, tuple):
+            unknown = sorted(set(setting) - set(there))
+            if unknown:
+                raise PoolError(
+                    f"host.numa={list(setting)}: this machine has memory on the nodes "
+                    f"{list(there)}; name some of them, or write auto"
+                )
+            return cls(setting, strict=True)
+        if len(there) <= 1:
+            return cls(reason="the machine has one node")
+        nodes = gpu_nodes(root)
+        if not nodes:
+            return cls(reason="no GPU whose node is known")
+        return cls(nodes)
+
+    def settle(self) -> None:
+        """See whether it can be had, before it is needed.
+
+        Raises `PoolError` where `strict`; else notes the reason, and there are no nodes any more.
+        """
+        if not self.nodes:
+            return
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(_prefer, self.nodes).result()
+        except _Refused as error:
+            if self.strict:
+                raise PoolError(f"host.numa={list(self.nodes)}: {error}") from error
+            self.nodes, self.reason, self.refused = (), str(error), True
+
+    def adopt(self) -> None:
+        """Prefer the nodes for what this thread allocates from now on. After `settle`."""
+        if self.nodes:
+            _prefer(self.nodes)
+
+    def describe(self, memory: Bytes) -> dict[str, object]:
+        """For status: what was asked for, and on which nodes a sample of the pages is."""
+        return {
+            "nodes": list(self.nodes),
+            "reason": self.reason,
+            "pages_sampled": {str(node): count for node, count in sample(memory).items()},
+        }
+
+
+def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
+    """Nodes that have memory; node 0 where the kernel does not say."""
+    try:
+        text = (root / "sys/devices/system/node/has_memory").read_text()
+    except OSError:
+        return (0,)
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            found += range(int(first), int(last or first) + 1)
+    return tuple(found) or (0,)
+
+
+def gpu_nodes(root: Path = Path("/")) -> tuple[int, ...]:
+    """Nodes next to the GPUs that NVIDIA's driver shows here, so far as they are known."""
+    found: set[int] = set()
+    for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
+        try:
+            text = (root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text()
+        except OSError:
+            continue
+        if text.strip().isdecimal():  # -1 where the firmware does not say
+            found.add(int(text))
+    return tuple(sorted(found))
+
+
+def sample(memory: Bytes) -> dict[int, int]:
+    """Nodes of up to PAGES_SAMPLED pages, evenly spread, as counts; empty where it is not told.
+
+    A page that was not mapped yet is mapped, and allocated if it is not there.
+    """
+    call = _call(1)
+    pages = memory.size // _PAGE_BYTES
+    if call is None or not pages:
+        return {}
+    found: Counter[int] = Counter()
+    for number in range(min(pages, PAGES_SAMPLED)):
+        offset = number * pages // min(pages, PAGES_SAMPLED) * _PAGE_BYTES
+        node = ctypes.c_int(-1)
+        address = ctypes.c_void_p(memory.ctypes.data + offset)
+        answer = _libc.syscall(
+            call, ctypes.byref(node), None, ctypes.c_ulong(0), address, ctypes.c_ulong(_OF_THE_PAGE)
+        )
+        if answer:
+            return {}
+        found[node.value] += 1
+    return dict(sorted(found.items()))
+
+
+def _prefer(nodes: tuple[int, ...]) -> None:
+    call = _call(0)
+    if call is None:
+        raise _Refused(f"how to place memory on {platform.machine()} is not known")
+    words = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
+    for node in nodes:
+        words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    answer = _libc.syscall(
+        call,
+        ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE),
+        words,
+        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel takes one bit less than it is told
+    )
+    if answer == 0:
+        return
+    code = ctypes.get_errno()
+    why = f"memory cannot be placed on the nodes {list(nodes)} (set_mempolicy: {os.strerror(code)})"
+    if code == errno.EPERM:
+        why += "; let the container do so (docker --cap-add SYS_NICE, or the capability SYS_NICE)"
+    raise _Refused(why)
+
+
+def _call(number: int) -> ctypes.c_long | None:
+    found = _CALLS.get(platform.machine())
+    return None if found is None else ctypes.c_long(found[number])
