@@ -146,7 +146,7 @@ gpu-test:
 
 gpu-bench:
 	@$(gpu_python)
-	$(GPU_ENV) "$(GPU_PYTHON)" -m benchmarks.gpu.run --docs $(GPU_ARGS)
+	$(GPU_ENV) "$(GPU_PYTHON)" -m benchmarks.gpu.run $(GPU_ARGS)
 
 # The table also goes to build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"':
 # the others keep what an earlier run said of them.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path("benchmarks/results")
 PAGE: Final = Path("docs/performance.md")
-BEGIN: Final = "<!-- GPU: made by `make gpu-bench`, do not edit -->"
+BEGIN: Final = "<!-- GPU: made by `make gpu-test` and `make gpu-bench`, do not edit -->"
 END: Final = "<!-- end of GPU -->"
 NOT_YET: Final = "not yet run"
 

@@ -1,10 +1,10 @@
 """`make gpu-bench`: what the copies of a GPU's memory reach and cost on this machine.
 
-    python -m benchmarks.gpu.run [--only PART …] [--out FOLDER] [--seconds 540] [--docs]
+    python -m benchmarks.gpu.run [--only PART …] [--out FOLDER] [--seconds 540]
 
 Prints every figure beside what was asked of it, those that fall short as plainly as the others,
-and leaves them as JSON with the device's name. Ends with 0 if all was measured, 1 if a part could
-not be, 2 where it cannot run here.
+and leaves them as JSON with the device's name and in docs/performance.md. Ends with 0 if all was
+measured, 1 if a part could not be, 2 where it cannot run here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="PART", default=None)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no part after so long")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/")
     options = parser.parse_args()
     try:
         device = look_from_outside()
@@ -81,8 +80,8 @@ def main() -> int:
     else:
         path = write(options.out, device, figures, missing, real=bench.place.real)
         print(f"written to {path}")
-        if options.docs:
-            put_into(PAGE, options.out)
+        if options.out == RESULTS:
+            put_into(PAGE, RESULTS)
     return 1 if missing else 0
 
 

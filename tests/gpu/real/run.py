@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -16,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.gpu.figures import PAGE, RESULTS, put_into
 from tests.gpu.real.preflight import CANNOT_RUN, CannotRun, Device, look_from_outside
 
 SUITE: Final = "tests/gpu/real/on_gpu.py"
-RESULTS: Final = Path("benchmarks/results")
 
 
 def outcomes(report: Path) -> dict[str, dict[str, Any]]:
@@ -60,8 +61,10 @@ def main() -> int:
     report = Path("build/gpu/tests.xml")
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    # Warnings of whatever release of a package is here are not what this is about.
-    command = [sys.executable, "-m", "pytest", SUITE, "-m", "gpu", "-v", "-W", "default"]
+    # Without the project's own settings: what they ask of pytest, its plugins and other people's
+    # warnings is not what this is about, and the releases here are not those of `make setup`.
+    settings = ["-c", os.devnull, "--rootdir=.", "--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", SUITE, "-m", "gpu", "-v", *settings]
     done = subprocess.run(
         [*command, f"--junitxml={report}", *(["-k", options.k] if options.k else [])], check=False
     )
@@ -76,6 +79,8 @@ def main() -> int:
         print("only some cases ran: the results are not kept")
     else:
         print(f"written to {write(options.out, device, found)}")
+        if options.out == RESULTS:
+            put_into(PAGE, RESULTS)
     return 0 if found and all(result["holds"] for result in found.values()) else 1
 
 
