@@ -3,28 +3,19 @@
 vLLM's offloading brings chunks from a tier like this into its host tier before it tells its
 scheduler of a hit, so here everything may fail, be late or be gone, and is a miss then.
 
-Owns the translation of vLLM's calls: which chunks the sidecar has, what to ask it for, and the
-names of chunks. Their rows are carried by `bounce.py`. No method raises for a fault of the cache,
-and none waits for the sidecar.
-
-Names: vLLM calls a chunk by its block hash, which covers tokens, cache salt, adapter and media; a
-key of ours is made of that and of the namespace. It is not the key that `KVLakeConnector` makes of
-the same tokens, which vLLM does not tell us here: the two share a sidecar, not chunks.
+Owns the translation of vLLM's calls: which chunks the sidecar has, and what to ask it for. What a
+chunk is called is in `chunknames.py`, its row is carried by `bounce.py`. No method raises for a
+fault of the cache, and none waits for the sidecar.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-    canonical_format_id,
-)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -37,9 +28,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.bounce import BLOCK_TOKENS, Bounce, Row
+from connector.chunknames import ChunkNames, namespace_of
 from connector.client import Attempt, Client
 from connector.keys import NO_PARENT
-from connector.namespace import canonical_json, digest_of
 from connector.options import default_socket, seconds_of
 from connector.wishes import Wishes, WishReader
 from connector.worker import WorkerRole
@@ -65,23 +56,18 @@ if TYPE_CHECKING:
         ReqContext,
         ScheduleEndContext,
     )
-    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from connector.client import Session
     from connector.export import ExportedMemory
 
-logger = logging.getLogger("vllm.kvlake")
-
 TOPOLOGY: Final = "offloading"
 """Of chunks that vLLM put together from all of its ranks."""
 BOUNCE_BYTES: Final = 256 * 1024 * 1024
 BOUNCE_ROWS_MIN: Final = 8
-NAMES_KEPT_MAX: Final = 65_536
 EVENTS_KEPT_MAX: Final = 65_536
 WITHOUT_SIDECAR_SECONDS: Final = 5.0
 """How long a transfer may take that was begun with a sidecar that is gone again."""
-_KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
 
 
 @dataclass(slots=True)
@@ -173,16 +159,14 @@ class KVLakeTier(SecondaryTierManager):
             for group in config.groups
         }
         self._namespace = namespace_of(config, namespace, self._row_bytes)
-        self._digest = digest_of(self._namespace)
         self._engine_id = str(config.engine_id)
-        self._generation = b""
         self._wants_events = bool(config.enable_kv_cache_events)
+        self._names = ChunkNames(self._namespace, remembers=self._wants_events)
         self._clock = time.monotonic
         self._wishes = WishReader()
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
-        self._names: dict[bytes, OffloadKey] = {}
         self._events: list[OffloadingEvent] = []
         self._next_id = 1
         self._socket = socket or default_socket()
@@ -252,19 +236,10 @@ class KVLakeTier(SecondaryTierManager):
         return LookupResult.MISS
 
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
-        hasher = hashlib.sha256(_KEY_DOMAIN)
-        hasher.update(self._digest)
-        hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
-        hasher.update(key)
-        own = hasher.digest()
+        own = self._names.key_of(key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
             request.places[get_offload_group_idx(key), end] = own
-        if self._wants_events:
-            self._names.pop(own, None)
-            self._names[own] = key
-            if len(self._names) > NAMES_KEPT_MAX:
-                del self._names[next(iter(self._names))]
         return own
 
     def _ask(self, request_id: str, request: _Request, session: Session) -> None:
@@ -417,7 +392,7 @@ class KVLakeTier(SecondaryTierManager):
         of before, so they are not served or stored from now on.
         """
         self._bounce.drain()
-        self._generation = os.urandom(16)
+        self._names.forget()
         self._reads.clear()
         for request in self._requests.values():
             request.void = True
@@ -448,7 +423,7 @@ class KVLakeTier(SecondaryTierManager):
         self._reads_ended()
 
     def _tell(self, key: bytes, tier: str, *, removed: bool) -> None:
-        name = self._names.get(key)
+        name = self._names.of_key(key)
         if name is None:
             # Another engine's, of which vLLM's words for it are not known here.
             return
@@ -458,41 +433,6 @@ class KVLakeTier(SecondaryTierManager):
             medium=Medium.CPU if host else Medium.STORAGE,
             removed=removed,
             locality=Locality.LOCAL if host else Locality.REMOTE,
-            ownership=f"kvlake/{self._digest.hex()[:16]}",
+            ownership=self._names.owner,
         )
         self._events.append(event)
-
-
-def namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
-    """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
-    parallel = config.parallel
-    canonical = ""
-    if config.canonical_layout:
-        canonical = canonical_format_id(str(config.kv_cache_layout))
-    portable = bool(canonical) and parallel.is_parallelism_agnostic
-    description = {
-        "format": 1,
-        "interface": "vllm offloading",
-        "identity": identity,
-        "model": config.model.name if isinstance(identity, str) else "",
-        "kv_dtype": config.model.dtype,
-        "layout": str(config.kv_cache_layout),
-        "canonical": canonical,
-        "row_bytes": row_bytes,
-        "tokens_per_hash": config.cache.tokens_per_hash,
-        "blocks_per_chunk": config.cache.blocks_per_chunk,
-        "groups": [
-            {
-                "block_tokens": group.tokens_per_block,
-                "layers": len(group.layer_names),
-                "names": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest(),
-            }
-            for group in config.groups
-        ],
-        # Pages that do not depend on how the model was cut are shared by all cuts of it.
-        "cut": []
-        if portable
-        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-        "replicated": config.replicated_layout,
-    }
-    return canonical_json(description)

@@ -35,7 +35,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.secondary import KVLakeTier, namespace_of
+from connector.chunknames import namespace_of
+from connector.secondary import KVLakeTier
 from sidecar.demo.sidecars import SidecarProcess
 
 ROW_BYTES = 16 * 1024

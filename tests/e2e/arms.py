@@ -45,6 +45,16 @@ def words(count: int, seed: int) -> list[int]:
     return [chooser.randrange(WORDS) for _ in range(count)]
 
 
+def chunk_tokens(engine: Engine) -> int:
+    """Tokens of a chunk that this engine stores."""
+    return int(getattr(engine, "chunk_tokens", CHUNK_TOKENS))
+
+
+def has_host_tier(engine: Engine) -> bool:
+    """Whether this engine has chunks of its own in host memory, before kvlake is asked."""
+    return bool(getattr(engine, "has_host_tier", False))
+
+
 def fresh_salt() -> str:
     """A cache salt under which nothing is cached yet."""
     return f"arm-{next(_serial)}"

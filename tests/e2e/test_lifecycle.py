@@ -28,10 +28,12 @@ from tests.e2e.arms import (
     attach,
     blocks_of,
     check_equal,
+    chunk_tokens,
     counters,
     empty,
     external_hit,
     fresh_salt,
+    has_host_tier,
     idle,
     own_hit,
     words,
@@ -137,7 +139,7 @@ def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
     with running(folder, engine) as sidecar:
         expected = own_hit(engine, call, before=[call])
         spec = EngineSpec(model, sidecar.socket, ENGINE_ARGS)
-        with Engine(spec, folder / "second-engine.log") as second:
+        with type(engine)(spec, folder / "second-engine.log") as second:
             second.wait_ready()
             sidecar.wait("both are attached", lambda status: len(status["sessions"]) == 4)
             empty(second)
@@ -379,6 +381,7 @@ def test_preemption(folder: Path, engine: Engine) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
     calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]
     oracles = [Oracle(engine, call) for call in calls]
+    loaded: list[int] = []
     with running(folder, engine) as sidecar:
         salt = fresh_salt()
         empty(engine)
@@ -389,21 +392,24 @@ def test_preemption(folder: Path, engine: Engine) -> None:
             ]
             generations = [engine.finish(handle) for handle in handles]
             assert [len(generation.tokens) for generation in generations] == [200] * len(calls)
-            # In the first round nothing was stored before: only who was preempted can load.
             sidecar.wait("everything ended", idle)
-            assert counters(sidecar)["chunks_loaded"] > 0
+            loaded.append(counters(sidecar)["chunks_loaded"])
             for oracle, generation in zip(oracles, generations, strict=True):
                 oracle.check_close(generation)
             empty(engine)
+        # In the first round nothing was stored before: only who was preempted can load. An engine
+        # with a host tier of its own finds it there.
+        assert loaded[has_host_tier(engine)] > 0
 
 
-def test_pool_of_four_slots(folder: Path, engine: Engine) -> None:
+def test_pool_of_four_chunks(folder: Path, engine: Engine) -> None:
     """Far too small a pool: chunks are evicted all the time, also between lookup and load."""
     chooser = random.Random(SEED + 3)
-    slot_bytes = CHUNK_TOKENS * KV_BYTES_PER_TOKEN + 32 * 1024
+    slot_bytes = chunk_tokens(engine) * KV_BYTES_PER_TOKEN + 32 * 1024
+    slots = 4 * CHUNK_TOKENS // chunk_tokens(engine)
     oracles = [Oracle(engine, Call(words(330 + 70 * i, 40 + i))) for i in range(4)]
     salt = fresh_salt()
-    with running(folder, engine, size=f"{4 * slot_bytes}B") as sidecar:
+    with running(folder, engine, size=f"{slots * slot_bytes}B") as sidecar:
         for _ in range(12):
             empty(engine)
             chosen = chooser.choices(oracles, k=3)
@@ -413,6 +419,7 @@ def test_pool_of_four_slots(folder: Path, engine: Engine) -> None:
                 oracle.check_close(generation)
         status = sidecar.status()
         used = [one["slots_used"] + one["slots_free"] for one in status["tiers"]["host"]["classes"]]
-        assert sum(used) == 4
+        # Slots have a header and a footer each, for which the size above has room to spare.
+        assert sum(used) // slots == 1
         assert status["counters"]["chunks_evicted"] > 0
         assert status["counters"]["chunks_loaded"] > 0

@@ -30,6 +30,7 @@ from tests.e2e.arms import (
     attach,
     blocks_of,
     check_equal,
+    chunk_tokens,
     counters,
     empty,
     fresh_salt,
@@ -108,9 +109,9 @@ def again(engine: Engine, call: Call, salt: str) -> Measured:
     return Measured(generation, blocks_of(engine), salt)
 
 
-def chunks_of(tokens: int) -> int:
+def chunks_of(tokens: int, chunk: int = CHUNK_TOKENS) -> int:
     """Objects of a prompt: its full chunks, and its last whole blocks."""
-    full, rest = divmod(tokens, CHUNK_TOKENS)
+    full, rest = divmod(tokens, chunk)
     return full + (rest >= BLOCK_TOKENS)
 
 
@@ -125,12 +126,13 @@ def test_folder_serves_an_empty_sidecar(folder: Path, engine: Engine, tokens: in
     store = {"url": f"file://{place}", "prefix": "team/kv"}
     with cluster(folder, engine, store) as sidecar:
         expected = own_hit(engine, call, before=[call])
-    assert len(list((place / "team" / "kv").rglob("??/*/*.arrow"))) >= chunks_of(tokens)
+    chunks = chunks_of(tokens, chunk_tokens(engine))
+    assert len(list((place / "team" / "kv").rglob("??/*/*.arrow"))) >= chunks
     with cluster(folder, engine, store) as sidecar:
-        listed(sidecar, chunks_of(tokens))
+        listed(sidecar, chunks)
         check_equal(again(engine, call, expected.salt), expected)
         counted = counters(sidecar)
-        assert counted["chunks_read"] == counted["lookups"] * chunks_of(tokens)
+        assert counted["chunks_read"] == counted["lookups"] * chunks
         # Now it is in host memory, and is not read twice.
         check_equal(again(engine, call, expected.salt), expected)
         assert counters(sidecar)["chunks_read"] == counted["chunks_read"]
@@ -147,15 +149,15 @@ def test_head_in_the_engine_middle_in_host_tail_in_the_store(folder: Path, engin
     with cluster(folder, engine, store) as sidecar:
         expected = own_hit(engine, call, before=[*calls, call])
     with cluster(folder, engine, store) as sidecar:
-        listed(sidecar, chunks_of(1500))
+        listed(sidecar, chunks_of(1500, chunk_tokens(engine)))
         # Reads the first three chunks to host memory; the engine keeps one of them.
         for one in reversed(calls):
             empty(engine)
             engine.generate(one.prompt, max_tokens=1, cache_salt=expected.salt)
-        assert counters(sidecar)["chunks_read"] == 3
+        assert counters(sidecar)["chunks_read"] == 3 * CHUNK_TOKENS // chunk_tokens(engine)
         generation = engine.generate(call.prompt, cache_salt=expected.salt)
         check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
-        assert counters(sidecar)["chunks_read"] == chunks_of(1500)
+        assert counters(sidecar)["chunks_read"] == chunks_of(1500, chunk_tokens(engine))
 
 
 def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -> None:
@@ -169,7 +171,7 @@ def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -
     with cluster(folder, engine, {**url, "read": "off"}) as sidecar:
         assert again(engine, call, expected.salt).generation.cached_tokens == 0
     with cluster(folder, engine, {**url, "write": "off"}) as sidecar:
-        listed(sidecar, chunks_of(600))
+        listed(sidecar, chunks_of(600, chunk_tokens(engine)))
         files = len(list(place.rglob("??/*/*.arrow")))
         check_equal(again(engine, call, expected.salt), expected)
         engine.generate(words(600, 3), cache_salt=fresh_salt())

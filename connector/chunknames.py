@@ -1,0 +1,105 @@
+"""What chunks of vLLM's own offloading are called in kvlake.
+
+vLLM calls a chunk by its block hash, which covers tokens, cache salt, adapter and media; a key of
+ours is made of that and of the namespace. It is not the key that `KVLakeConnector` makes of
+the same tokens, which vLLM does not tell us here: the two share a sidecar, not chunks.
+
+Owns the namespace of an engine's rows, its keys, and the way back from a key for events.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
+
+from connector.namespace import canonical_json, digest_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+NAMES_KEPT_MAX: Final = 65_536
+_KEY_DOMAIN: Final = b"kvlake/offloading/1\0"
+
+
+class ChunkNames:
+    """Keys of one engine.
+
+    Args:
+        namespace: from `namespace_of`.
+        remembers: whether vLLM's names are to be found again by key; the last that were asked for.
+    """
+
+    def __init__(self, namespace: bytes, *, remembers: bool) -> None:
+        self._digest = digest_of(namespace)
+        self._remembers = remembers
+        self._generation = b""
+        self._known: dict[bytes, OffloadKey] = {}
+
+    @property
+    def owner(self) -> str:
+        """Whose chunks are told of in events."""
+        return f"kvlake/{self._digest.hex()[:16]}"
+
+    def key_of(self, name: OffloadKey) -> bytes:
+        """Our key of a chunk."""
+        hasher = hashlib.sha256(_KEY_DOMAIN)
+        hasher.update(self._digest)
+        hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
+        hasher.update(name)
+        key = hasher.digest()
+        if self._remembers:
+            self._known.pop(key, None)
+            self._known[key] = name
+            if len(self._known) > NAMES_KEPT_MAX:
+                del self._known[next(iter(self._known))]
+        return key
+
+    def of_key(self, key: bytes) -> OffloadKey | None:
+        """What vLLM calls the chunk of a key of ours, if that is known."""
+        return self._known.get(key)
+
+    def forget(self) -> None:
+        """From now on keys are of a new generation: nothing from before is found."""
+        self._generation = os.urandom(16)
+        self._known.clear()
+
+
+def namespace_of(config: OffloadingConfig, identity: Any, row_bytes: int) -> bytes:
+    """The namespace of an engine's rows: `identity`, and everything that vLLM tells a tier."""
+    parallel = config.parallel
+    canonical = ""
+    if config.canonical_layout:
+        canonical = canonical_format_id(str(config.kv_cache_layout))
+    portable = bool(canonical) and parallel.is_parallelism_agnostic
+    description = {
+        "format": 1,
+        "interface": "vllm offloading",
+        "identity": identity,
+        "model": config.model.name if isinstance(identity, str) else "",
+        "kv_dtype": config.model.dtype,
+        "layout": str(config.kv_cache_layout),
+        "canonical": canonical,
+        "row_bytes": row_bytes,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "groups": [
+            {
+                "block_tokens": group.tokens_per_block,
+                "layers": len(group.layer_names),
+                "names": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest(),
+            }
+            for group in config.groups
+        ],
+        # Pages that do not depend on how the model was cut are shared by all cuts of it.
+        "cut": []
+        if portable
+        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "replicated": config.replicated_layout,
+    }
+    return canonical_json(description)

@@ -1,0 +1,59 @@
+"""vLLM's own offloading in the end-to-end tests: an engine with `KVLakeOffloadingSpec`.
+
+`NativeEngine` stands in for `Engine` in tests that were written for the connector. Two things are
+different, and are made alike in the engine's process (`settling.py`):
+
+* vLLM's host tier would serve what the engine itself stored. It is emptied before a request that
+  comes alone, so that what is loaded comes from kvlake.
+* vLLM frees a request's blocks while they are still being stored (it waits before it reuses them),
+  so the end of a request says nothing. A file says whether everything has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from sidecar.demo.engine import Engine, EngineFailed, EngineSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOST_TIER_BYTES: Final = 128 * 1024 * 1024
+BLOCKS_PER_CHUNK: Final = 1
+CHUNK_TOKENS: Final = 32
+SETTLE_SECONDS_MAX: Final = 90.0
+
+
+class NativeEngine(Engine):
+    """An engine with vLLM's `OffloadingConnector` on the tiers of a sidecar."""
+
+    chunk_tokens = CHUNK_TOKENS
+    has_host_tier = True
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self._settled = log.with_suffix(".settled")
+        extra = {
+            "spec_name": "SettlingSpec",
+            "spec_module_path": "tests.e2e.settling",
+            "socket": spec.socket,
+            "cpu_bytes_to_use": HOST_TIER_BYTES,
+            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            "settled": str(self._settled),
+        }
+        connector = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        super().__init__(replace(spec, connector=connector), log)
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
+        """As the base class, once everything is stored."""
+        deadline = time.monotonic() + SETTLE_SECONDS_MAX
+        while not self._settled.is_file():
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"stores did not end in {SETTLE_SECONDS_MAX:.0f} s")
+            time.sleep(0.005)
+        super().reset_prefix_cache(connector=connector)

@@ -1,0 +1,60 @@
+"""vLLM's own offloading on kvlake's tiers: hits, as in `test_hits.py`.
+
+Its tests run here as they are, on an engine with `OffloadingConnector`; not those of loads that are
+too short to pay, for vLLM weighs none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.demo.engine import EngineSpec
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import attach
+from tests.e2e.native import NativeEngine
+from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after each)
+    BLOCKS,
+    _nothing_runs_on,
+    test_another_salt_finds_nothing,
+    test_cold_loads_nothing,
+    test_full_prompt_hit,
+    test_hits_of_several_requests_at_once,
+    test_host_hit,
+    test_next_turn_continues_on_what_was_generated,
+    test_own_prefix_hit_costs_no_message,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.demo.engine import Engine
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def sidecar(folder: Path) -> Iterator[SidecarProcess]:
+    config: dict[str, Any] = {
+        "host": {"size": "512MiB"},
+        "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+    }
+    with SidecarProcess(folder / "s", config) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
+    engine_args = {
+        "num_gpu_blocks_override": BLOCKS,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 4096,
+        "enable_chunked_prefill": True,
+    }
+    spec = EngineSpec(model, sidecar.socket, engine_args)
+    with NativeEngine(spec, folder / "engine.log") as engine:
+        engine.wait_ready()
+        attach(engine, sidecar)
+        yield engine
