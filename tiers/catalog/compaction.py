@@ -294,7 +294,8 @@ class _Round:
 
     async def _whole(self, state: State) -> Manifest:
         bounds, generation = self._plan.bounds, state.next_generation
-        verdict = Verdict(bounds, await self._ages(state), self._now)
+        ages = await self._ages(state)
+        verdict = await anyio.to_thread.run_sync(Verdict, bounds, ages, self._now)
         out = _Output(self, generation)
         deletes = self._deletes(state.manifest)
         self._report.logs_merged = len(state.logs)
