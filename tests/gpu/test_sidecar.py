@@ -294,16 +294,19 @@ def test_under_random_kills_and_delays_no_byte_is_wrong(
                 first=1000 * life + 1,
             )
             time.sleep(chance.random() / 2)
-            victim = chance.choice(("sidecar", "worker", "nobody"))
+            victim = chance.choice(("sidecar", "worker", "sleeper", "nobody"))
             if victim == "worker":
                 rank.kill()
                 rank.close()
-                rank = rank_of(double, running, chance.choice(ORDERS), engine_id=f"life-{life}")
+                order, vmm = chance.choice(ORDERS), chance.random() < 0.5
+                rank = rank_of(double, running, order, vmm=vmm, engine_id=f"life-{life}")
                 continue
             if victim == "sidecar":
                 running.kill()
                 running = SidecarProcess(double, short_directory)
             rank.finish()
+            if victim == "sleeper" and rank.run("result = rank.kind") == "cuda_vmm":
+                rank.run("rank.go_to_sleep(); rank.wake_up()")
             rank.run("rank.attached()")
         rank.close()
         wait_until(lambda: not {"import", "mapping"} & set(running.left))
