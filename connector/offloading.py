@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import WeightsUnknown, offloading_identity
 
@@ -101,10 +102,15 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
 
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+    if reason := drafting_refusal(vllm_config):
+        return {"refusal": reason}
     try:
-        return {"identity": offloading_identity(vllm_config, block_tokens)}
+        drafter = drafting_of(vllm_config).drafter
+        identity = offloading_identity(vllm_config, block_tokens)
     except (WeightsUnknown, OSError) as error:
         return {"refusal": str(error)}
+    # Its layers are in the same blocks, and vLLM's hashes know nothing of it.
+    return {"identity": identity | ({"drafter": drafter} if drafter else {})}
 
 
 def region_path(engine_id: str) -> Path:

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from connector.drafting import NO_DRAFTS, Drafting, drafting_of, drafting_refusal
 from connector.engine import ServedEngine
 from connector.keys import KeyChain
+from connector.offloading import _identify  # pyright: ignore[reportPrivateUsage]
 from connector.vllm import KVLakeConnector
 from tests.connector.conversations import converse, prompt_of
 from tests.connector.engine import (
@@ -190,6 +191,20 @@ class TestNamespace:
         assert len(found) == 3
         more = {**eagle, "num_speculative_tokens": 5}
         assert self.namespace(model, more) == self.namespace(model, eagle)
+
+    def test_also_below_vllms_own_offloading(self, model: Path, eagle: dict[str, Any]) -> None:
+        plain, ngram, drafting = (
+            _identify(vllm_config(model, speculative=speculative), BLOCK_TOKENS)
+            for speculative in (None, NGRAM, eagle)
+        )
+        assert plain == ngram
+        assert drafting["identity"] == plain["identity"] | {
+            "drafter": drafting_of(vllm_config(model, speculative=eagle)).drafter
+        }
+        config = vllm_config(model, speculative=eagle)
+        assert config.speculative_config is not None
+        config.speculative_config.method = "dflash"
+        assert "'dflash'" in _identify(config, BLOCK_TOKENS)["refusal"]
 
 
 class TestRefused:
