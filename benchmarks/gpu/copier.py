@@ -64,6 +64,16 @@ class Copier:
         """Whether copies go out in batches here."""
         return self._device.batches
 
+    def ways(self) -> str:
+        """What the self-test of the device found of batches and 2D copies, in words."""
+        found = self._device.findings
+        rates = [
+            f"{direction} {size_bytes >> 10} KiB: {batch:.1f} GB/s in batches, {plane:.1f} in 2D"
+            for direction, sizes in found.rates.items()
+            for size_bytes, (batch, plane) in sorted(sizes.items())
+        ]
+        return "; ".join([*found.reasons, *rates]) or "nothing was timed"
+
     def plain(self, num_bytes: int, *, to_device: bool) -> float:
         """Seconds of one `cuMemcpyAsync`."""
         cuda = self._device.driver

@@ -133,7 +133,7 @@ class Bench:
         found = [
             Figure(part, "pinning", self._pin_seconds / gibibytes, "s per GiB"),
             Figure(part, "batches", float(copier.call("copier.copier.batches")), "",
-                   beside="1: the driver's, 0: one by one"),
+                   beside=f"1: used, 0: not; {copier.call('copier.copier.ways')}"),
         ]  # fmt: skip
         for name, to_device in DIRECTIONS:
             seconds = statistics.median(
