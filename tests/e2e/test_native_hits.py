@@ -24,6 +24,11 @@ from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after 
     test_host_hit,
     test_next_turn_continues_on_what_was_generated,
     test_own_prefix_hit_costs_no_message,
+    test_partial_local_hit_plus_external,
+    test_shared_prefix_of_another_prompt,
+    test_the_oracle_sees_what_it_should,
+    test_three_turns,
+    test_without_a_salt,
 )
 
 if TYPE_CHECKING:
