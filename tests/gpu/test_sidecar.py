@@ -89,40 +89,38 @@ def test_what_was_stored_is_loaded_bit_for_bit_in_every_layout(
 
 
 @pytest.mark.slow
-def test_four_ranks_on_four_devices_store_and_load_their_heads(
+def test_four_ranks_on_four_devices_store_and_load_their_heads_in_every_layout(
     double: Double, sidecar: SidecarProcess
 ) -> None:
     double.page.num_devices = 4
+    double.page.delay_us_max, double.page.piece_bytes = 200, 1024
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(
-                rank_of(
-                    double,
-                    sidecar,
-                    "LBHNC",
-                    rank=number,
-                    world_size=4,
-                    first_device=number,
-                    layout={"heads": 1, "first_head": number},
-                )
-            )
+            stack.enter_context(Child(double, setup=SETUP, first_device=number))
             for number in range(4)
         ]
-        for number, rank in enumerate(ranks):
-            rank.run(
-                "rank.randomize(seed); rank.begin_store(1, key, [3, 4, 5, 9])",
-                seed=number,
-                key=key_of(1),
-            )
-        for rank in ranks:
-            assert rank.run("result = rank.outcome(1)")
-        for rank in ranks:
-            rank.run(
-                "wanted = [rank.block(b) for b in (3, 4, 5, 9)]; rank.randomize(99)\n"
-                "assert rank.load(2, key, [10, 11, 12, 13])\n"
-                "assert wanted == [rank.block(b) for b in (10, 11, 12, 13)]",
-                key=key_of(1),
-            )
+        for order in ORDERS:
+            for number, rank in enumerate(ranks):
+                rank.run(
+                    "rank = Rank(socket, layout, rank=number, world_size=4, engine_id=order)\n"
+                    "rank.attached(); rank.randomize(number)",
+                    socket=str(sidecar.socket),
+                    layout=layout_in(order, heads=1, first_head=number),
+                    number=number,
+                    order=order,
+                )
+            for rank in ranks:
+                rank.run("rank.begin_store(1, key, [3, 4, 5, 9])", key=key_of(order))
+            for rank in ranks:
+                assert rank.run("result = rank.outcome(1)"), order
+            for rank in ranks:
+                rank.run(
+                    "wanted = [rank.block(b) for b in (3, 4, 5, 9)]; rank.randomize(99)\n"
+                    "assert rank.load(2, key, [10, 11, 12, 13])\n"
+                    "assert wanted == [rank.block(b) for b in (10, 11, 12, 13)]\n"
+                    "rank.close()",
+                    key=key_of(order),
+                )
         assert sidecar.left["context"] == 4
     sidecar.stop()
     assert sidecar.left == {}
