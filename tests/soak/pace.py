@@ -1,19 +1,21 @@
 """How fast kvlake is beside an engine without it: rounds of the same work on both.
 
-A machine that others use is faster and slower by the second, so seconds of one moment cannot be
-compared with those of another. What can is the ratio of two measurements of the same moment: both
-engines take turns by the hand of prompts, which takes some tenths of a second.
+A machine that others use is faster and slower by the minute, so seconds of one minute cannot be
+compared with those of another. What can is the ratio of two measurements of the same moment.
 
 Owns the rounds. Does not own when they are taken (`run.py`) or what their ratios say
 (`verdicts.py`). Invariant: every round does the same work. Its prompts are fixed by the seed, its
-cache salts are new, both engines begin with empty prefix caches, and each hand with a sidecar that
-has nothing to do.
+cache salts are new, both engines begin with empty prefix caches and the sidecar with nothing to do.
+While one engine is measured the other is stopped: an idle engine of vLLM spins, and takes a core.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -49,23 +51,22 @@ class Pace:
     def take(self, engine: Engine, reference: Engine) -> Sample:
         """One round, with nothing else running: prompts are computed and stored, then loaded.
 
-        Beside each hand stands the same hand of the reference; which is first takes turns.
+        Beside each pass stands one of the reference; which is first takes turns.
         """
         self._rounds += 1
         seconds: dict[str, float] = dict.fromkeys((*PASSES, "reference"), 0.0)
         given: list[Generation] = []
         for number, name in enumerate(PASSES):
             pair: list[tuple[str, Engine]] = [(name, engine), ("reference", reference)]
-            answers: dict[str, list[Generation]] = {name: [], "reference": []}
-            self._rest()
-            for _, which in pair:
+            if (self._rounds + number) % 2:
+                pair.reverse()
+            answers: dict[str, list[Generation]] = {}
+            for (kind, which), (_, other) in zip(pair, reversed(pair), strict=True):
                 which.reset_prefix_cache()
-            for hand, first in enumerate(range(0, len(self._asks), CLIENTS)):
-                asks = self._asks[first : first + CLIENTS]
-                for kind, which in pair[:: -1 if (self._rounds + number + hand) % 2 else 1]:
-                    spent, answered = self._hand(which, asks, f"round-{self._rounds}")
-                    seconds[kind] += spent
-                    answers[kind] += answered
+                self._rest()
+                with _stopped(other):
+                    spent, answers[kind] = self._pass(which, f"round-{self._rounds}")
+                seconds[kind] += spent
             given = answers[name]
             self.compare(f"in round {self._rounds}", given, answers["reference"])
         tokens = sum(len(ask.prompt) for ask in self._asks)
@@ -87,12 +88,7 @@ class Pace:
                     f"{one.logprobs[:1]}, not {other.logprobs[:1]}"
                 )
 
-    def _hand(
-        self, engine: Engine, asks: Sequence[Ask], salt: str
-    ) -> tuple[float, list[Generation]]:
-        """Seconds and answers of some prompts at once."""
-        self._rest()
-
+    def _pass(self, engine: Engine, salt: str) -> tuple[float, list[Generation]]:
         def one(ask: Ask) -> Generation:
             salted = f"{salt}-{ask.salt}"
             handle = engine.begin(ask.prompt, max_tokens=MAX_TOKENS, cache_salt=salted)
@@ -100,5 +96,16 @@ class Pace:
 
         with ThreadPoolExecutor(CLIENTS) as clients:
             started = time.monotonic()
-            answers = list(clients.map(one, asks))
+            answers = list(clients.map(one, self._asks))
             return time.monotonic() - started, answers
+
+
+@contextlib.contextmanager
+def _stopped(engine: Engine) -> Generator[None]:
+    """All processes of an engine that has nothing to do."""
+    group = engine.process.pid
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
