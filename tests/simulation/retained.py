@@ -92,7 +92,9 @@ class Retained:
                 for realm in engine._directory.realms.values():
                     for key in event.message.keys:
                         chunk = realm.chunks.get(key)
-                        if chunk is not None and chunk.kept:
+                        # What another session keeps may have been refused to this one.
+                        own = engine._kept._by_session.get(event.session_id, {})
+                        if chunk is not None and chunk in own:
                             name = (event.session_id, chunk)
                             self._pins[name] = max(until, self._pins.get(name, 0.0))
             case SessionClosed():
