@@ -162,9 +162,9 @@ class Checks:
     def died(self, process: SidecarProcess, *, kept: bool) -> None:
         """Its life is over: nothing that it promised holds; its memory may be there still."""
         dead = {zombie.slot for zombie in process.hub.engine._host.zombies}
-        self.sealed = {
-            slot: content for slot, content in self.sealed.items() if kept and slot not in dead
-        }
+        # In place: the ledger has it too, and slots are freed before the next life begins.
+        for slot in [one for one in self.sealed if not kept or one in dead]:
+            del self.sealed[slot]
         self.damaged.intersection_update(self.sealed)
         self._clear()
         engine = process.hub.engine
