@@ -34,6 +34,7 @@ from sidecar.protocol import (
     Limits,
     ProtocolError,
     Refused,
+    Release,
     Role,
     ServerMessage,
     decode_attach_reply,
@@ -70,6 +71,7 @@ class Session:
     """Sidecar's public key, our public key, our secret key, where jobs travel over TCP."""
     context: object = None
     """What the attempt's maker wants to keep with the session (a worker's fence page)."""
+    wants_events: bool = False
     dead: bool = False
     moved: deque[IndexReader] = field(default_factory=deque[IndexReader])
     """Newer indexes that the thread received and the engine's thread has not taken yet."""
@@ -245,6 +247,9 @@ class Client:
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
             dealer.connect(session.endpoint)
+            if session.wants_events:
+                # Events come unasked, to a peer that has spoken. This gives back nothing.
+                dealer.send(encode(Release(session.epoch, [], [])), zmq.NOBLOCK)
         except (zmq.ZMQError, ValueError) as error:
             # We are in the middle of an engine's step. Without its jobs channel a session is none.
             session.dead = True
@@ -335,6 +340,7 @@ class Client:
             index_salt=reply.index_salt,
             index=index,
             context=attempt.context,
+            wants_events=attempt.message.want_events,
             curve=(reply.curve_key, public, secret) if reply.curve_key else None,
         )
 

@@ -316,7 +316,8 @@ class Hub:
             self._refuse(routing_id, error)
             self.end_session(session, "another client used its token")
             return
-        session.heard = True
+        for frame in session.speaks():
+            self._deliver(session, frame)
         try:
             event = session.event_of(parts, self.epoch)
         except ProtocolError as error:
@@ -352,18 +353,20 @@ class Hub:
         self._send(session, message)
 
     def _send(self, session: Session, message: ServerMessage) -> None:
-        assert self._router is not None, "messages come only after connect"
-        if session.user and not session.heard:
-            # Until it has spoken, whose connection has its token is not known.
-            self.census.replies_dropped += 1
+        frame = encode(message)
+        if session.heard:
+            self._deliver(session, frame)
             return
-        sent = self._router.send(session.token, encode(message))
+        # Only events come unasked. Its DEALER may not have connected, and over TCP it is not
+        # known before it speaks whose connection has its token.
+        self.census.replies_dropped += session.keep_early(frame)
+
+    def _deliver(self, session: Session, frame: bytes) -> None:
+        assert self._router is not None, "messages come only after connect"
+        sent = self._router.send(session.token, frame)
         if sent is Sent.OK:
             return
         self.census.replies_dropped += 1
-        if sent is Sent.GONE and not session.heard:
-            # Only events come unasked, and its DEALER has not connected yet.
-            return
         what = "does not read its answers" if sent is Sent.FULL else "closed its ZMQ socket"
         _logger.warning(
             "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
+EARLY_BYTES_MAX: Final = 1024 * 1024
+"""Frames kept for a client that has not spoken yet; beyond it the oldest go."""
 _TOKEN_ID_BYTES: Final = 4
 
 
@@ -72,6 +75,8 @@ class Session:
     """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
     parts: tuple[Attach, ...] = ()
     """What was attached for each group."""
+    _early: deque[bytes] = field(default_factory=deque[bytes], repr=False)
+    _early_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.parts = self.attach.parts
@@ -80,6 +85,24 @@ class Session:
     def realm(self) -> Realm:
         """The realm of the first group, whose index has the chunks of all of them."""
         return self.realms[0]
+
+    def keep_early(self, frame: bytes) -> int:
+        """Keep a frame for a peer that has not spoken yet. Returns how many others went for it."""
+        self._early.append(frame)
+        self._early_bytes += len(frame)
+        dropped = 0
+        while self._early_bytes > EARLY_BYTES_MAX:
+            self._early_bytes -= len(self._early.popleft())
+            dropped += 1
+        return dropped
+
+    def speaks(self) -> list[bytes]:
+        """Its peer has spoken: what was kept for it, the first time."""
+        self.heard = True
+        early = list(self._early)
+        self._early.clear()
+        self._early_bytes = 0
+        return early
 
     def opened_event(self) -> SessionOpened:
         """What the engine is told of this session."""
