@@ -536,14 +536,6 @@ MUTATIONS = (
         ("sidecar terminated", "store slow"),
         seed=6,
     ),
-    Mutation(
-        "what is wanted again is written during a drain",
-        "sidecar.writes:Writes.wanted",
-        " and not self._draining",
-        "",
-        ("leases without a load",),
-        seed=402,
-    ),
     # The index.
     Mutation(
         "the index is not told of an eviction",
