@@ -1,7 +1,7 @@
 """Admission: from a connection on the attach socket to a session, and to its end.
 
 Owns accepting, the time that a client has to attach, the order of the checks, and the answer.
-Does not own the checks themselves (`session.py`, `realms.py`, `protocol.py`) or the socket's
+Does not own the checks themselves (`session.py`, `realms.py`, `protocol/checks.py`) or the socket's
 framing (`attach.py`).
 
 Invariants: a client is refused in words before anything is made for it, or has a session; its

@@ -1,0 +1,37 @@
+"""What bounds the wire: the version, how much a message may hold, how long its parts are.
+
+Owns the numbers. Nothing here is a setting: both sides are built with the same.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 4
+"""Raised by every incompatible change. Both sides refuse another version, by name."""
+
+FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
+KEYS_PER_MESSAGE_MAX: Final = 65_536
+JOBS_PER_MESSAGE_MAX: Final = 4_096
+NAMESPACE_BYTES_MAX: Final = 65_536
+BLOCKS_PER_CHUNK_MAX: Final = 65_536
+TTL_MS_MAX: Final = 365 * 24 * 3600 * 1000
+PIN_MS_MAX: Final = 24 * 3600 * 1000
+GROUPS_MAX: Final = 64
+"""KV cache groups of one engine: a model of 62 layers, one in six of another kind, has 7."""
+KEY_BYTES: Final = 32
+TOKEN_BYTES: Final = 16
+TENANT_BYTES: Final = 8
+FDS_PER_ATTACH_MAX: Final = 4
+UUID_BYTES: Final = 16
+IPC_HANDLE_BYTES: Final = 64
+
+KIND_MEMFD: Final = "memfd"
+KIND_CUDA_IPC: Final = "cuda_ipc"
+KIND_CUDA_VMM: Final = "cuda_vmm"
+MEMORY_FDS: Final[dict[str, tuple[str, ...]]] = {
+    KIND_MEMFD: ("KV memory", "fence page"),
+    KIND_CUDA_IPC: ("fence page",),
+    KIND_CUDA_VMM: ("KV memory", "fence page"),
+}
+"""Kinds of memory, and the descriptors that arrive with each; the fence page is the last."""

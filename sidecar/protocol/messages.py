@@ -1,0 +1,241 @@
+"""Messages over ZMQ: loads, stores, lookups, leases, pins, events, and their answers.
+
+Owns what they hold. Lists are bounded while they are decoded; what must be true of values beyond
+that is in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from sidecar.protocol.limits import (
+    BLOCKS_PER_CHUNK_MAX,
+    GROUPS_MAX,
+    JOBS_PER_MESSAGE_MAX,
+    KEY_BYTES,
+    KEYS_PER_MESSAGE_MAX,
+    PIN_MS_MAX,
+    TENANT_BYTES,
+    TTL_MS_MAX,
+)
+
+# Checked while decoding, a list's length before its first entry: a frame of small entries would
+# otherwise become many times its size before it is refused.
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+GroupId = Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
+GroupIds = Annotated[list[GroupId], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+BlockIds = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0)]],
+    msgspec.Meta(min_length=1, max_length=BLOCKS_PER_CHUNK_MAX),
+]
+
+
+class Outcome(enum.IntEnum):
+    """How a job, or one lookup, ended. Everything but OK is a miss to the engine."""
+
+    OK = 0
+    MISSING = 1
+    """A chunk was evicted before the copy started."""
+    CORRUPT = 2
+    """The slot's checksum did not match; the chunk was quarantined."""
+    FULL = 3
+    """No slot could be freed; the store was dropped."""
+    REVOKED = 4
+    """The worker gave up waiting and took its blocks back; nothing was touched."""
+    FAILED = 5
+    """The copy raised; see the sidecar's log."""
+    PARTIAL = 6
+    """A store of several chunks kept some of them."""
+    EXPIRED = 7
+    """Its deadline passed first; nothing was touched."""
+
+
+class LoadChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Copy blocks `first_block : first_block + len(block_ids)` of chunk `key` to `block_ids`."""
+
+    key: Key
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    block_ids: BlockIds
+    group: GroupId = 0
+
+
+class StoreChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Copy `block_ids` to a slot under `key`. `token_ids` are little-endian int32 bytes.
+
+    `parent` is the key of the chunk before it, or 32 zero bytes at the start of a prompt.
+    `block_ids` holds between 1 and `blocks_per_chunk` blocks; fewer make a partial chunk.
+    `tenant` is whose chunk it is: from `tenant_id`, empty for a request without a cache salt.
+    """
+
+    key: Key
+    parent: Key
+    token_ids: bytes
+    block_ids: BlockIds
+    tenant: bytes = b""
+    group: GroupId = 0
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All chunks that one request loads; `job_id` is also the id of its lease."""
+
+    job_id: int
+    chunks: Annotated[list[LoadChunk], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+
+
+class StoreJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunks of one request that became complete in one step.
+
+    `job_id` is unique per engine and life. `ttl_ms`: they are forgotten so long after this, 0 for
+    never. `stays`: they are not written to the object store; what is forgotten is not either.
+    """
+
+    job_id: int
+    chunks: Annotated[list[StoreChunk], msgspec.Meta(max_length=KEYS_PER_MESSAGE_MAX)]
+    ttl_ms: Annotated[int, msgspec.Meta(ge=0, le=TTL_MS_MAX)] = 0
+    stays: bool = False
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True, forbid_unknown_fields=True):
+    """A worker's work of one step. Copies start only once the fence page shows `fence`."""
+
+    epoch: int
+    fence: int
+    loads: Annotated[list[LoadJob], msgspec.Meta(max_length=JOBS_PER_MESSAGE_MAX)]
+    stores: Annotated[list[StoreJob], msgspec.Meta(max_length=JOBS_PER_MESSAGE_MAX)]
+
+
+class JobOutcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`outcome` of job `job_id`; for loads, anything but OK means that no block may be used."""
+
+    job_id: int
+    outcome: Outcome
+
+
+class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
+    """Answers to jobs of this worker, in the order in which they ended."""
+
+    epoch: int
+    jobs: list[JobOutcome]
+
+
+class Lookup(
+    msgspec.Struct, tag="lookup", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Bring `keys` from the object store to host memory, and lease them.
+
+    In the order in which they are of use: of one group they are a chain, and those of a group
+    that cannot do without the chain of another come after it.
+    """
+
+    epoch: int
+    lookup_id: int
+    keys: Keys
+    deadline_ms: int
+    tenant: bytes = b""
+    num_tokens: int = 0
+    """Tokens of all keys together; 0: not said, and then nothing is weighed against computing."""
+    prefill_tokens_per_second: float = 0.0
+    """What the engine measured of itself; 0: nothing yet."""
+    groups: GroupIds = []
+    """The group of each key; left out where all are of group 0."""
+
+
+class LookupDone(msgspec.Struct, tag="lookup_done", frozen=True, forbid_unknown_fields=True):
+    """The first `ready` keys of the lookup are in host memory; the rest will not come."""
+
+    epoch: int
+    lookup_id: int
+    ready: int
+    outcome: Outcome
+
+
+class Lease(
+    msgspec.Struct, tag="lease", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Pin `keys` until every rank finished load job `lease_id`, a `Release`, or the deadline."""
+
+    epoch: int
+    lease_id: int
+    keys: Keys
+    tenant: bytes = b""
+
+
+class Pin(msgspec.Struct, tag="pin", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Keep `keys` in host memory for `duration_ms`, also what is still to be stored. Not answered.
+
+    As many of them, from the first on, as this client and `tenant` may pin; the rest are counted.
+    """
+
+    epoch: int
+    keys: Keys
+    duration_ms: Annotated[int, msgspec.Meta(gt=0, le=PIN_MS_MAX)]
+    tenant: bytes = b""
+    groups: GroupIds = []
+    """The group of each key; left out where all are of group 0."""
+
+
+class Release(
+    msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Give leases and lookups back before their work was done. Unknown ids are ignored."""
+
+    epoch: int
+    lease_ids: Ids
+    lookup_ids: Ids
+    pins: bool = False
+    """All that this client has pinned, too."""
+
+
+class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunk `key` became available in `tier` ("host" or "store")."""
+
+    key: bytes
+    parent: bytes
+    num_tokens: int
+    tier: str
+    group: int = 0
+
+
+class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunk `key` is no longer available in `tier`."""
+
+    key: bytes
+    tier: str
+    group: int = 0
+
+
+class Events(msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True):
+    """What the tiers gained and lost for this namespace and topology since the last one."""
+
+    epoch: int
+    stored: list[StoredEvent]
+    removed: list[RemovedEvent]
+
+
+class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True):
+    """The last frame of this session was refused. The session goes on."""
+
+    epoch: int
+    code: str
+    message: str
+
+
+ClientMessage = Submit | Lookup | Lease | Pin | Release
+ServerMessage = Done | LookupDone | Events | Error
+
+
+def tenant_id(cache_salt: str) -> bytes:
+    """The tenant of requests with this cache salt: 8 bytes, or none for requests without one.
+
+    The salt itself is a secret and is in no message: whoever knows it can ask for what its
+    tenant's requests left in the cache.
+    """
+    if not cache_salt:
+        return b""
+    return hashlib.sha256(b"kvlake tenant\0" + cache_salt.encode()).digest()[:TENANT_BYTES]
