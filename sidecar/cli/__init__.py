@@ -1,0 +1,107 @@
+"""The `kvlake` command: options, help, exit codes.
+
+Owns the command line and how a result is printed: here what all of it is, in the other files its
+commands with their options. What a command does is elsewhere: `sidecar/server.py`, `launch.py`,
+`status.py`, `inspection.py`, `config.py`, `demo`. Those are imported when they are needed, so that
+`kvlake --help` is quick and the connector's environment, which lacks the sidecar's packages, gets a
+sentence rather than a traceback.
+
+What the exit code says stands in `sidecar/exits.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Final
+
+from sidecar.cli.console import UsageError, complain
+from sidecar.cli.looking import add_doctor, add_looking, add_pool
+from sidecar.cli.preparing import add_config, add_keygen, add_tenant
+from sidecar.cli.running import add_running
+from sidecar.cli.storing import add_store
+from sidecar.exits import Exit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DESCRIPTION: Final = """\
+kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
+computed once is not computed again, by any engine that reaches the same sidecar or bucket.
+"""
+_EPILOG: Final = """\
+first steps:
+  kvlake demo                                  see a hit on this machine, without a GPU
+  kvlake run -- vllm serve MODEL               an engine with a sidecar, in one command
+  kvlake status                                what the sidecar holds and does
+
+`kvlake COMMAND --help` tells more about each command. Exit codes: 0 done, 1 the answer is no,
+2 change the command or the configuration, 3 the sidecar could not start, 4 it stopped with chunks
+unwritten, 5 a second signal ended it, 70 a bug (docs/operations.md has the table). `run` ends with
+the engine's own code.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its options."""
+    top = argparse.ArgumentParser(
+        prog="kvlake",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvlake {_version()}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_running(commands)
+    add_looking(commands)
+    add_store(commands)
+    add_doctor(commands)
+    add_keygen(commands)
+    add_pool(commands)
+    add_tenant(commands)
+    add_config(commands)
+    return top
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvlake")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command line; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Everything after the first `--` is the engine's command, whatever it looks like.
+    own = words[: words.index("--")] if words[:1] == ["run"] and "--" in words else words
+    options = parser().parse_args(own)
+    options.command = words[len(own) + 1 :]
+    try:
+        return int(options.command_function(options))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("sidecar", "connector", "tiers"):
+            raise
+        complain(
+            f"{package} is not installed; the sidecar's packages are an extra: "
+            'pip install "kvlake[sidecar]" (and s3, gcs or azure for that store)'
+        )
+        return Exit.USAGE
+    except UsageError as error:
+        complain(str(error))
+        return error.code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader (`| head`) had enough. Standard output goes nowhere now, also at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.OK
+    except Exception as error:
+        from sidecar.logs import story_whole
+
+        complain(f"a bug ended this command, please report it:\n{story_whole(error)}")
+        return Exit.INTERNAL

@@ -1,0 +1,65 @@
+"""What every command has in common: how it speaks, how it fails, where its configuration is.
+
+Owns what goes to standard output and standard error, and the errors that end in an exit code. Does
+not own the codes (`sidecar/exits.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sidecar.exits import Exit
+
+if TYPE_CHECKING:
+    from sidecar.config import Config
+
+# argparse has no public names for what `add_subparsers` returns, nor for what takes options.
+Commands: TypeAlias = Any
+Options: TypeAlias = Any
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as it was given; the message says what to change."""
+
+    code = Exit.USAGE
+
+
+class NotStarted(UsageError):
+    """What the sidecar needs to start is not to be had here and now."""
+
+    code = Exit.START
+
+
+def say(text: str) -> None:
+    """One result to standard output."""
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def complain(text: str) -> None:
+    """One message to standard error."""
+    sys.stderr.write(f"kvlake: {text}\n")
+
+
+def load_config(path: Path | None) -> Config:
+    """The configuration, its secrets kept out of what is said. Raises `UsageError`."""
+    from sidecar.config import ConfigError, load
+    from sidecar.redaction import conceal
+
+    try:
+        config = load(path)
+    except ConfigError as error:
+        raise UsageError(
+            "\n".join(("the configuration cannot be used:", *error.problems))
+        ) from error
+    conceal(config.secrets())
+    return config
+
+
+def add_config_option(
+    to: Options,
+    help_text: str = "the sidecar's YAML file (default: built-in defaults)",
+) -> None:
+    """`--config`, as every command that reads the configuration has it."""
+    to.add_argument("--config", type=Path, metavar="FILE", help=help_text)

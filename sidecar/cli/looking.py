@@ -1,0 +1,169 @@
+"""Commands that look at one node: `status`, `inspect`, `doctor` and `pool`.
+
+Owns their options and which of their answers is a no. What they tell is made elsewhere:
+`sidecar/status.py`, `inspection.py`, `doctor.py` and `pools.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sidecar.cli.console import (
+    Commands,
+    UsageError,
+    add_config_option,
+    complain,
+    load_config,
+    say,
+)
+from sidecar.exits import Exit
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_looking(commands: Commands) -> None:
+    """`status` and `inspect`."""
+    status = commands.add_parser(
+        "status",
+        help="show what a running sidecar holds and does",
+        description="Ask a running sidecar for its tiers, hits, rates and attached engines.",
+    )
+    where = status.add_mutually_exclusive_group()
+    add_config_option(where)
+    where.add_argument("--url", help="address of the sidecar, such as http://127.0.0.1:9321")
+    status.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+    )
+    status.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the token of http.token_file (default: that of the configuration)",
+    )
+    status.add_argument("--json", action="store_true", help="print it as JSON")
+    status.set_defaults(command_function=_status)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a stored chunk file holds, and whether it is intact",
+        description="Read chunk files (.arrow), print what they hold, and check header, footer "
+        "and checksum. The exit code is 1 if any of them is damaged or is no chunk file.",
+    )
+    inspect.add_argument(
+        "places", nargs="+", metavar="FILE_OR_URL", help="a path, or a URL such as s3://bucket/..."
+    )
+    add_config_option(inspect, help_text="reach URLs as its section store says")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.set_defaults(command_function=_inspect)
+
+
+def add_doctor(commands: Commands) -> None:
+    """`doctor`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine as a sidecar would: memory, GPUs, limits, the store",
+        description=(
+            "Check room and limits for host memory, the GPUs and what their driver can do, and the "
+            "store, by writing and deleting one object. One line each: pass, warn or fail."
+        ),
+    )
+    add_config_option(doctor)
+    doctor.set_defaults(command_function=_doctor)
+
+
+def add_pool(commands: Commands) -> None:
+    """`pool` with its actions."""
+    pool = commands.add_parser(
+        "pool",
+        help="show or remove the host memory that a stopped sidecar kept",
+        description="A sidecar that stops keeps its host memory, so that the next one of the same "
+        "name starts warm (host.after_stop). Run this as the sidecar's user, with its --config.",
+    )
+    actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print where it is, how large, and what it holds")
+    add_config_option(show)
+    show.add_argument("--json", action="store_true", help="print it as JSON")
+    show.set_defaults(command_function=_pool_show)
+    remove = actions.add_parser(
+        "remove", help="give it back; ends with 1 where a sidecar uses it, or it is not kvlake's"
+    )
+    add_config_option(remove)
+    remove.set_defaults(command_function=_pool_remove)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from sidecar.secretfiles import SecretFileError, read_secret
+    from sidecar.status import StatusError, fetch, render, url_of
+
+    try:
+        config = None if options.url else load_config(options.config)
+        url = options.url if config is None else url_of(config)
+        token = "" if config is None else config.http.secret_token()
+        if options.token_file is not None:
+            token = read_secret(options.token_file, "--token-file")
+        document = fetch(url, options.timeout, token)
+    except SecretFileError as error:
+        raise UsageError(str(error)) from error
+    except StatusError as error:
+        complain(str(error))
+        return Exit.NO
+    say(json.dumps(document, indent=2) if options.json else render(document))
+    return Exit.OK
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from sidecar.inspection import inspect_file
+
+    store = None if options.config is None else load_config(options.config).store
+    access, storage_options = (store.access, store.storage_options) if store else (None, None)
+    findings = [inspect_file(place, access, storage_options) for place in options.places]
+    if options.json:
+        say(json.dumps([finding.document() for finding in findings], indent=2))
+    else:
+        say("\n".join(finding.text() for finding in findings))
+    return Exit.OK if all(finding.intact for finding in findings) else Exit.NO
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import logging
+
+    import anyio
+
+    from sidecar.doctor import Verdict, examine
+    from sidecar.logs import LOGGER
+
+    # Its lines say the same.
+    logging.getLogger(LOGGER).setLevel(logging.ERROR)
+    findings = anyio.run(examine, load_config(options.config))
+    for finding in findings:
+        say(str(finding))
+    return Exit.NO if any(one.verdict is Verdict.FAIL for one in findings) else Exit.OK
+
+
+def _pool_show(options: argparse.Namespace) -> int:
+    from sidecar.pools import describe, render
+
+    try:
+        document = describe(load_config(options.config).pool_path)
+    except OSError as error:
+        raise UsageError(f"the pool cannot be read: {error}") from error
+    say(json.dumps(document, indent=2) if options.json else render(document))
+    return Exit.OK
+
+
+def _pool_remove(options: argparse.Namespace) -> int:
+    from sidecar.units import approximate_size
+    from tiers.errors import PoolError
+    from tiers.pool_file import remove_pool
+
+    path = load_config(options.config).pool_path
+    try:
+        freed_bytes = remove_pool(path)
+    except (PoolError, OSError) as error:
+        complain(str(error))
+        return Exit.NO
+    say(f"{path}: {approximate_size(freed_bytes)} given back" if freed_bytes else f"{path}: none")
+    return Exit.OK
