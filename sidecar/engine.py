@@ -48,7 +48,7 @@ from sidecar.commands import (
     Written,
 )
 from sidecar.directory import Chunk, Directory, FlagChange, Realm, SegmentState
-from sidecar.host import HostTier, SlotAllocator
+from sidecar.host import HostTier
 from sidecar.jobs import Job, Jobs
 from sidecar.kept import KeptChunks
 from sidecar.leases import Leases
@@ -64,9 +64,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.listed import Keys
+    from sidecar.slotallocator import SlotAllocator
     from tiers.policy.policy import Policy
-
-__all__ = ["Engine", "EngineLimits", "EngineSnapshot", "PendingWork", "SlotAllocator"]
 
 
 @dataclass(frozen=True, slots=True)

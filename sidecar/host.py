@@ -1,8 +1,9 @@
 """Slots of the host tier: who has one, when it is freed, what is evicted to get one.
 
 Owns the ledger of slots between the pool (which hands them out) and the directory (which says
-what they hold), the eviction order's membership, and zombies: slots of chunks that were removed
-while a copy, read or write still ran on them. It does not decide what to store, read or write.
+what they hold), when a chunk enters and leaves the orders of eviction, and zombies: slots of chunks
+that were removed while a copy, read or write still ran on them. It does not decide what to store,
+read or write.
 
 What an earlier life of the sidecar left in slots that it had sealed waits in the inventory until a
 worker attaches whose rank it is of; then those slots are its chunks' segments. The pool is told
@@ -24,10 +25,11 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final
 
 from sidecar.commands import RestoredSlot
 from sidecar.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
+from sidecar.evictionorders import EvictionOrders
 from sidecar.inventory import Inventory
 from sidecar.retention import FOR_EVER, Expiries, Retention, slot_tag
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sidecar.commands import Counters
+    from sidecar.slotallocator import SlotAllocator
     from sidecar.tenants import Tenants
     from tiers.layout import ChunkLayout
     from tiers.policy.policy import Policy
@@ -44,55 +47,6 @@ VICTIMS_SCANNED_MAX: Final = 1024
 
 EVICTIONS_PER_SLOT_MAX: Final = 64
 """Chunks of other slot classes that are given up for one slot, hoping that a slab gets empty."""
-
-
-class SlotAllocator(Protocol):
-    """What the engine needs of the host pool."""
-
-    def slot_class(self, layout: ChunkLayout) -> int:
-        """The class of slots that hold one segment of this geometry."""
-        ...
-
-    def allocate(self, class_id: int) -> int | None:
-        """A free slot's offset, or None."""
-        ...
-
-    def set_tag(self, offset: int, tag: bytes) -> None:
-        """Note what a slot is that was just allocated; it comes back with the slot."""
-        ...
-
-    def seal(self, offset: int) -> None:
-        """A slot is whole: it may come back after a restart."""
-        ...
-
-    def unseal(self, offset: int) -> None:
-        """A slot is not to come back, though it is not free yet."""
-        ...
-
-    def touch(self, offset: int) -> None:
-        """A sealed slot was used."""
-        ...
-
-    def free(self, offset: int) -> None:
-        """Give a slot back."""
-        ...
-
-    def class_of(self, offset: int) -> int:
-        """The class of an allocated slot."""
-        ...
-
-    def slot_bytes(self, class_id: int) -> int:
-        """Bytes of one slot of a class."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all slots together."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Bytes of the slots that could be allocated now."""
-        ...
 
 
 class HostTier:
@@ -119,6 +73,7 @@ class HostTier:
         self._directory = directory
         self._slots = slots
         self._policy = policy
+        self._orders = EvictionOrders(directory, policy, tenants)
         self._counters = counters
         self._tenants = tenants
         self._on_complete = on_complete
@@ -139,21 +94,11 @@ class HostTier:
     def touch(self, chunk: Chunk) -> None:
         """Tell the policy that a chunk was wanted."""
         if chunk.hosted and not chunk.detached:
-            self._freshen(chunk)
+            self._orders.freshen(chunk)
             for segment in chunk.segments:
                 if segment.state is SegmentState.HOST:
                     self._slots.touch(segment.slot)
             self._on_wanted(chunk)
-
-    def _freshen(self, chunk: Chunk) -> None:
-        """Make a chunk the last in the orders of eviction that go by use."""
-        if chunk.kept:
-            return
-        name = (chunk.realm.realm_id, chunk.key)
-        self._policy.touch(name)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.touch(name)
 
     @property
     def size_bytes(self) -> int:
@@ -165,13 +110,8 @@ class HostTier:
         return self._slots.free_bytes()
 
     def coldest(self, order: Policy | None = None) -> Iterator[Chunk]:
-        """Chunks in the order in which they would be evicted, pinned ones too.
-
-        Of all tenants, or of the one whose order is given.
-        """
-        victims = (self._policy if order is None else order).victims()
-        for realm_id, key in cast("Iterator[tuple[int, bytes]]", victims):
-            yield self._directory.realms[realm_id].chunks[key]
+        """Chunks in the order in which they would be evicted: of all tenants, or by `order`."""
+        return self._orders.coldest(order)
 
     def slot_bytes(self, segment: Segment) -> int:
         """Bytes of the slot that this segment has or would get."""
@@ -247,30 +187,19 @@ class HostTier:
         chunk.parent = parent
         self._directory.move(segment, cause)
         if chunk.hosted == 1:
-            self._enter(chunk)
-
-    def _enter(self, chunk: Chunk) -> None:
-        """Put a chunk last into the orders of eviction, unless somebody keeps it."""
-        if chunk.kept:
-            return
-        realm_id = chunk.realm.realm_id
-        name, before = (realm_id, chunk.key), (realm_id, chunk.parent)
-        self._policy.add(name, before)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.add(name, before)
+            self._orders.enter(chunk)
 
     def keep(self, chunk: Chunk) -> None:
         """One more session keeps a chunk. It is no victim: a search would only step over it."""
         if chunk.hosted and not chunk.detached:
-            self._forget(chunk)
+            self._orders.forget(chunk)
         chunk.kept += 1
 
     def let_go(self, chunk: Chunk) -> None:
         """One session less keeps it; with the last one it may be evicted again, as if used now."""
         chunk.kept -= 1
         if chunk.hosted and not chunk.detached:
-            self._enter(chunk)
+            self._orders.enter(chunk)
 
     # --- after a restart -----------------------------------------------------------------------
 
@@ -299,7 +228,7 @@ class HostTier:
             if not was_use:
                 self._adopt(realm, rank, one)
             elif chunk is not None and chunk.segments[rank].slot == one.slot:
-                self._freshen(chunk)
+                self._orders.freshen(chunk)
 
     def _adopt(self, realm: Realm, rank: int, found: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, found.key, found.tenant)
@@ -363,7 +292,7 @@ class HostTier:
     def _remove(self, chunk: Chunk) -> None:
         """Take a chunk out of sight; what runs on its slots ends first."""
         if chunk.hosted:
-            self._forget(chunk)
+            self._orders.forget(chunk)
         self._directory.detach(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.ZOMBIE:
@@ -392,16 +321,6 @@ class HostTier:
         self.allocated.remove(slot)
         self._slots.free(slot)
         self._tenants.credit(segment.chunk.tenant, self.slot_bytes(segment))
-
-    def _forget(self, chunk: Chunk) -> None:
-        """Take a chunk out of the orders of eviction, where it is in them."""
-        if chunk.kept:
-            return
-        name = (chunk.realm.realm_id, chunk.key)
-        self._policy.remove(name)
-        own = self._tenants.order(chunk.tenant)
-        if own is not None:
-            own.remove(name)
 
     def _count_dropped(self, tenant: bytes, cause: Cause, *, within: bool) -> None:
         counters, storing = self._counters, cause is Cause.GATHER
@@ -461,7 +380,7 @@ class HostTier:
         return slot
 
     def _victim(self, order: Policy, fits: Callable[[Chunk], bool]) -> Chunk | None:
-        for chunk in islice(self.coldest(order), VICTIMS_SCANNED_MAX):
+        for chunk in islice(self._orders.coldest(order), VICTIMS_SCANNED_MAX):
             if chunk.pins == 0 and not chunk.busy and fits(chunk):
                 return chunk
         return None
@@ -475,7 +394,7 @@ class HostTier:
     def _evict(self, chunk: Chunk) -> None:
         self._counters.chunks_evicted += 1
         self._tenants.counters(chunk.tenant).chunks_evicted += 1
-        self._forget(chunk)
+        self._orders.forget(chunk)
         for segment in chunk.segments:
             if segment.state is SegmentState.HOST:
                 self._directory.move(segment, Cause.EVICTED)
