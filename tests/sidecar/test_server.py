@@ -27,6 +27,7 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.index import FLAG_HOST
+from tiers.numa import PAGES_SAMPLED, memory_nodes
 
 
 def test_load_gives_back_exactly_what_was_stored(sidecar: RunningSidecar) -> None:
@@ -181,6 +182,17 @@ def test_pages(sidecar: RunningSidecar) -> None:
         assert 'kvlake_sessions{role="worker"} 1.0' in metrics
         assert 'kvlake_chunks{tier="host"} 1.0' in metrics
         assert re.search(r"^kvlake_tasks [1-9]", metrics, re.MULTILINE)
+
+
+def test_the_status_says_on_which_nodes_host_memory_is(short_directory: Path) -> None:
+    config = config_in(short_directory, host={"numa": "off", "prefault": True})
+    with RunningSidecar(config) as sidecar:
+        told = sidecar.status()["tiers"]["host"]["numa"]
+    assert (told["nodes"], told["reason"]) == ([], "host.numa is off")
+    sampled = told["pages_sampled"]
+    # A kernel that does not tell has none; one that does has a node for each of 64 pages.
+    assert sum(sampled.values()) in (0, PAGES_SAMPLED)
+    assert {int(node) for node in sampled} <= set(memory_nodes())
 
 
 def test_arrow_has_one_thread(sidecar: RunningSidecar) -> None:
