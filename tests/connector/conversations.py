@@ -11,7 +11,8 @@ import random
 from vllm.v1.request import Request
 
 from sidecar.protocol import Outcome
-from tests.connector.engine import CHUNK_TOKENS, Engine, request_of
+from tests.connector.configurations import CHUNK_TOKENS, request_of
+from tests.connector.engine import Engine
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

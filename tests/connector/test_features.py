@@ -6,7 +6,7 @@ Which of them were also run on a real engine is in `docs/support.md`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -20,41 +20,22 @@ from connector.events import events_endpoints
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
-from tests.connector.conversations import converse
-from tests.connector.engine import (
+from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    Engine,
     kv_cache_config,
     request_of,
     spec_of,
     vllm_config,
-    write_model,
 )
+from tests.connector.conversations import converse
+from tests.connector.engine import Engine
 from tests.connector.others import EmptyConnector
 from tests.contract.calls import SCHEDULER, departure
 from tests.contract.surface import OVERRIDDEN
 
 PROMPT = [number % 89 for number in range(300)]
 CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def make(model: Path) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def engine_of(**options: Any) -> Engine:
-        engines.append(Engine(model, **options))
-        return engines[-1]
-
-    yield engine_of
-    for engine in engines:
-        engine.close()
 
 
 def test_prefix_caching_off_in_the_engine(make: Callable[..., Engine]) -> None:

@@ -44,17 +44,17 @@ from connector.groups import FULL, Attention, Geometry, chunk_tokens_of, longest
 from connector.refusals import attention_of
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Outcome
-from tests.connector.conversations import converse, prompt_of
-from tests.connector.engine import (
+from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    Engine,
     kv_cache_config,
     request_of,
     spec_of,
     vllm_config,
     write_model,
 )
+from tests.connector.conversations import converse, prompt_of
+from tests.connector.engine import Engine
 
 
 def window(tokens: int, block_tokens: int = BLOCK_TOKENS) -> AttentionSpec:

@@ -30,14 +30,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector import offloading
 from connector.offloading import KVLakeOffloadingSpec, leave_note, region_path, take_note
 from sidecar.demo.sidecars import SidecarProcess
-from tests.connector.engine import (
+from tests.connector.configurations import (
     BLOCK_TOKENS,
-    content_of,
     kv_cache_config,
     request_of,
     vllm_config,
     write_model,
 )
+from tests.connector.content import content_of
 from tests.e2e.settling import empty_host_tier
 
 STEPS_MAX = 4000
@@ -46,11 +46,6 @@ CONFIG: dict[str, Any] = {
     "host": {"size": "64MiB"},
     "limits": {"load_deadline": "60s", "store_deadline": "60s", "lease_ttl": "60s"},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,11 @@ import pytest
 from vllm.v1.request import Request
 
 from sidecar.protocol import Outcome
-from tests.connector.engine import CHUNK_TOKENS, Engine, request_of, write_model
+from tests.connector.configurations import CHUNK_TOKENS, request_of
+from tests.connector.engine import Engine
 
 STEPS = 160
 FAILURES = (Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.FULL)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 class Life:

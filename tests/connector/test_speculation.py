@@ -21,25 +21,20 @@ from connector.engine import ServedEngine
 from connector.keys import KeyChain
 from connector.offloading import _identify  # pyright: ignore[reportPrivateUsage]
 from connector.vllm import KVLakeConnector
-from tests.connector.conversations import converse, prompt_of
-from tests.connector.engine import (
+from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    Engine,
     kv_cache_config,
-    next_token,
     request_of,
     vllm_config,
     write_model,
 )
+from tests.connector.content import next_token
+from tests.connector.conversations import converse, prompt_of
+from tests.connector.engine import Engine
 
 DRAFTS = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,201 @@
+"""What only the store has, in vLLM's own scheduler: asked for, waited for, given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from connector.keys import KeyChain
+from connector.scheduler import SESSIONS_ASKED_MAX
+from sidecar.protocol import (
+    Lookup,
+    LookupDone,
+    Outcome,
+    Release,
+)
+from tests.connector.configurations import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    request_of,
+)
+from tests.connector.double import LIMITS
+from tests.connector.engine import Engine
+from tests.connector.prompts import (
+    CACHED,
+    FULL,
+    PROMPT,
+    TAIL_BLOCKS,
+    chain_of,
+    counted,
+    seen,
+    total,
+)
+
+
+class TestStoreOnly:
+    def demoted(self, engine: Engine, first: int = 0) -> KeyChain:
+        """What an earlier request left, from chunk `first` on in the store alone."""
+        seen(engine)
+        chain = chain_of(engine, PROMPT)
+        for key in [*chain.keys[first:], chain.partial(FULL, TAIL_BLOCKS)]:
+            engine.sidecar.demote(key)
+        return chain
+
+    def test_asked_for_when_the_request_comes(self, engine: Engine) -> None:
+        chain = self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (lookup,) = engine.client.sent_of(Lookup)
+        assert lookup.keys == [*chain.keys, chain.partial(FULL, TAIL_BLOCKS)]
+        assert lookup.deadline_ms == LIMITS.lookup_wait_ms_max
+        for _ in range(4):
+            assert not engine.step().num_scheduled_tokens
+        assert engine.role.matched_tokens(request, 0) is None
+        engine.sidecar.receive()
+        engine.sidecar.answer(lookup)
+        taken = counted(engine)
+        engine.finish(request)
+        engine.settle()
+        assert engine.computed["a"] == len(PROMPT) - CACHED
+        assert total(taken, "tokens_loaded_store") == CACHED
+        assert total(taken, "tokens_loaded_host") == 0
+        assert len(engine.client.sent_of(Lookup)) == 1
+        engine.check_idle()
+
+    def test_only_what_host_memory_lacks(self, engine: Engine) -> None:
+        chain = self.demoted(engine, first=2)
+        taken = counted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (lookup,) = engine.client.sent_of(Lookup)
+        assert lookup.keys == [*chain.keys[2:], chain.partial(FULL, TAIL_BLOCKS)]
+        engine.finish(request)
+        engine.settle()
+        assert total(taken, "tokens_loaded_host") == 2 * CHUNK_TOKENS
+        assert total(taken, "tokens_loaded_store") == CACHED - 2 * CHUNK_TOKENS
+        source = engine.scheduler.connector_prefix_cache_stats
+        assert source is not None
+
+    def test_says_how_fast_the_engine_computes(self, engine: Engine) -> None:
+        self.demoted(engine, first=2)
+        engine.role._rate.step(engine.clock.now - 1.0, 512)
+        engine.role._rate.step(engine.clock.now, 0)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (lookup,) = engine.client.sent_of(Lookup)
+        assert lookup.num_tokens == CACHED - 2 * CHUNK_TOKENS
+        assert lookup.prefill_tokens_per_second == 512
+        engine.finish(request)
+        engine.settle()
+
+    def test_an_answer_that_falls_short(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.sidecar.receive()
+        engine.sidecar.answer(engine.sidecar.lookups[0], ready=2)
+        engine.finish(request)
+        engine.settle()
+        assert engine.computed["a"] == len(PROMPT) - 2 * CHUNK_TOKENS
+
+    def test_the_deadline(self, engine: Engine) -> None:
+        self.demoted(engine, first=2)
+        taken = counted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.clock.now += LIMITS.lookup_wait_ms_max / 1000 - 0.01
+        engine.step()
+        assert engine.role.matched_tokens(request, 0) is None
+        engine.clock.now += 0.02
+        # What there is by then is used, and the store is not asked again.
+        assert engine.role.matched_tokens(request, 0) == 2 * CHUNK_TOKENS
+        assert len(engine.client.sent_of(Lookup)) == 1
+        engine.sidecar.lookups.clear()
+        engine.finish(request)
+        engine.settle()
+        assert total(taken, "lookups_expired") == 1
+        engine.check_idle()
+
+    def test_a_session_that_ends_meanwhile(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        assert engine.role.matched_tokens(request, 0) is None
+        engine.sidecar.detach()
+        assert engine.role.matched_tokens(request, 0) == 0
+        engine.finish(request)
+        engine.settle()
+        engine.check_idle()
+
+    def test_the_next_session_is_asked_again(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (first,) = engine.client.sent_of(Lookup)
+        engine.sidecar.attach()
+        assert engine.role.matched_tokens(request, 0) is None
+        _, second = engine.client.sent_of(Lookup)
+        assert second.epoch > first.epoch
+        assert second.keys == first.keys
+        engine.finish(request)
+        assert engine.computed["a"] == len(PROMPT) - CACHED
+        engine.check_idle()
+
+    def test_a_sidecar_that_comes_and_goes_holds_nothing_up(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        answers: list[int | None] = []
+        for _ in range(SESSIONS_ASKED_MAX + 1):
+            answers.append(engine.role.matched_tokens(request, 0))
+            engine.sidecar.attach()
+        assert answers == [None] * SESSIONS_ASKED_MAX + [0]
+        assert len(engine.client.sent_of(Lookup)) == SESSIONS_ASKED_MAX
+        engine.finish(request)
+        engine.settle()
+        engine.check_idle()
+
+    def test_a_late_answer_is_nothing(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        (lookup,) = engine.client.sent_of(Lookup)
+        engine.clock.now += 60
+        engine.step()
+        engine.client.inbox.append(LookupDone(lookup.epoch, lookup.lookup_id, 5, Outcome.OK))
+        engine.finish(request)
+        engine.settle()
+        engine.check_idle()
+
+    def test_a_request_that_ends_meanwhile_gives_it_back(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT))
+        (lookup,) = engine.client.sent_of(Lookup)
+        engine.abort(request)
+        assert engine.client.sent_of(Release) == [Release(lookup.epoch, [], [lookup.lookup_id])]
+        engine.settle()
+        engine.check_idle()
+
+    def test_not_to_another_life_of_the_sidecar(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT))
+        engine.sidecar.attach()
+        engine.abort(request)
+        assert not engine.client.sent_of(Release)
+        engine.settle()
+        engine.check_idle()
+
+    def test_not_asked_for_what_the_engine_holds(self, engine: Engine) -> None:
+        engine.run(request_of("earlier", PROMPT, max_tokens=1))
+        for key in list(engine.sidecar.parts):
+            engine.sidecar.demote(key)
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        assert not engine.client.sent_of(Lookup)
+
+    def test_not_waited_for_a_little_more(self, make: Callable[..., Engine]) -> None:
+        # All but the tail is in host memory: a read from the store to spare 32 tokens is none.
+        engine = make(load_tokens_min=3 * BLOCK_TOKENS)
+        self.demoted(engine, first=FULL)
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        assert not engine.client.sent_of(Lookup)
+        assert engine.computed["a"] == len(PROMPT) - FULL * CHUNK_TOKENS
+
+    def test_asked_once_though_the_queue_is_full(self, engine: Engine) -> None:
+        self.demoted(engine)
+        engine.client.accepting = False
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        assert engine.role.matched_tokens(request, 0) == 0
+        engine.finish(request)
+        engine.client.accepting = True
+        engine.settle()
+        engine.check_idle()

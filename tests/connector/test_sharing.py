@@ -1,0 +1,117 @@
+"""Who shares chunks with whom, and who does not, in vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from tests.connector.configurations import (
+    CHUNK_TOKENS,
+    request_of,
+)
+from tests.connector.double import SALT
+from tests.connector.engine import Engine
+from tests.connector.prompts import (
+    CACHED,
+    PROMPT,
+    chain_of,
+    seen,
+)
+from tiers.index import FLAG_HOST, tag_of
+
+
+class TestWhoShares:
+    def test_tenants_do_not(self, engine: Engine) -> None:
+        seen(engine, salt="one")
+        engine.run(request_of("other", PROMPT, max_tokens=1, salt="other"))
+        engine.run(request_of("nobody", PROMPT, max_tokens=1))
+        engine.forget()
+        assert engine.computed["other"] == engine.computed["nobody"] == len(PROMPT)
+        engine.run(request_of("same", PROMPT, max_tokens=1, salt="one"))
+        assert engine.computed["same"] == len(PROMPT) - CACHED
+
+    def test_adapters_do_not(self, engine: Engine, tmp_path: Path) -> None:
+        keys: list[bytes] = []
+        for name, path in (("a", "org/a"), ("b", "org/b"), ("c", str(tmp_path))):
+            request = request_of(name, PROMPT, lora_request=LoRARequest(name, 1, path))
+            engine.role.new_request(request)
+            keys.append(engine.role._requests[name].chain.keys[0])
+        assert len({*keys, chain_of(engine, PROMPT).keys[0]}) == 4
+
+    def test_an_adapter_that_was_trained_on_is_another(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        def key(number: int, *, inplace: bool) -> bytes:
+            lora = LoRARequest("a", 1, str(tmp_path), load_inplace=inplace)
+            engine.role.new_request(request_of(f"r{number}", PROMPT, lora_request=lora))
+            return engine.role._requests[f"r{number}"].chain.keys[0]
+
+        (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
+        first = key(1, inplace=False)
+        (tmp_path / "adapter_model.bin").write_bytes(b"2" * 100)
+        # vLLM goes on with what it has loaded, until it is told to load it again.
+        assert key(2, inplace=False) == first
+        assert key(3, inplace=True) != first
+
+    def test_an_adapter_that_cannot_be_read_is_not_cached(
+        self, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "adapter_config.json").symlink_to(tmp_path / "adapter_config.json")
+        (tmp_path / "adapter_model.bin").symlink_to(tmp_path / "adapter_model.bin")
+        lora = LoRARequest("a", 1, str(tmp_path))
+        engine.role.new_request(request_of("a", PROMPT, lora_request=lora))
+        assert not engine.role._requests
+        assert "is not cached" in caplog.text
+
+    def test_images_do_not(self, engine: Engine) -> None:
+        def first_key(name: str, identifier: str) -> bytes:
+            feature = MultiModalFeatureSpec(
+                data=None,
+                modality="image",
+                identifier=identifier,
+                mm_position=PlaceholderRange(offset=10, length=20),
+            )
+            engine.role.new_request(request_of(name, PROMPT, mm_features=[feature]))
+            return engine.role._requests[name].chain.keys[0]
+
+        keys = {first_key("a", "cat"), first_key("b", "dog"), chain_of(engine, PROMPT).keys[0]}
+        assert len(keys) == 3
+
+    def test_embeddings_and_streams_are_not_cached(self, engine: Engine) -> None:
+        embeds = request_of("e", PROMPT)
+        embeds.prompt_embeds = torch.zeros(1)
+        stream = request_of("s", PROMPT, resumable=True)
+        for request in (embeds, stream):
+            engine.role.new_request(request)
+            assert engine.role.matched_tokens(request, 0) == 0
+            engine.role.allocated(request, list, 0)
+            engine.role.request_finished(request, [])
+        assert not engine.role._requests
+
+    def test_a_request_that_may_not_read_the_cache(self, engine: Engine) -> None:
+        seen(engine)
+        request = request_of("a", PROMPT, max_tokens=1)
+        request.skip_reading_prefix_cache = True
+        engine.run(request)
+        assert engine.computed["a"] == len(PROMPT)
+
+    @pytest.mark.parametrize(("kv_role", "reads"), [("kv_producer", False), ("kv_consumer", True)])
+    def test_the_role_in_vllms_configuration(
+        self, make: Callable[..., Engine], kv_role: str, reads: bool
+    ) -> None:
+        engine = make(kv_role=kv_role)
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        assert bool(engine.sidecar.parts) is not reads
+        keys = chain_of(engine, PROMPT).keys
+        for key in keys:
+            engine.sidecar.index.set(tag_of(key, SALT), FLAG_HOST)
+        engine.forget()
+        request = request_of("b", PROMPT)
+        engine.role.new_request(request)
+        expected = len(keys) * CHUNK_TOKENS if reads else 0
+        assert engine.role.matched_tokens(request, 0) == expected
