@@ -25,6 +25,7 @@ from tiers.access import Access, Credentials
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from sidecar.demo.servers import S3Server
     from tiers.access import BackendChoice
 
 BUCKET: Final = "kvlake"
@@ -74,6 +75,11 @@ class AzureServer:
             account=ACCOUNT,
             credentials=Credentials(kind="static", account_key=self.account_key),
         )
+
+
+def place(server: S3Server | GcsServer | AzureServer) -> str:
+    """A prefix of its own for each test, so that every test begins with an empty tier."""
+    return f"{server.url}/{secrets.token_hex(6)}/some.where"
 
 
 @contextlib.contextmanager

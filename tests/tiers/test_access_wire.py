@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 import socket
 import ssl
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import trustme
 
 from tests.faulty_proxy import Exchange, Fault, FaultyProxy, faulty_proxy
-from tests.object_servers import ACCOUNT
+from tests.object_servers import ACCOUNT, place
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.access import Access, Credentials, Encryption, Tls
 from tiers.errors import TierUnavailable
@@ -73,10 +72,6 @@ async def written(url: str, access: Access, watch: FaultyProxy) -> Exchange:
     return put
 
 
-def place(server: Server) -> str:
-    return f"{server.url}/{secrets.token_hex(6)}/deep"
-
-
 # --- what is the same everywhere -----------------------------------------------------------------
 
 
@@ -89,7 +84,7 @@ async def test_names_are_below_the_prefix(server: Server, backend: Backend) -> N
     if not (backend == "fsspec" and url.startswith("gs://")):
         assert f"/{prefix}/{NAME}" in unquote(put.target)
     async with tier_of(url.rsplit("/", 1)[0], server.access_at(backend=backend)) as above:
-        assert [one.name for one in await above.list("")] == [f"deep/{NAME}"]
+        assert [one.name for one in await above.list("")] == [f"some.where/{NAME}"]
 
 
 async def test_a_client_never_tries_again_by_itself(server: Server, backend: Backend) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.object_servers import place
 from tests.tiers.tier_suite import TierSuite
 from tiers.objects import UrlObjects
 
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param
     return chosen
-
-
-def place(server: S3Server | GcsServer | AzureServer) -> str:
-    """A prefix of its own for each test, so that every test begins with an empty tier."""
-    return f"{server.url}/{secrets.token_hex(6)}/some.where"
 
 
 class TestS3(TierSuite):

@@ -1,0 +1,87 @@
+"""What runs in a thread is waited for, also where its caller is cancelled."""
+
+# ruff: noqa: ASYNC110 - threads are polled, and test files are small
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from tests.tiers.tier_suite import NAME, image_of
+from tiers.filesystems import run_to_end
+from tiers.objects import UrlObjects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+async def cancel_scope(task: Callable[[], Any], begun: threading.Event) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(task)
+        while not begun.is_set():
+            await anyio.sleep(0.001)
+        tasks.cancel_scope.cancel()
+
+
+async def cancel_twice(task: Callable[[], Any], begun: threading.Event) -> None:
+    """As asyncio does on SIGINT: past the shields of anyio."""
+    running = asyncio.ensure_future(task())
+    while not begun.is_set():
+        await anyio.sleep(0.001)
+    running.cancel()
+    await anyio.sleep(0.005)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+class TestRunToEnd:
+    @pytest.mark.parametrize("cancel", [cancel_scope, cancel_twice])
+    async def test_a_cancelled_write_waits_for_its_thread(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancel: Callable[..., Any]
+    ) -> None:
+        begun, ended = threading.Event(), threading.Event()
+        write = os.write
+
+        def slow(fd: int, data: memoryview) -> int:
+            begun.set()
+            time.sleep(0.05)
+            count = write(fd, data)
+            ended.set()
+            return count
+
+        monkeypatch.setattr(os, "write", slow)
+        tier = UrlObjects(f"file://{tmp_path}")
+        await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
+        assert ended.is_set()
+
+    async def test_work_that_waits_for_a_thread_never_starts_once_cancelled(self) -> None:
+        limiter = anyio.CapacityLimiter(1)
+        release, begun = threading.Event(), threading.Event()
+        ran: list[str] = []
+
+        def hold() -> None:
+            begun.set()
+            release.wait(10)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_to_end, hold, limiter)
+            while not begun.is_set():
+                await anyio.sleep(0.001)
+            with anyio.move_on_after(0.01) as scope:
+                await run_to_end(lambda: ran.append("late"), limiter)
+            assert scope.cancelled_caught
+            release.set()
+        await anyio.sleep(0.01)
+        assert ran == []
+
+    async def test_what_the_work_raises_is_raised(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))

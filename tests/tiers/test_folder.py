@@ -1,0 +1,158 @@
+"""The object tier on a folder: partial, failed and simultaneous writes and reads."""
+
+# ruff: noqa: ASYNC110, ASYNC240 - threads are polled, and test files are small
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from tests.tiers.tier_suite import NAME, image_of, sized, slot
+from tiers import folder
+from tiers.errors import ImageTruncated, TierFull, TierUnavailable
+from tiers.objects import UrlObjects
+
+
+class TestLocalFolder:
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        return tmp_path / "store"
+
+    @pytest.fixture
+    def tier(self, root: Path) -> UrlObjects:
+        return UrlObjects(f"file://{root}")
+
+    async def test_a_plain_path_is_a_folder_too(self, root: Path) -> None:
+        await UrlObjects(str(root)).write(NAME, image_of(10))
+        assert (root / NAME).read_bytes() == image_of(10).tobytes()
+
+    @pytest.mark.parametrize(
+        ("code", "kind", "words"),
+        [
+            (errno.ENOSPC, TierFull, "no space is left"),
+            (errno.EDQUOT, TierFull, "no space is left"),
+            (errno.EROFS, TierUnavailable, "cannot be written"),
+            (errno.EACCES, TierUnavailable, "cannot be written"),
+            (errno.EIO, TierUnavailable, "failed"),
+        ],
+    )
+    async def test_a_write_that_fails_leaves_no_file(
+        self,
+        tier: UrlObjects,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        code: int,
+        kind: type[Exception],
+        words: str,
+    ) -> None:
+        await tier.write(NAME, image_of(10))
+        pieces = iter([100])
+        write = os.write
+
+        def full(fd: int, data: memoryview) -> int:
+            for piece in pieces:
+                return write(fd, data[:piece])
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(kind, match=words) as info:
+            await tier.write(NAME, image_of(100_000))
+        monkeypatch.undo()
+        assert str(root) in str(info.value)
+        if isinstance(info.value, TierUnavailable):
+            assert info.value.retryable is (code == errno.EIO)
+        assert [path.name for path in root.rglob("*") if path.is_file()] == [Path(NAME).name]
+        assert await tier.read(NAME, slot()) == 10
+
+    async def test_a_folder_that_cannot_be_written_fails_the_probe(
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The tests may run as root, for whom no mode forbids anything.
+        def refuse(path: str) -> int:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        monkeypatch.setattr(folder, "_create", refuse)
+        with pytest.raises(TierUnavailable, match="owner or mode") as info:
+            await tier.probe()
+        assert not info.value.retryable
+        assert str(root) in str(info.value)
+
+    async def test_a_file_where_the_folder_should_be(self, tier: UrlObjects, root: Path) -> None:
+        root.write_text("a file")
+        with pytest.raises(TierUnavailable, match="a file stands where a folder is needed"):
+            await tier.probe()
+
+    async def test_a_folder_that_cannot_be_made_is_not_a_miss(self, tmp_path: Path) -> None:
+        (tmp_path / "dangling").symlink_to(tmp_path / "no" / "where")
+        with pytest.raises(TierUnavailable) as info:
+            await UrlObjects(f"file://{tmp_path}/dangling").write(NAME, image_of(10))
+        assert not info.value.retryable
+
+    async def test_pieces_of_a_write_and_a_read_are_put_together(
+        self, tier: UrlObjects, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write, readv = os.write, os.readv
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+        monkeypatch.setattr(os, "readv", lambda fd, views: readv(fd, [views[0][:999]]))
+        into = slot()
+        await tier.write(NAME, image_of(10_000))
+        assert await tier.read(NAME, into) == 10_000
+        assert np.array_equal(into[:10_000], image_of(10_000))
+
+    async def test_writers_of_one_name_have_files_of_their_own(
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, release = threading.Event(), threading.Event()
+        write = os.write
+
+        def held(fd: int, data: memoryview) -> int:
+            if len(data) == 1000:
+                begun.set()
+                release.wait(10)
+            return write(fd, data)
+
+        monkeypatch.setattr(os, "write", held)
+        into = slot()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tier.write, NAME, image_of(1000))
+            while not begun.is_set():
+                await anyio.sleep(0.001)
+            await tier.write(NAME, image_of(500))
+            assert await tier.read(NAME, into) == 500
+            release.set()
+        assert await tier.read(NAME, into) == 1000
+        assert [path.name for path in root.rglob("*") if path.is_file()] == [Path(NAME).name]
+
+    async def test_a_file_that_shrinks_while_it_is_read(
+        self, tier: UrlObjects, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await tier.write(NAME, image_of(10_000))
+        monkeypatch.setattr(os, "readv", lambda fd, views: 0)
+        with pytest.raises(ImageTruncated, match="ended at 0 of 10000"):
+            await tier.read(NAME, slot())
+
+    async def test_an_empty_file_is_no_image(self, tier: UrlObjects, root: Path) -> None:
+        (root / NAME).parent.mkdir(parents=True)
+        (root / NAME).touch()
+        with pytest.raises(ImageTruncated, match="empty"):
+            await tier.read(NAME, slot())
+
+    async def test_temporary_files_are_not_objects_and_old_ones_go(
+        self, tier: UrlObjects, root: Path
+    ) -> None:
+        await tier.write(NAME, image_of(10))
+        young, old = (root / f"{NAME}.{word}.tmp" for word in ("young", "old"))
+        young.write_bytes(b"x")
+        old.write_bytes(b"x")
+        long_ago = time.time() - 2 * folder.TEMPORARY_SECONDS_MAX
+        os.utime(old, (long_ago, long_ago))
+        assert sized(await tier.list("")) == [(NAME, 10)]
+        assert young.exists()
+        assert not old.exists()
