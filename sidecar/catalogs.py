@@ -7,7 +7,9 @@ Own writes are known to the engine at once; here they only wait to be told to ot
 
 Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
 be opened when another of its namespace has read the catalog already. What a tenant holds is an
-estimate between two compactions: rows add to it as they come, and a manifest sets it right.
+estimate between two compactions: rows add to it as they come, and a manifest sets it right. What is
+noted costs in proportion to the tenants of the new rows, not to those that a manifest names: they
+may be 65,536, and the event loop does it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiers.catalog.census import Holding
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.manifest import Counts
+from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
@@ -106,13 +108,10 @@ class Catalogs:
         if usage.realm_id != realm.realm_id:
             return
         manifest = self.reader(realm).manifest
-        if manifest.generation != usage.generation:
-            usage.generation = manifest.generation
-            usage.tenants = {bytes.fromhex(name): own for name, own in manifest.tenants.items()}
-            usage.whole = manifest.held
+        if manifest.generation != usage.manifest.generation:
+            usage.go_by(manifest)
         for tenant, own in held.items():
-            usage.tenants[tenant] = usage.tenants.get(tenant, NOTHING_HELD).plus(own)
-            usage.whole = usage.whole.plus(own)
+            usage.add(tenant, own)
 
     @property
     def stored(self) -> Holding:
@@ -126,7 +125,7 @@ class Catalogs:
         """What a tenant is known to hold in the store: in one namespace, or in all together."""
         whole = NOTHING_HELD
         for usage in self._of(namespace_digest):
-            whole = whole.plus(usage.tenants.get(tenant or NO_TENANT, NOTHING_HELD))
+            whole = whole.plus(usage.held(tenant or NO_TENANT))
         return whole
 
     def _of(self, namespace_digest: bytes | None) -> Iterator[_Usage]:
@@ -154,6 +153,23 @@ class _Usage:
 
     def __init__(self, realm_id: int) -> None:
         self.realm_id = realm_id
-        self.generation = -1
-        self.tenants: dict[bytes, Holding] = {}
+        self.manifest: Manifest = NOTHING
         self.whole = NOTHING_HELD
+        self._since: dict[bytes, Holding] = {}
+        """What rows added to what the manifest says."""
+
+    def go_by(self, manifest: Manifest) -> None:
+        """Start again from what a manifest says. It is looked at where it is, tenant by tenant."""
+        self.manifest = manifest
+        self.whole = manifest.held
+        self._since = {}
+
+    def add(self, tenant: bytes, own: Holding) -> None:
+        """Count what rows say of one tenant."""
+        self._since[tenant] = self._since.get(tenant, NOTHING_HELD).plus(own)
+        self.whole = self.whole.plus(own)
+
+    def held(self, tenant: bytes) -> Holding:
+        """What one tenant holds."""
+        named = self.manifest.tenants.get(tenant.hex(), NOTHING_HELD)
+        return named.plus(self._since.get(tenant, NOTHING_HELD))

@@ -26,7 +26,7 @@ from sidecar.commands import CaughtUp, Event, Listed
 from sidecar.listed import ListedRows, by_key
 from sidecar.logs import fields
 from sidecar.reconcile import Reconciler
-from tiers.catalog.census import held_by_tenant
+from tiers.catalog.census import cells_by_tenant, holdings
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 ROWS_PER_SLICE: Final = 1024
 """One or two milliseconds of the event loop, where rows are next to each other."""
 ROWS_PER_SLICE_SPARSE: Final = 256
+TENANTS_PER_SLICE: Final = 512
+"""As ROWS_PER_SLICE: of a file that has rows of so many more."""
 DENSE_ROWS: Final = 65_536
 """Rows of a file with so many are next to each other in what is known, once they are sorted."""
 ANNOUNCE_POLL_SECONDS_MAX: Final = 0.5
@@ -206,8 +208,7 @@ class StoreWatch:
         try:
             reader = self._catalogs.reader(realm)
             async for rows in reader.changes():
-                held = await anyio.to_thread.run_sync(held_by_tenant, rows)
-                self._catalogs.note(realm, held)
+                await self._note(realm, rows)
                 await self._feed_rows(realm, rows)
             if reader.take_doubt():
                 self.reconciler.doubt(realm)
@@ -219,6 +220,16 @@ class StoreWatch:
             self._caught_up.add(realm.realm_id)
             self._feed(CaughtUp(realm.realm_id))
         return None
+
+    async def _note(self, realm: Realm, rows: Rows) -> None:
+        """Count what the rows say of their tenants."""
+        cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
+        # Once at least: a manifest that came with them is gone by from then on.
+        for first in range(0, max(1, len(cells)), TENANTS_PER_SLICE):
+            if first:
+                await anyio.lowlevel.checkpoint()
+            part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))
+            self._catalogs.note(realm, holdings(cells.take(part)))
 
     async def _feed_rows(self, realm: Realm, rows: Rows) -> None:
         realm.meet(rows.segments)

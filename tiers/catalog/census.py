@@ -215,7 +215,7 @@ class Census:
         """The tenants that hold most bytes, at most so many, the largest first."""
         cells = self._sums.cells
         order = np.argsort(-cells.amounts[:, SIZE], kind="stable")[:most]
-        return _holdings(cells.take(order))
+        return holdings(cells.take(order))
 
 
 def cells_of(chunks: Chunks, spans: Longs) -> Cells:
@@ -225,23 +225,29 @@ def cells_of(chunks: Chunks, spans: Longs) -> Cells:
     return Cells(chunks.tenants, spans, amounts, chunks.times)
 
 
-def held_by_tenant(rows: Rows) -> dict[bytes, Holding]:
-    """What rows in any order offer, by tenant as they name it; a row counts as a chunk."""
+def cells_by_tenant(rows: Rows) -> Cells:
+    """What rows in any order offer, a cell for each tenant; a row counts as a chunk."""
     live = rows.take(rows.size_bytes > 0)
     if not len(live):
-        return {}
+        return NO_CELLS
     ones: Longs = np.ones(len(live), dtype=np.int64)
     amounts: Longs = np.stack([live.size_bytes, ones, ones], axis=1)
     spans: Longs = np.zeros(len(live), dtype=np.int64)
     words = words_of(live)
     if np.all(words == words[0]):
-        sums: list[int] = amounts.sum(axis=0).tolist()
-        oldest = int(live.written_at.min())
-        return {tenant_of(int(words[0])): Holding(sums[SIZE], sums[OBJECTS], oldest, sums[CHUNKS])}
-    return _holdings(joined_cells(Cells(words, spans, amounts, live.written_at)))
+        # As most files are: one tenant's, which need not be sorted.
+        oldest = live.written_at.min(keepdims=True)
+        return Cells(words[:1], spans[:1], amounts.sum(axis=0, keepdims=True), oldest)
+    return joined_cells(Cells(words, spans, amounts, live.written_at))
 
 
-def _holdings(cells: Cells) -> dict[bytes, Holding]:
+def held_by_tenant(rows: Rows) -> dict[bytes, Holding]:
+    """The same, by tenant as rows name it."""
+    return holdings(cells_by_tenant(rows))
+
+
+def holdings(cells: Cells) -> dict[bytes, Holding]:
+    """What each tenant holds, by its bytes, of cells that have each tenant once."""
     columns = zip(
         cells.tenants.tolist(), cells.amounts.tolist(), cells.oldest.tolist(), strict=True
     )

@@ -1,0 +1,94 @@
+"""What tenants hold in the store: rows add to what a manifest says, which nobody goes through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import pytest
+from msgspec.structs import replace
+
+from sidecar.catalogs import Catalogs
+from sidecar.protocol import Role
+from sidecar.realms import Realms
+from tests.sidecar.client import attach_message
+from tests.tiers.catalog.kit import memory
+from tiers.catalog.census import Holding
+from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest
+
+if TYPE_CHECKING:
+    from sidecar.realms import Realm
+
+A, B = b"tenant-a", b"tenant-b"
+ONE = Holding(10, 1, 500, 1)
+
+
+class Counted(dict[str, Holding]):
+    """Says which tenants were looked up, and may not be gone through."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a manifest names as many as 65,536 tenants")
+
+    keys = values = items = cast("Any", __iter__)
+
+
+def realm_of() -> Realm:
+    [realm] = Realms().join(attach_message(Role.SCHEDULER).parts)
+    return realm
+
+
+@pytest.fixture
+def catalogs() -> Catalogs:
+    return Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+
+
+def goes_by(catalogs: Catalogs, realm: Realm, manifest: Manifest) -> None:
+    catalogs.reader(realm)._manifest = manifest
+
+
+def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
+    realm = realm_of()
+    catalogs.note(realm, {A: ONE, B: Holding(7, 1, 300, 1)})
+    catalogs.note(realm, {A: ONE})
+    assert catalogs.held(A) == Holding(20, 2, 500, 2)
+    assert catalogs.stored == Holding(27, 3, 300, 3)
+    tenants = {A.hex(): Holding(100, 9, 50, 9)}
+    goes_by(
+        catalogs, realm, replace(NOTHING, generation=4, held=Holding(110, 10, 50), tenants=tenants)
+    )
+    # It counts from the next rows on, of whatever tenant, or of none.
+    assert catalogs.held(A) == Holding(20, 2, 500, 2)
+    catalogs.note(realm, {})
+    assert (catalogs.held(A), catalogs.held(B)) == (Holding(100, 9, 50, 9), Holding())
+    catalogs.note(realm, {A: ONE, b"\0" * 8: ONE})
+    assert catalogs.held(A, realm.namespace_digest) == Holding(110, 10, 50, 10)
+    assert catalogs.held(b"") == ONE
+    assert catalogs.held(A, b"another") == Holding()
+    assert catalogs.stored == Holding(130, 12, 50, 2)
+
+
+def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -> None:
+    realms = Realms()
+    [first] = realms.join(attach_message(Role.SCHEDULER).parts)
+    [second] = realms.join(attach_message(Role.SCHEDULER, topology="another").parts)
+    assert first.namespace_digest == second.namespace_digest
+    catalogs.note(first, {A: ONE})
+    catalogs.note(second, {A: ONE})
+    assert catalogs.held(A) == ONE
+
+
+def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
+    realm = realm_of()
+    tenants = Counted({number.to_bytes(8, "big").hex(): ONE for number in range(TENANTS_MAX)})
+    goes_by(catalogs, realm, replace(NOTHING, generation=1, tenants=tenants))
+    for _ in range(3):
+        catalogs.note(realm, {A: ONE})
+    assert catalogs.held(A) == Holding(30, 3, 500, 3)
+    assert tenants.asked == {A.hex()}
