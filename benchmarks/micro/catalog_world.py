@@ -27,11 +27,11 @@ from sidecar.realms import Realms
 from sidecar.watch import StoreWatch
 from tiers.catalog import manifest as manifests
 from tiers.catalog.census import Holding
-from tiers.catalog.compaction import SNAPSHOT_ROWS
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Manifest
 from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode
+from tiers.catalog.snapshots import SNAPSHOT_ROWS
 from tiers.layout import ChunkLayout, Segment
 from tiers.objects import UrlObjects
 from tiers.policy import make

@@ -1,7 +1,7 @@
 """Comparing a slice of the catalog with a listing of its objects.
 
 Owns finding objects that no row names, rows whose object is gone, and which of the withdrawn
-objects may be deleted. Does not own the listing, nor deleting anything (`compaction.py`).
+objects may be deleted. Does not own the listing, nor deleting anything (`whole.py`).
 
 Invariants: pure; times of objects are the store's; an object that may be written or announced just
 now is left alone.

@@ -2,7 +2,7 @@
 
 Owns loading a catalog as it is now (`load`: the newest manifest, what its snapshots do not have
 yet) and `Shards`, which yields the merged rows of each first byte of a key in order. Does not own
-the rule of merging (`merge.py`), nor what is made of the rows (`compaction.py`, `kvlake du`).
+the rule of merging (`merge.py`), nor what is made of the rows (`whole.py`, `kvlake du`).
 
 In memory are the rows of all logs and small snapshots, at most some `FRESH_ROWS_MAX` (100 MB), and
 one file of the large ones, which are sorted by key and disjoint.

@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction
+from tiers.catalog import compaction, snapshots
 from tiers.catalog.bounds import Bounds, Limits, Why, Whys
 from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.log import LogWriter, new_writer
@@ -98,7 +98,7 @@ def view_of(rows: Sequence[Row]) -> set[int]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(compaction, "SNAPSHOT_ROWS", 7)
+    monkeypatch.setattr(snapshots, "SNAPSHOT_ROWS", 7)
     return World()
 
 
@@ -334,7 +334,7 @@ async def test_of_two_rounds_at_once_one_creates_the_manifest(
     assert report.generation == 0
     await world.write(12)
     raced.clear()
-    monkeypatch.setattr(compaction, "digest_of", lambda body: f"{len(raced):032x}")
+    monkeypatch.setattr(snapshots, "digest_of", lambda body: f"{len(raced):032x}")
     with pytest.raises(Superseded):
         await world.compact()
     monkeypatch.undo()

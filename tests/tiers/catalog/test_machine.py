@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction
+from tiers.catalog import compaction, snapshots
 from tiers.catalog import manifest as manifests
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, Superseded, compact
@@ -80,7 +80,7 @@ class Catalog(RuleBasedStateMachine):
         self.bucket.before_delete = self._check_deleted
         self.names = itertools.count()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(compaction, "SNAPSHOT_ROWS", 5)
+        self.patch.setattr(snapshots, "SNAPSHOT_ROWS", 5)
         self.patch.setattr(compaction, "OVERLAY_ROWS", 8)
         self.patch.setattr(compaction, "new_writer", self._new_writer)
         self.logs = [self._log() for _ in range(WRITERS)]

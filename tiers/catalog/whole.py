@@ -1,0 +1,143 @@
+"""A whole round: everything is merged anew, and what has to go is withdrawn or deleted.
+
+Owns going through a catalog shard by shard: what falls to a bound, what the objects say that the
+rows do not, what was withdrawn long enough ago, and telling readers. Does not own which round is
+due, nor the manifest (`compaction.py`), bounds (`bounds.py`) or comparing (`comparing.py`).
+
+Invariants: those of `compaction.py`; a row is announced as withdrawn before it is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from tiers.catalog.bounds import Ages, Verdict, Whys
+from tiers.catalog.census import held_by_tenant, word_of
+from tiers.catalog.comparing import Objects, compared, deletable
+from tiers.catalog.manifest import TENANTS_MAX
+from tiers.catalog.merge import merged, withdrawals
+from tiers.catalog.rows import Rows, joined
+from tiers.catalog.shards import Shards
+from tiers.catalog.sweep import slice_folder
+
+if TYPE_CHECKING:
+    from tiers.catalog.log import LogWriter
+    from tiers.catalog.rounds import Report, Work
+    from tiers.catalog.shards import State
+    from tiers.catalog.snapshots import Snapshots
+
+ANNOUNCED_ROWS: Final = 50_000
+
+
+class WholeMerge:
+    """Goes through a catalog once, or twice where a bound needs to know ages first."""
+
+    def __init__(self, work: Work, state: State, log: LogWriter) -> None:
+        self._work = work
+        self._state = state
+        self._log = log
+        self._news: list[Rows] = []
+
+    async def run(self, out: Snapshots, *, deletes: bool) -> list[str]:
+        """Merge all into `out`; the names of its files.
+
+        `deletes`: what the base withdraws may be deleted now.
+        """
+        work, plan = self._work, self._work.plan
+        ages = await self._ages()
+        verdict = await anyio.to_thread.run_sync(Verdict, plan.bounds, ages, work.now_seconds)
+        async for shard, found, withdrawn in Shards(work.files, self._state).rows():
+            await work.check_alive()
+            rows = found
+            if plan.reconcile or (deletes and len(withdrawn)):
+                objects = await self._objects(shard)
+                if plan.reconcile:
+                    rows = await self._reconciled(rows, objects)
+                if deletes:
+                    rows = await self._deleted(rows, withdrawn, objects)
+            rows, gone, whys = await anyio.to_thread.run_sync(_judged, rows, verdict, work.report)
+            if len(gone):
+                if work.tell is not None:
+                    await work.tell(gone, whys)
+                await self._announce(withdrawals(gone))
+            await out.add(rows)
+        names = await out.close()
+        await self._announce(None)
+        return names
+
+    async def _ages(self) -> Ages:
+        """What is offered before the round, by age; only where a bound needs to know."""
+        work = self._work
+        ages = Ages(work.plan.bounds, work.now_seconds)
+        if self._needs_ages():
+            async for _, rows, _ in Shards(work.files, self._state).rows():
+                await work.check_alive()
+                await anyio.to_thread.run_sync(ages.add, rows)
+        return ages
+
+    def _needs_ages(self) -> bool:
+        bounds = self._work.plan.bounds
+        if bounds.capped or bounds.tenant.capped:
+            return True
+        if not bounds.capped_anywhere:
+            return False
+        # Named tenants alone have limits, and most namespaces hold nothing of theirs.
+        known = self._state.manifest.tenants
+        here = {bytes.fromhex(name) for name in known}
+        here |= held_by_tenant(self._state.log_rows).keys()
+        limits = bounds.of_tenants()
+        capped = any(limits.limits(word_of(tenant)).capped for tenant in here)
+        return capped or self._state.doubt or len(known) >= TENANTS_MAX
+
+    async def _objects(self, shard: int) -> Objects:
+        listing = await self._work.tier.list(slice_folder(self._work.prefix, shard))
+        return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
+
+    async def _reconciled(self, rows: Rows, objects: Objects) -> Rows:
+        """The rows with what the objects say that they lack, or have too much."""
+        work = self._work
+        found, lost = await anyio.to_thread.run_sync(
+            compared, rows, objects, work.prefix, work.now_seconds
+        )
+        work.report.found += len(found)
+        work.report.lost += len(lost)
+        if not len(found) and not len(lost):
+            return rows
+        await self._announce(joined([found, lost]))
+        return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
+
+    async def _deleted(self, rows: Rows, old: Rows, objects: Objects) -> Rows:
+        """Delete what was withdrawn long enough ago; the rows without it."""
+        work = self._work
+        rows, doomed = await anyio.to_thread.run_sync(deletable, rows, old, objects, work.prefix)
+        if doomed and not work.plan.dry_run:
+            await work.tier.delete(doomed)
+        work.report.deleted += len(doomed)
+        return rows
+
+    async def _announce(self, rows: Rows | None) -> None:
+        """Tell readers, some at a time; None: all that waits, now."""
+        if rows is not None:
+            self._news.append(rows)
+        waiting = sum(len(one) for one in self._news)
+        if not waiting or (rows is not None and waiting < ANNOUNCED_ROWS):
+            return
+        news, self._news = joined(self._news), []
+        if not self._work.plan.dry_run:
+            await self._log.write(news)
+
+
+def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, Rows, Whys]:
+    """A shard's rows after what has to go is withdrawn; what that is, and why; counted."""
+    whys = verdict.why(rows)
+    going = np.flatnonzero(whys)
+    gone, whys = rows.take(going), whys[going]
+    if len(gone):
+        report.count(gone, whys)
+        rows = merged(joined([rows, withdrawals(gone)]))
+    report.census.add(rows)
+    return rows, gone, whys
