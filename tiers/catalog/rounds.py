@@ -1,7 +1,7 @@
 """One round of compaction: what it is to do, what it did, and what its parts share.
 
-Owns `Plan`, `Report`, and `Work`, which holds both with the store and the catalog's folder. Does not
-own any step of a round (`compaction.py`, `whole.py`).
+Owns `Plan`, `Report`, and `Work`, which holds both with the store and the catalog's folder. Does
+not own any step of a round (`compaction.py`, `whole.py`).
 """
 
 from __future__ import annotations
