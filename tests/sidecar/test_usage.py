@@ -50,7 +50,7 @@ def catalogs() -> Catalogs:
 
 
 def goes_by(catalogs: Catalogs, realm: Realm, manifest: Manifest) -> None:
-    catalogs.reader(realm)._manifest = manifest
+    catalogs.reader(realm)._manifest = manifest  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
