@@ -114,12 +114,14 @@ class Engine:
         adapter: tuple[str, int, str] | None = None,
         regex: str | None = None,
         image: int | None = None,
+        rank: int | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> int:
         """Start a request; its handle goes to `finish` or `abort`.
 
         `adapter` is the name, number and folder of a LoRA adapter; `regex` is what the output must
-        match; `image` is the seed of an image of random pixels, for the prompt's image token.
+        match; `image` is the seed of an image of random pixels, for the prompt's image token;
+        `rank` is which data-parallel rank computes it.
         """
         return self._send(
             "generate",
@@ -131,6 +133,7 @@ class Engine:
             adapter=adapter,
             regex=regex,
             image=image,
+            rank=rank,
             kv_transfer_params=kv_transfer_params,
         )
 
@@ -159,7 +162,10 @@ class Engine:
         self._call("rpc", method="kvlake_poison")
 
     def digests(self) -> list[dict[int, str]]:
-        """Per worker: block id to digest of its bytes, for blocks that are not poison."""
+        """Per worker: block id to digest of its bytes, for blocks that are not poison.
+
+        Of data-parallel ranks, all workers of the first, then those of the next.
+        """
         workers = self._call("rpc", method="kvlake_digests")["result"]
         return [{int(block): digest for block, digest in worker.items()} for worker in workers]
 
@@ -275,6 +281,7 @@ class _Host:
         adapter: list[Any] | None,
         regex: str | None,
         image: int | None,
+        rank: int | None,
         kv_transfer_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -302,7 +309,9 @@ class _Host:
         ttft = 0.0
         last: Any = None
         try:
-            async for output in self._engine.generate(given, params, request_id, lora_request=lora):
+            async for output in self._engine.generate(
+                given, params, request_id, lora_request=lora, data_parallel_rank=rank
+            ):
                 if last is None:
                     ttft = time.perf_counter() - started
                 last = output
@@ -345,7 +354,12 @@ class _Host:
         return {"value": sum(samples)}
 
     async def _do_rpc(self, _: int, method: str) -> dict[str, Any]:
-        return {"result": await self._engine.collective_rpc(method)}
+        if self._engine.vllm_config.parallel_config.data_parallel_size == 1:
+            return {"result": await self._engine.collective_rpc(method)}
+        # vLLM calls the workers of all ranks too, but answers with the first rank's.
+        core = self._engine.engine_core
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, (), {})
+        return {"result": [worker for workers in ranks for worker in workers]}
 
 
 def _random_image(seed: int) -> Any:

@@ -1,0 +1,126 @@
+"""Two data-parallel ranks on one sidecar: to it they are two engines of one model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import (
+    BLOCK_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    SESSIONS,
+    Call,
+    Measured,
+    check_equal,
+    close,
+    counters,
+    empty,
+    external_hit,
+    fresh_salt,
+    idle,
+    own_hit,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+RANKS: Final = 2
+TOKENS: Final = 1500
+WHOLE_TOKENS: Final = 1472
+CONFIG: Final[dict[str, Any]] = {
+    "host": {"size": "256MiB"},
+    "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+}
+
+
+@pytest.fixture(scope="module")
+def sidecar(folder: Path) -> Iterator[SidecarProcess]:
+    with SidecarProcess(folder / "s", CONFIG) as sidecar:
+        yield sidecar
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
+    engine_args = {
+        "data_parallel_size": RANKS,
+        "num_gpu_blocks_override": 256,
+        "max_model_len": 4096,
+    }
+    spec = EngineSpec(model, sidecar.socket, engine_args, threads_bind="0|1")
+    with Engine(spec, folder / "engine.log") as engine:
+        engine.wait_ready()
+        sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
+        for rank in range(RANKS):
+            _attached(engine, sidecar, rank)
+        yield engine
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+
+
+def _attached(engine: Engine, sidecar: SidecarProcess, rank: int) -> None:
+    """The sidecar knows a session a moment before the engine does: a store proves it is there."""
+    stored = counters(sidecar)["chunks_stored"]
+    for _ in range(100):
+        engine.generate(
+            words(2 * BLOCK_TOKENS, 1), max_tokens=1, cache_salt=fresh_salt(), rank=rank
+        )
+        engine.reset_prefix_cache()
+        if counters(sidecar)["chunks_stored"] > stored:
+            return
+    raise AssertionError(f"rank {rank} stored nothing")
+
+
+def _of(rank: int, measured: Measured) -> Measured:
+    """As its rank sees it; the other one's memory is as it was, poison."""
+    assert not any(blocks for other, blocks in enumerate(measured.blocks) if other != rank)
+    return Measured(measured.generation, [measured.blocks[rank]], measured.salt)
+
+
+def test_each_rank_is_an_engine_of_its_own(engine: Engine, sidecar: SidecarProcess) -> None:
+    sessions = sidecar.status()["sessions"]
+    roles: dict[str, list[str]] = {}
+    for session in sessions:
+        roles.setdefault(session["engine_id"], []).append(session["role"])
+    assert [name.rpartition("_")[2] for name in sorted(roles)] == ["dp0", "dp1"]
+    assert all(sorted(of) == ["scheduler", "worker"] for of in roles.values())
+    assert len(sidecar.status()["realms"]) == 1, "they share their chunks"
+
+
+@pytest.mark.parametrize("reader", range(RANKS))
+def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
+    engine: Engine, sidecar: SidecarProcess, reader: int
+) -> None:
+    prompt = words(TOKENS, 10 + reader)
+    here, there = (Call(prompt, options={"rank": rank}) for rank in (reader, 1 - reader))
+    oracle = _of(reader, own_hit(engine, here, before=[here]))
+    before = counters(sidecar)["bytes_loaded"]
+    measured = _of(reader, external_hit(engine, here, before=[there]))
+    check_equal(measured, oracle)
+    assert measured.generation.cached_tokens == WHOLE_TOKENS
+    assert counters(sidecar)["bytes_loaded"] - before == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+
+
+def test_both_ranks_at_once(engine: Engine, sidecar: SidecarProcess) -> None:
+    """What either one stored, both load side by side."""
+    calls = [Call(words(700, 20 + rank), options={"rank": rank}) for rank in range(RANKS)]
+    salt = fresh_salt()
+    empty(engine)
+    computed = [call.generate(engine, salt) for call in calls]
+    empty(engine)
+    handles = [
+        engine.begin(call.prompt, cache_salt=salt, rank=rank)
+        for rank in range(RANKS)
+        for call in calls
+    ]
+    for handle, expected in zip(handles, computed * RANKS, strict=True):
+        generation = engine.finish(handle)
+        assert generation.cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS
+        # Beside another request it is computed in other shapes.
+        assert close(generation, expected)
