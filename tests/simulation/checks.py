@@ -376,10 +376,18 @@ class Checks:
         """All pieces of an object were taken from its slot."""
         parts = parse_name(name)
         assert parts is not None
+        ranks = {
+            rank
+            for model in self._models
+            if name.startswith(namespace_prefix(model.digest))
+            for rank in range(model.ranks)
+            if model.segment(rank) == parts.segment
+        }
+        # An object may arrive after its write has failed, while that of another rank runs.
         works = [
             work
             for work in self._work.values()
-            if isinstance(work, Write) and work.key == parts.key
+            if isinstance(work, Write) and work.key == parts.key and work.rank in ranks
         ]
         if any(work.slot in self.damaged for work in works):
             if any(work.write_id in self._damaged_before for work in works):
