@@ -161,12 +161,13 @@ class Engine:
         """Overwrite every KV block; only after `reset_prefix_cache`, with nothing running."""
         self._call("rpc", method="kvlake_poison")
 
-    def digests(self) -> list[dict[int, str]]:
+    def digests(self, *, layers: int | None = None) -> list[dict[int, str]]:
         """Per worker: block id to digest of its bytes, for blocks that are not poison.
 
-        Of data-parallel ranks, all workers of the first, then those of the next.
+        Of data-parallel ranks, all workers of the first, then those of the next. `layers` counts
+        those that matter, from the first on; all of them where it is left out.
         """
-        workers = self._call("rpc", method="kvlake_digests")["result"]
+        workers = self._call("rpc", method="kvlake_digests", args=[layers])["result"]
         return [{int(block): digest for block, digest in worker.items()} for worker in workers]
 
     def stop(self) -> None:
@@ -353,12 +354,15 @@ class _Host:
         ]
         return {"value": sum(samples)}
 
-    async def _do_rpc(self, _: int, method: str) -> dict[str, Any]:
+    async def _do_rpc(
+        self, _: int, method: str, args: list[int | None] | None = None
+    ) -> dict[str, Any]:
+        given = tuple(args or ())
         if self._engine.vllm_config.parallel_config.data_parallel_size == 1:
-            return {"result": await self._engine.collective_rpc(method)}
+            return {"result": await self._engine.collective_rpc(method, args=given)}
         # vLLM calls the workers of all ranks too, but answers with the first rank's.
         core = self._engine.engine_core
-        ranks = await core.call_utility_all_async("collective_rpc", method, None, (), {})
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, given, {})
         return {"result": [worker for workers in ranks for worker in workers]}
 
 

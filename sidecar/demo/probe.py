@@ -26,12 +26,12 @@ class KVProbe:
             count = int(tensor.shape[0])
         return count
 
-    def kvlake_digests(self) -> dict[int, str]:
-        """Block id to a digest over all layers, for blocks that are not all poison."""
+    def kvlake_digests(self, layers: int | None = None) -> dict[int, str]:
+        """Block id to a digest over the first layers, or all, of blocks that are not all poison."""
         import numpy as np
 
-        layers = [layer.contiguous().view(_uint8()).numpy() for layer in self._layers()]
-        blocks = [layer.reshape(layer.shape[0], -1) for layer in layers]
+        tensors = [one.contiguous().view(_uint8()).numpy() for one in self._layers()[:layers]]
+        blocks = [one.reshape(one.shape[0], -1) for one in tensors]
         clean = np.flatnonzero((blocks[0] != POISON).any(axis=1))
         return {
             int(block): hashlib.sha256(

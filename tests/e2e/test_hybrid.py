@@ -2,11 +2,12 @@
 
 vLLM puts its layers into three KV cache groups whose pages lie over each other. What a hit gives is
 compared with the engine's own hit of as many tokens, as for other models: log probabilities and
-bytes. One engine serves all cases; sidecars take turns on its sockets.
+bytes. One engine serves most cases; sidecars take turns on its sockets.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -47,7 +48,7 @@ LIMITS: Final = {
     "store_deadline": "60s",
 }
 ENGINE_ARGS: Final[dict[str, Any]] = {
-    "num_gpu_blocks_override": 512,
+    "num_gpu_blocks_override": 256,
     "max_model_len": 4096,
     "max_num_batched_tokens": 512,
     "enable_chunked_prefill": True,
@@ -120,9 +121,9 @@ def check_bytes(measured: Measured, oracle: Measured) -> None:
     vLLM uses the blocks of a window that moved on again at once, at other times in either arm.
     """
     assert measured.generation.cached_tokens == oracle.generation.cached_tokens
-    (worker,), (expected,) = measured.blocks, oracle.blocks
-    assert (worker & expected).total() >= blocks_read(measured.generation.cached_tokens)
-    assert (worker - expected).total() <= GROUPS
+    for worker, expected in zip(measured.blocks, oracle.blocks, strict=True):
+        assert (worker & expected).total() >= blocks_read(measured.generation.cached_tokens)
+        assert (worker - expected).total() <= GROUPS
 
 
 @pytest.mark.parametrize("tokens", [WINDOW - 3, WINDOW + BLOCK_TOKENS, 2 * CHUNK_TOKENS, 1500])
@@ -228,3 +229,61 @@ def test_an_aborted_request_beside_others(engine: Engine, sidecar: SidecarProces
         assert generations[number].cached_tokens == whole(len(calls[number].prompt))
         oracles[number].check_close(generations[number])
     assert counters(sidecar)["chunks_loaded"] > loaded
+
+
+def test_preemption(engine: Engine, sidecar: SidecarProcess) -> None:
+    """More requests than the KV cache has room for: they are preempted, and load again."""
+    calls = [Call(words(290 + 10 * number, 60 + number), max_tokens=300) for number in range(10)]
+    oracles = [Oracle(engine, Call(call.prompt, max_tokens=1)) for call in calls]
+    for oracle in oracles:
+        oracle.at(0)
+    loaded = counters(sidecar)["chunks_loaded"]
+    salt = fresh_salt()
+    handles = [
+        engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt) for call in calls
+    ]
+    generations = [engine.finish(handle) for handle in handles]
+    # Nothing was stored before: only who was preempted can load.
+    assert counters(sidecar)["chunks_loaded"] > loaded
+    for oracle, generation in zip(oracles, generations, strict=True):
+        assert len(generation.tokens) == 300
+        oracle.check_close(generation)
+
+
+def test_engine_restarted(folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+    """Another engine of the same model hits what the first one stored."""
+    call = Call(words(1100, 8), max_tokens=1)
+    expected = own_hit(engine, call, before=[call])
+    with Engine(engine.spec, folder / "second-engine.log") as second:
+        second.wait_ready()
+        sidecar.wait("both are attached", lambda status: len(status["sessions"]) == 4)
+        empty(second)
+        generation = second.generate(call.prompt, max_tokens=1, cache_salt=expected.salt)
+        assert generation.cached_tokens == whole(1100)
+        assert same_output(generation, expected.generation)
+        check_bytes(Measured(generation, blocks_of(second), expected.salt), expected)
+        empty(second)
+    sidecar.wait("it is gone", lambda status: len(status["sessions"]) == 2)
+
+
+def test_two_ranks(folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+    """Each rank has its heads of every group, and loads them."""
+    spec = replace(
+        engine.spec,
+        engine_args={**ENGINE_ARGS, "tensor_parallel_size": 2},
+        threads_bind="0|1",
+    )
+    with Engine(spec, folder / "two-ranks.log") as ranks:
+        ranks.wait_ready()
+        sidecar.wait("all are attached", lambda status: len(status["sessions"]) == 5)
+        call = Call(words(900, 9), max_tokens=1)
+        before = counters(sidecar)
+        oracle = own_hit(ranks, call, before=[call])
+        measured = external_hit(ranks, call, before=[call])
+        assert measured.generation.cached_tokens == whole(900)
+        assert same_output(measured.generation, oracle.generation)
+        assert measured.blocks[0] != measured.blocks[1], "ranks hold different heads"
+        check_bytes(measured, oracle)
+        assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+        empty(ranks)
+    sidecar.wait("they are gone", lambda status: len(status["sessions"]) == 2)
