@@ -9,34 +9,43 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from sidecar.status import fetch
 from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until
+
+STATUS_SECONDS_MAX = 60.0
 
 
 class SidecarProcess:
     """`kvlake serve`; `with` stops it and checks that it ended well, unless it was killed."""
 
     def __init__(self, machine: Machine, directory: Path, **sections: dict[str, Any]) -> None:
-        config = {
+        config: dict[str, dict[str, Any]] = {
             "runtime": {"directory": str(directory)},
             "host": {"size": "16MiB", "directory": str(directory), "prefault": False},
             "http": {"port": 0},
             "copy": {"threads": 2},
             "limits": {"load_deadline": "20s", "store_deadline": "20s", "lease_ttl": "60s"},
-            **sections,
         }
+        for name, values in sections.items():
+            config[name] = {**config.get(name, {}), **values}
         path = directory / "kvlake.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
         self._machine = machine
         self.socket = directory / "default" / "attach.sock"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(path)],
-            env=machine.env(),
-        )
+        self._ready = directory / "ready.json"
+        with self._ready.open("wb") as ready:
+            command = ["serve", "--config", str(path), "--ready-fd", str(ready.fileno())]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sidecar.cli", *command],
+                env=machine.env(),
+                pass_fds=[ready.fileno()],
+            )
         self.pid = self.process.pid
         try:
-            wait_until(lambda: self.socket.exists() or self.process.poll() is not None)
+            wait_until(lambda: self._ready.stat().st_size or self.process.poll() is not None)
             assert self.process.poll() is None, "the sidecar did not start; stderr says why"
+            self.url: str = json.loads(self._ready.read_text())["http_url"]
         except BaseException:
             self.kill()
             raise
@@ -46,6 +55,10 @@ class SidecarProcess:
         """What it holds of the double's things."""
         assert isinstance(self._machine, Double)
         return self._machine.process(self.pid).left
+
+    def status(self) -> dict[str, Any]:
+        """Its status document."""
+        return fetch(self.url, STATUS_SECONDS_MAX)
 
     def kill(self) -> None:
         """End it as the kernel would."""
