@@ -94,6 +94,7 @@ def test_throughput_that_stays_is_good_and_a_loss_is_not() -> None:
     start = rounds(1.8, 0.02, 1)
     assert verdicts.throughput(start, rounds(1.8, 0.02, 2)).good
     assert verdicts.throughput(start, rounds(1.9, 0.02, 2)).good
+    assert verdicts.throughput(start, rounds(1.8 * 0.97, 0.02, 2)).good
     lost = verdicts.throughput(start, rounds(1.8 * 0.92, 0.02, 2))
     assert not lost.good
     assert "0.9" in lost.said
@@ -105,6 +106,8 @@ def test_a_disturbed_round_does_not_change_the_verdict() -> None:
 
 
 def test_rounds_that_are_too_noisy_prove_nothing() -> None:
+    loss = verdicts.throughput(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).said
+    assert float(loss.split()[0]) > 0.95, "the change itself is within the limit"
     assert not verdicts.throughput(rounds(1.8, 0.3, 1), rounds(1.8, 0.3, 2)).good
 
 
