@@ -25,6 +25,7 @@ from sidecar.commands import (
     LeaseTaken,
     Listed,
     LookedUp,
+    OpenedGroup,
     PinAsked,
     Quarantine,
     Read,
@@ -58,7 +59,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
-from sidecar.retention import read_tag
+from sidecar.retention import FOR_EVER, Retention, read_tag
 from sidecar.writes import WritePolicy
 from tiers.layout import ChunkLayout, Segment
 
@@ -77,11 +78,24 @@ EPOCH = 7
 BLOCK_TOKENS = 4
 BLOCKS_PER_CHUNK = 2
 ROOT = bytes(32)
+GROUP_NUMBERS = 1_000_000
+"""Chunks from this number on are of the second KV cache group, and so on."""
+
+
+def group_of(number: int) -> int:
+    """The KV cache group of chunk `number`: a key is of one group."""
+    return number // GROUP_NUMBERS
 
 
 def key(number: int) -> bytes:
     """The key of chunk `number` of the only chain; its parent is `number - 1`."""
     return number.to_bytes(32, "little") if number > 0 else ROOT
+
+
+def groups_of(numbers: Sequence[int]) -> list[int]:
+    """As a client says which groups keys are of: not at all where all are of the first."""
+    groups = [group_of(number) for number in numbers]
+    return groups if any(groups) else []
 
 
 def namespace_of(realm_id: int) -> bytes:
@@ -228,7 +242,7 @@ class Content:
     verified: bool = field(default=True, compare=False)
     adopted: bool = field(default=True, compare=False)
     """False after a restart, until a worker of its rank attaches."""
-    expires_at: float = field(default=math.inf, compare=False)
+    retention: Retention = field(default=FOR_EVER, compare=False)
 
 
 @dataclass
@@ -259,12 +273,15 @@ class World:
         default_factory=dict[tuple[int, int], ChunkLayout]
     )
     last_session_id: int = 0
+    forgotten: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
+    """Chunks whose time was over, until somebody takes note of them."""
 
     def send(self, event: Event) -> list[Command]:
         """Hand an event in; check and note what comes out."""
         self.slots.freed.clear()
         for content in self.content.values():
-            if content.expires_at <= self.now:
+            if content.adopted and content.retention.expires_at <= self.now:
+                self.forgotten.add((content.realm_id, content.key))
                 self._bury(content)
         commands = self.engine.handle(event, self.now)
         self.note(commands)
@@ -298,11 +315,13 @@ class World:
                 self.content[command.slot] = Content(
                     command.realm_id, command.key, command.rank, 0, sealed=False
                 )
+                self._retain((command.realm_id, command.key), FOR_EVER)
             case Scatter():
                 assert command.verify or self.content[command.slot].verified
                 self.scatters[command.copy_id] = command
                 self._expect(command, command.num_blocks)
             case Write():
+                assert self.content[command.slot].retention == FOR_EVER, "it was to stay here"
                 self.writes[command.write_id] = command
                 self._expect(command, command.num_blocks)
             case IndexSet():
@@ -330,6 +349,18 @@ class World:
         assert found == Content(
             command.realm_id, command.key, command.rank, num_blocks, sealed=True
         ), f"{command} finds {found}"
+
+    def _retain(self, name: tuple[int, bytes], retention: Retention) -> None:
+        """A slot of a chunk was given out, or found again: the least of all that was said holds."""
+        own = [
+            one
+            for one in self.content.values()
+            if (one.realm_id, one.key) == name and one.adopted and not one.dead
+        ]
+        said = [retention, *(one.retention for one in own)]
+        least = Retention(min(one.expires_at for one in said), any(one.stays for one in said))
+        for one in own:
+            one.retention = least
 
     def running(self) -> list[Gather | Scatter | Write | Read]:
         return [
@@ -380,9 +411,15 @@ class World:
         want_events: bool = False,
         content_bytes: int = 8,
         replicas: int = 1,
+        other_realms: Sequence[int] = (),
     ) -> int:
         self.last_session_id += 1
         worker = role is Role.WORKER
+        own_layout = layout(rank // replicas, content_bytes=content_bytes) if worker else None
+        # Other groups have other pages.
+        other_layout = (
+            layout(rank // replicas, content_bytes=content_bytes // 2) if worker else None
+        )
         event = SessionOpened(
             self.last_session_id,
             role,
@@ -391,20 +428,28 @@ class World:
             world_size,
             realm_id,
             want_events,
-            layout(rank // replicas, content_bytes=content_bytes) if worker else None,
+            own_layout,
             namespace_of(realm_id),
+            tuple(OpenedGroup(other, other_layout, namespace_of(other)) for other in other_realms),
             replicas=replicas,
         )
         number = event.segment_number
-        if event.layout is not None:
-            self.layouts[realm_id, number] = event.layout
-            for content in self.content.values():
-                if (content.realm_id, content.rank) == (realm_id, number):
-                    content.adopted = True
+        for group in event.groups:
+            self.world_sizes[group.realm_id] = event.num_segments
+            if group.layout is not None:
+                self._adopt(group.realm_id, number, group.layout)
         self.sessions[event.session_id] = event
-        self.world_sizes[realm_id] = event.num_segments
         self.send(event)
         return event.session_id
+
+    def _adopt(self, realm_id: int, number: int, known: ChunkLayout) -> None:
+        self.layouts[realm_id, number] = known
+        for content in self.content.values():
+            found = not content.adopted and (content.realm_id, content.rank) == (realm_id, number)
+            # What is past its time is not found any more.
+            if found and content.retention.expires_at > self.now:
+                content.adopted = True
+                self._retain((realm_id, content.key), content.retention)
 
     def copied(self, copy_id: int, outcome: CopyOutcome = CopyOutcome.OK) -> list[Command]:
         scatter = self.scatters.pop(copy_id, None)
@@ -463,24 +508,27 @@ class World:
                 bytes(4 * BLOCK_TOKENS * blocks),
                 list(range(10 * number, 10 * number + blocks)),
                 tenant,
+                group_of(number),
             )
             for number in numbers
         ]
         job = StoreJob(job_id, chunks, int(ttl_seconds * 1000), stays)
         commands = self.send(Submitted(session_id, Submit(EPOCH, job_id, [], [job])))
+        expires_at = self.now + ttl_seconds if ttl_seconds else math.inf
+        retention = Retention(expires_at, stays=stays or ttl_seconds > 0)
         for gather in only(commands, Gather):
-            if ttl_seconds:
-                self.content[gather.slot].expires_at = self.now + ttl_seconds
+            self._retain((gather.realm_id, gather.key), retention)
         return commands
 
     def pin(
         self, session_id: int, numbers: Sequence[int], seconds: float, *, tenant: bytes = b""
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
-        return self.send(PinAsked(session_id, Pin(EPOCH, keys, int(seconds * 1000), tenant)))
+        message = Pin(EPOCH, keys, int(seconds * 1000), tenant, groups_of(numbers))
+        return self.send(PinAsked(session_id, message))
 
     def load(self, session_id: int, job_id: int, numbers: Sequence[int]) -> list[Command]:
-        chunks = [LoadChunk(key(number), 0, [1, 2]) for number in numbers]
+        chunks = [LoadChunk(key(number), 0, [1, 2], group_of(number)) for number in numbers]
         return self.send(
             Submitted(session_id, Submit(EPOCH, job_id, [LoadJob(job_id, chunks)], []))
         )
@@ -497,7 +545,8 @@ class World:
         prefill: float = 0.0,
     ) -> list[Command]:
         keys = [key(number) for number in numbers]
-        lookup = Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill)
+        groups = groups_of(numbers)
+        lookup = Lookup(EPOCH, lookup_id, keys, deadline_ms, tenant, num_tokens, prefill, groups)
         return self.send(LookedUp(session_id, lookup))
 
     def lease(self, session_id: int, lease_id: int, numbers: Sequence[int]) -> list[Command]:
@@ -559,6 +608,7 @@ class World:
         content.adopted = content.verified = False
         sealed, used = self.slots.sealed[slot]
         tenant, retention = read_tag(self.slots.tags.get(slot, bytes(16)))
+        content.retention = retention
         return RestoredSlot(
             slot=slot,
             namespace=namespace_of(content.realm_id),

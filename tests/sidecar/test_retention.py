@@ -131,7 +131,7 @@ def test_the_first_of_two_ranks_times_holds() -> None:
     world.stored(workers[1], 1, [1], ttl_seconds=5)
     assert (0, key(1)) in world.index
     for content in world.content.values():
-        content.expires_at = 5.0
+        assert content.retention == Retention(5.0, stays=True)
     pass_time(world, 5)
     assert not world.index
 

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sidecar.commands import Event, Gather, Read, RestoredSlot, Tick
 from sidecar.directory import Chunk, Directory, SegmentState
@@ -216,23 +217,26 @@ class Balance:
     def index_is_true(self, process: SidecarProcess) -> None:
         """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
         directory: Directory = process.hub.engine._directory
+        expected: dict[Realm, npt.NDArray[np.uint8]] = {}
+        numbers = self._truth.numbers
         for realm in process.hub.realms.all():
             known = directory.realms.get(realm.realm_id)
             if known is None:
                 continue
-            numbers = self._truth.numbers
-            # What the store holds beyond what anybody here asked for is not looked up.
-            expected = np.zeros(len(numbers), dtype=np.uint8)
+            # The groups of a model share the index of the first.
+            wanted = expected.setdefault(realm.indexed_in, np.zeros(len(numbers), dtype=np.uint8))
             for key, chunk in known.chunks.items():
                 if self.is_there(chunk):
-                    expected[numbers[key]] |= FLAG_HOST
+                    wanted[numbers[key]] |= FLAG_HOST
+            # What the store holds beyond what anybody here asked for is not looked up.
             if known.stored_chunks:
                 for key, number in numbers.items():
                     if known.in_store(key):
-                        expected[number] |= FLAG_STORE
+                        wanted[number] |= FLAG_STORE
+        for realm, wanted in expected.items():
             flags = self._reader(realm).lookup(self._tags(realm))
-            for number in np.flatnonzero(flags != expected):
-                self._differs(realm, int(number), int(flags[number]), int(expected[number]))
+            for number in np.flatnonzero(flags != wanted):
+                self._differs(realm, int(number), int(flags[number]), int(wanted[number]))
 
     def _tags(self, realm: Realm) -> Any:
         """Tags of all keys under a realm's salt; most were made before."""

@@ -30,41 +30,56 @@ WISHES: tuple[dict[str, Any], ...] = (
 """What one request in three asks for, by its name: nothing else is drawn because of it."""
 
 
+BlockName = tuple[int, bytes]
+"""KV cache group, and a digest of the tokens up to the block's end."""
+
+
 @dataclass(eq=False, slots=True)
 class Block:
     block_id: int
     ref_cnt: int = 0
-    digest: bytes = b""
-    """Of the tokens up to its end, while the prefix cache may find it."""
+    name: BlockName | None = None
+    """Under which the prefix cache may find it."""
     is_null: bool = False
 
 
 class BlockPool:
-    """Blocks with reference counts, and the engine's own prefix cache."""
+    """Blocks with reference counts, and the engine's own prefix cache.
+
+    Where `has_null`, its first block stands in tables for those that were given back.
+    """
 
     hash_block_size = BLOCK_TOKENS
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, has_null: bool = False) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: dict[bytes, Block] = {}
+        self.null = self.blocks[0]
+        self.null.is_null = has_null
+        self.num_usable = num_blocks - has_null
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(has_null, num_blocks))
+        self._cached: dict[BlockName, Block] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def get_cached_block(self, digest: bytes, groups: list[int]) -> list[Block] | None:
-        block = self._cached.get(digest)
-        return None if block is None else [block]
+        found = [self._cached.get((group, digest)) for group in groups]
+        blocks = [block for block in found if block is not None]
+        return blocks if len(blocks) == len(found) else None
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
+            if block.is_null:
+                continue
             if block.ref_cnt == 0:
                 del self._free[block.block_id]
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterator[Block] | Sequence[Block]) -> None:
         for block in blocks:
+            if block.is_null:
+                continue
             block.ref_cnt -= 1
             if block.ref_cnt < 0:
                 raise Violation("a block is freed once", f"block {block.block_id}")
@@ -80,15 +95,16 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def cache(self, block: Block, digest: bytes) -> None:
-        if not block.digest and digest not in self._cached:
-            block.digest = digest
-            self._cached[digest] = block
+    def cache(self, block: Block, group: int, digest: bytes) -> None:
+        name = (group, digest)
+        if block.name is None and not block.is_null and name not in self._cached:
+            block.name = name
+            self._cached[name] = block
 
     def _forget(self, block: Block) -> None:
-        if block.digest:
-            del self._cached[block.digest]
-            block.digest = b""
+        if block.name is not None:
+            del self._cached[block.name]
+            block.name = None
 
     def reset(self) -> None:
         for block in self.blocks:
@@ -103,11 +119,13 @@ class Request:
     prompt: list[int]
     max_tokens: int
     cache_salt: str | None
-    digests: TokenDigests
+    digests: list[TokenDigests]
+    """Of each KV cache group."""
     all_token_ids: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_computed_tokens: int = 0
-    blocks: list[Block] = field(default_factory=list[Block])
+    tables: list[list[Block]] = field(default_factory=list[list[Block]])
+    """Its blocks in each KV cache group."""
     loading: bool = False
     local_tokens: int = 0
     loaded: bool = False
@@ -127,6 +145,15 @@ class Request:
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt)
         self.hash_blocks()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All of its blocks, one group after the other."""
+        return [block for table in self.tables for block in table]
+
+    def block_ids(self) -> list[list[int]]:
+        """Its block tables, as vLLM tells of them."""
+        return [[block.block_id for block in table] for table in self.tables]
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -26,6 +26,7 @@ from sidecar.commands import (
     Gather,
     Listed,
     LookedUp,
+    PinAsked,
     Read,
     ReadDone,
     Released,
@@ -40,7 +41,16 @@ from sidecar.commands import (
     Written,
 )
 from sidecar.directory import Cause, Chunk, Segment, SegmentState
-from sidecar.protocol import Done, LoadChunk, LookupDone, ServerMessage, StoreChunk
+from sidecar.protocol import (
+    Done,
+    LoadChunk,
+    LoadJob,
+    Lookup,
+    LookupDone,
+    ServerMessage,
+    StoreChunk,
+    StoreJob,
+)
 from sidecar.tenants import TenantRules
 from tests.simulation.balance import Balance, Sealed
 from tests.simulation.clock import Violation, World
@@ -82,7 +92,7 @@ class Checks:
         self.sealed: dict[int, Sealed] = {}
         self._restored: tuple[RestoredSlot, ...] = ()
         self._jobs: dict[int, set[int]] = {}
-        self._lookups: dict[int, dict[int, list[bytes]]] = {}
+        self._lookups: dict[int, dict[int, Lookup]] = {}
         self._damaged_before: set[int] = set()
         """Writes of slots that were damaged before they began."""
         self._ticks = 0
@@ -210,12 +220,17 @@ class Checks:
         """What a client asks for, and when it is gone."""
         match event:
             case Submitted():
-                ids = [load.job_id for load in event.message.loads]
-                ids += [store.job_id for store in event.message.stores]
+                jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
+                ids = [job.job_id for job in jobs]
                 self._jobs.setdefault(event.session_id, set()).update(ids)
+                for job in jobs:
+                    self._are_mixed(type(job).__name__, [piece.group for piece in job.chunks])
             case LookedUp():
                 asked = self._lookups.setdefault(event.session_id, {})
-                asked[event.message.lookup_id] = list(event.message.keys)
+                asked[event.message.lookup_id] = event.message
+                self._are_mixed("Lookup", event.message.groups)
+            case PinAsked():
+                self._are_mixed("Pin", event.message.groups)
             case Released():
                 for lookup_id in event.lookup_ids:
                     self._lookups.get(event.session_id, {}).pop(lookup_id, None)
@@ -224,6 +239,10 @@ class Checks:
                 self._lookups.pop(event.session_id, None)
             case _:
                 pass
+
+    def _are_mixed(self, what: str, groups: list[int]) -> None:
+        if len(set(groups)) > 1:
+            self.world.saw(f"several groups: in one {what}")
 
     def _ended(self, kind: str, number: int) -> Work:
         work = self._work.pop((kind, number), None)
@@ -360,9 +379,11 @@ class Checks:
         if work.slot in self.damaged:
             self.world.saw("damage after a load")
         fact = self._fact(work.key)
-        blocks = rank.engine.model.blocks(fact.digests, rank.rank)
+        model = self.model_of(process.hub.realms[work.realm_id])
+        blocks = model.blocks(fact.digests, rank.rank)
         wanted = blocks[work.first_block : work.first_block + len(work.block_ids)]
-        if not np.array_equal(rank.kv[list(work.block_ids)], wanted):
+        found = rank.views[rank.engine.groups.index(model)][list(work.block_ids)]
+        if not np.array_equal(found, wanted):
             raise Violation("what is served is right", f"{work}")
 
     def _rank_of(self, session: Any) -> Any:
@@ -513,12 +534,13 @@ class Checks:
     def _looked_up(self, process: SidecarProcess, session: Any, message: LookupDone) -> None:
         self.world.saw(f"lookup {message.outcome.name}")
         asked = self._lookups.get(session.session_id, {})
-        keys = asked.pop(message.lookup_id, None)
-        if keys is None:
+        question = asked.pop(message.lookup_id, None)
+        if question is None:
             raise Violation("a lookup is answered once", f"lookup {message.lookup_id}")
-        realm = process.hub.engine._directory.realms[session.realm.realm_id]
-        for key in keys[: message.ready]:
-            chunk = realm.chunks.get(key)
+        realms = process.hub.engine._directory.realms
+        groups = question.groups or [0] * len(question.keys)
+        for key, group in list(zip(question.keys, groups, strict=True))[: message.ready]:
+            chunk = realms[session.realms[group].realm_id].chunks.get(key)
             if chunk is None or not self.balance.is_there(chunk):
                 raise Violation("what a lookup calls ready is there", key.hex()[:12])
         self.conduct.lookup_answered(process, session.session_id, message)

@@ -61,7 +61,9 @@ class _Asked:
 
     job: LoadJob | StoreJob
     there: set[bytes] = field(default_factory=set[bytes])
-    """Chunks of a store that had a slot before."""
+    """Chunks that had a slot before."""
+    ready: set[bytes] = field(default_factory=set[bytes])
+    """Those of them that could be loaded by this rank."""
     running: int = 0
     copied: set[bytes] = field(default_factory=set[bytes])
     lost: bool = False
@@ -145,14 +147,17 @@ class Conduct:
         session = process.hub.engine._sessions.get(event.session_id)
         if session is None:
             return
-        chunks = process.hub.engine._directory.realms[session.realm_id].chunks
+        realms = process.hub.engine._directory.realms
         jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
         for job in jobs:
             asked = self._jobs[event.session_id, job.job_id] = _Asked(job)
             for piece in job.chunks:
-                chunk = chunks.get(piece.key)
-                if chunk and chunk.segments[session.rank].state is not SegmentState.ABSENT:
+                chunk = realms[session.groups[piece.group].realm_id].chunks.get(piece.key)
+                state = chunk.segments[session.rank].state if chunk else SegmentState.ABSENT
+                if state is not SegmentState.ABSENT:
                     asked.there.add(piece.key)
+                if chunk and state is SegmentState.HOST and chunk.expires_at > self._world.now:
+                    asked.ready.add(piece.key)
 
     def _ended(self, process: SidecarProcess, event: Copied, work: Work | None) -> None:
         name = self._job_of.pop(event.copy_id, None)
@@ -383,6 +388,11 @@ class Conduct:
         if name in self._leases:
             # Replaced: what ended for the one before does not count for this one.
             self._loads_ended.pop(load, None)
+        realms = [engine._directory.realms[group.realm_id] for group in session.groups]
+        found = (realm.chunks.get(key) for realm in realms for key in event.keys)
+        named = {chunk for chunk in found if chunk is not None}
+        if name in held and set(held[name].chunks) != named:
+            raise Violation("a lease pins what it names", f"{event}")
         if name not in held:
             if not self._is_loaded(load):
                 raise Violation("a lease lasts until its load", f"{event} did not begin")
@@ -416,8 +426,9 @@ class Conduct:
         copied = done and asked.copied == keys
         # A store needs no copy of what was there; but it may be refused all the same.
         there = isinstance(asked.job, StoreJob) and done and asked.copied | asked.there >= keys
-        good = job.outcome is Outcome.OK
-        if (copied and not good) or (good and not (copied or there)):
+        good, missed = job.outcome is Outcome.OK, job.outcome is Outcome.MISSING
+        false = (copied and not good) or (good and not (copied or there))
+        if false or (missed and asked.ready >= keys):
             raise Violation(
                 "an outcome is true", f"job {job.job_id}: {job.outcome.name} of {asked}"
             )

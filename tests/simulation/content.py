@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from connector.groups import Geometry
+from connector.groups import Attention, Geometry, chunk_tokens_of
 from connector.keys import KeyChain, root_key
 from tests.simulation.clock import Violation
 from tiers.arrow import SlotTemplates
@@ -25,23 +25,41 @@ from tiers.layout import ChunkLayout, KVLayout, Segment
 Words = npt.NDArray[np.uint64]
 
 LAYERS = 2
+WINDOW_LAYERS = 1
 HEADS = 2
 BLOCK_TOKENS = 4
-BLOCKS_PER_CHUNK = 4
-CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
-GEOMETRY = Geometry(BLOCK_TOKENS, CHUNK_TOKENS)
+CHUNK_TOKENS = 16
 POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, and how it is cut: what makes a realm."""
+    """A model, and how it is cut: what makes a realm.
+
+    Of a model of several KV cache groups, the first group; the others lie over it.
+    """
 
     name: str
     ranks: int
     words: int
     """Content of one (layer, head, token), in 8-byte words."""
     layer_major: bool
+    layers: int = LAYERS
+    window: int = 0
+    """Tokens that its layers read, their own included; 0: all of them."""
+    others: tuple[Model, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Model, ...]:
+        """Its KV cache groups, in the order of their numbers."""
+        return (self, *self.others)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Tokens per block and chunk, and how far back its layers read."""
+        attention = Attention(self.window)
+        tokens = chunk_tokens_of(CHUNK_TOKENS, BLOCK_TOKENS, attention)
+        return Geometry(BLOCK_TOKENS, tokens, attention)
 
     @property
     def namespace(self) -> bytes:
@@ -57,7 +75,7 @@ class Model:
 
     def segment(self, rank: int) -> Segment:
         heads = HEADS // self.ranks
-        return Segment(0, LAYERS, rank * heads, heads)
+        return Segment(0, self.layers, rank * heads, heads)
 
     def kv_layout(self, rank: int, num_blocks: int) -> KVLayout:
         segment = self.segment(rank)
@@ -69,7 +87,7 @@ class Model:
         strides = (block_step, BLOCK_TOKENS * content, content, 1)
         return KVLayout.from_views(
             segment,
-            [(layer * layer_step, shape, strides) for layer in range(LAYERS)],
+            [(layer * layer_step, shape, strides) for layer in range(self.layers)],
             itemsize=1,
             dtype="uint8",
             encoding="simulated",
@@ -77,7 +95,7 @@ class Model:
         )
 
     def chunk_layout(self, rank: int) -> ChunkLayout:
-        return self.kv_layout(rank, 1).chunk(BLOCKS_PER_CHUNK)
+        return self.kv_layout(rank, 1).chunk(self.geometry.blocks_per_chunk)
 
     def view(self, memory: npt.NDArray[np.uint8], rank: int) -> Words:
         """A worker's memory as [block, layer, head, token, word]."""
@@ -85,14 +103,14 @@ class Model:
         words: Words = memory.view(np.uint64)
         if self.layer_major:
             shaped = words.reshape(LAYERS, -1, heads, BLOCK_TOKENS, self.words)
-            return shaped.transpose(1, 0, 2, 3, 4)
-        return words.reshape(-1, LAYERS, heads, BLOCK_TOKENS, self.words)
+            return shaped.transpose(1, 0, 2, 3, 4)[:, : self.layers]
+        return words.reshape(-1, LAYERS, heads, BLOCK_TOKENS, self.words)[:, : self.layers]
 
     def expand(self, digests: Words, rank: int) -> Words:
         """Content of tokens, [token, layer, head, word], from their digests."""
         segment = self.segment(rank)
-        places = np.arange(LAYERS * HEADS * self.words, dtype=np.uint64)
-        factors = (places * np.uint64(2) + np.uint64(1)).reshape(LAYERS, HEADS, self.words)
+        places = np.arange(self.layers * HEADS * self.words, dtype=np.uint64)
+        factors = (places * np.uint64(2) + np.uint64(1)).reshape(self.layers, HEADS, self.words)
         own = factors[:, segment.first_head : segment.first_head + segment.num_heads]
         content: Words = digests[:, np.newaxis, np.newaxis, np.newaxis] * own[np.newaxis]
         return content
@@ -111,6 +129,13 @@ class Model:
         template.payload(image)[:] = self.blocks(fact.digests, rank).view(np.uint8).ravel()
         template.seal(image, key, fact.parent, fact.token_ids)
         return image
+
+
+def with_window(model: Model, window: int) -> Model:
+    """The model with a second group, whose layers read a window and lie over the first's."""
+    name = f"{model.name} behind {window}"
+    second = replace(model, name=name, layers=WINDOW_LAYERS, window=window)
+    return replace(model, others=(second,))
 
 
 _templates: dict[tuple[str, int, int], SlotTemplates] = {}
@@ -184,17 +209,18 @@ def facts_of_prompt(
     truth: Truth, model: Model, salt: str, tokens: Sequence[int]
 ) -> list[tuple[bytes, Fact]]:
     """Keys of a prompt's full chunks and of its tail, as another cluster would know them."""
-    chain = KeyChain(root_key(model.digest, salt=salt), CHUNK_TOKENS, BLOCK_TOKENS)
+    geometry = model.geometry
+    chain = KeyChain(root_key(model.digest, salt=salt), geometry.chunk_tokens, BLOCK_TOKENS)
     chain.extend(tokens)
     owner = owner_of(model, salt, 0)
     digests = TokenDigests(owner)(tokens)
-    places = [(index, BLOCKS_PER_CHUNK, key) for index, key in enumerate(chain.keys)]
+    places = [(index, geometry.blocks_per_chunk, key) for index, key in enumerate(chain.keys)]
     tail = chain.partial_blocks(len(places))
     if tail:
         places.append((len(places), tail, chain.partial(len(places), tail)))
     facts: list[tuple[bytes, Fact]] = []
     for index, blocks, key in places:
-        start = index * CHUNK_TOKENS
+        start = index * geometry.chunk_tokens
         held = digests[start : start + blocks * BLOCK_TOKENS]
         parent, ids = chain.parent(index), chain.tokens(index, blocks)
         facts.append((key, truth.learn(key, owner, parent, ids, held)))

@@ -2,7 +2,8 @@
 
 Real: `SchedulerRole` and `WorkerRole` with their fence pages. Mirrored, as small as it goes: of
 vLLM 0.32 `v1/core/sched/scheduler.py` (waiting, running, preemption, remote loads, delayed frees),
-`KVOutputAggregator`, and the order of the worker hooks; its block pool is in `blocks.py`.
+`KVOutputAggregator`, and the order of the worker hooks; its block pool is in `blocks.py`, the
+tables of its requests, in one or several KV cache groups, in `tables.py`.
 `tests/connector/engine.py` runs the same roles under vLLM's own scheduler.
 
 The forward pass reads the KV of every token before those that it computes, and compares it with
@@ -16,8 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from connector.client import Attempt
 from connector.groups import CachedGroup
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
@@ -25,18 +24,18 @@ from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.storing import Part
 from connector.worker import TransferResults
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
 from tests.simulation.blocks import Block, BlockPool, Request
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import (
     BLOCK_TOKENS,
-    GEOMETRY,
     POISON,
     Model,
     TokenDigests,
     owner_of,
 )
 from tests.simulation.ranks import Rank
+from tests.simulation.tables import Tables
 from tests.simulation.wire import Node, Wire
 
 if TYPE_CHECKING:
@@ -67,14 +66,18 @@ class SimEngine:
         self.checks = checks
         self.name = name
         self.model = model
-        self.num_blocks = num_blocks
+        self.groups = model.groups
+        self.num_blocks = num_blocks * len(self.groups)
+        self.tokens_max = (num_blocks - 1) * BLOCK_TOKENS
+        """Of a request that fits into it when nothing else is there."""
         self.late_fences = late_fences
         self.weights = 0
         self.dead = False
         self.stall_seconds = 0.0
         self.late_rank_seconds = 0.0
         """How much later than the first rank's the fences of the others come, in the next step."""
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(self.num_blocks, has_null=len(self.groups) > 1)
+        self.tables = Tables(self.pool, [group.window for group in self.groups])
         self.requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -88,7 +91,7 @@ class SimEngine:
         self.wire = Wire(node, f"{name}.s", lambda: Attempt(attach))
         self.role = SchedulerRole(
             self.wire.as_client(),
-            [CachedGroup(model.digest, GEOMETRY)],
+            [CachedGroup(group.digest, group.geometry) for group in self.groups],
             Settings(reads=True, writes=True, load_tokens_min=BLOCK_TOKENS),
             model.ranks,
             clock=world.clock,
@@ -99,6 +102,20 @@ class SimEngine:
         checks.engines.append(self)
 
     def attach_message(self, role: Role, rank: int, **parts: Any) -> Attach:
+        layouts = [
+            group.kv_layout(rank, self.num_blocks) if role is Role.WORKER else None
+            for group in self.groups
+        ]
+        first, *others = [
+            Group(
+                group.namespace,
+                BLOCK_TOKENS,
+                group.geometry.blocks_per_chunk,
+                None if layout is None else layout.segment,
+                layout,
+            )
+            for group, layout in zip(self.groups, layouts, strict=True)
+        ]
         return Attach(
             version=PROTOCOL_VERSION,
             role=role,
@@ -106,9 +123,12 @@ class SimEngine:
             rank=rank,
             world_size=self.model.ranks,
             topology=self.model.topology,
-            namespace=self.model.namespace,
-            block_tokens=BLOCK_TOKENS,
-            blocks_per_chunk=GEOMETRY.blocks_per_chunk,
+            namespace=first.namespace,
+            block_tokens=first.block_tokens,
+            blocks_per_chunk=first.blocks_per_chunk,
+            segment=first.segment,
+            layout=first.layout,
+            groups=tuple(others),
             pid=4_000,
             **parts,
         )
@@ -117,8 +137,9 @@ class SimEngine:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None) -> None:
         """A user asks."""
-        digests = TokenDigests(owner_of(self.model, salt or "", self.weights))
-        request = Request(request_id, prompt, max_tokens, salt, digests)
+        owners = [owner_of(group, salt or "", self.weights) for group in self.groups]
+        digests = [TokenDigests(owner) for owner in owners]
+        request = Request(request_id, prompt, max_tokens, salt, digests, tables=self.tables.empty())
         self.requests[request_id] = request
         self._waiting.append(request)
         self.role.new_request(request)
@@ -159,7 +180,7 @@ class SimEngine:
         scheduled = self._schedule()
         plan = self.role.build_plan(
             {request.request_id: count for request, count in scheduled.items()},
-            lambda request_id: [[block.block_id for block in self.requests[request_id].blocks]],
+            lambda request_id: self.requests[request_id].block_ids(),
         )
         plan.idle = not scheduled
         seconds = IDLE_SECONDS
@@ -225,15 +246,14 @@ class SimEngine:
             if request.loaded:
                 start = request.num_computed_tokens
             count = 0 if external else min(budget, request.num_tokens - start)
-            if not self._grow(request, start + count):
+            if not self._grow(request, start, start + count):
                 if not request.loaded:
-                    self._give_back(request)
+                    self.tables.give_back(request)
                 elif not self._running and not scheduled:
                     self._make_way(request)
                 break
             request.num_computed_tokens = start
-            ids = [block.block_id for block in request.blocks]
-            self.role.allocated(request, lambda ids=ids: [ids], external)  # type: ignore[misc]
+            self.role.allocated(request, request.block_ids, external)
             if external:
                 request.loading = True
                 continue
@@ -248,7 +268,8 @@ class SimEngine:
         while index < len(self._running) and budget > 0:
             request = self._running[index]
             count = min(budget, request.num_tokens - request.num_computed_tokens)
-            if self._grow(request, request.num_computed_tokens + count):
+            computed = request.num_computed_tokens
+            if self._grow(request, computed, computed + count):
                 scheduled[request] = count
                 budget -= count
                 index += 1
@@ -261,51 +282,43 @@ class SimEngine:
 
     def _match(self, request: Request) -> int | None:
         """Hit in the engine's own cache, whose blocks it then has, and beyond it."""
-        local: list[Block] = []
-        for digest in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
-            found = self.pool.get_cached_block(digest, [0])
-            if found is None:
-                break
-            local += found
-        request.local_tokens = len(local) * BLOCK_TOKENS
+        local = self.tables.cached(request)
+        request.local_tokens = len(local[0]) * BLOCK_TOKENS
         external = self.role.matched_tokens(request, request.local_tokens)
         if external is not None:
-            self.pool.touch(local)
-            request.blocks = local
+            for table in local:
+                self.pool.touch(table)
+            request.tables = local
         return external
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        missing = -(-num_tokens // BLOCK_TOKENS) - len(request.blocks)
-        if missing > self.pool.num_free:
+    def _grow(self, request: Request, computed_tokens: int, num_tokens: int) -> bool:
+        fresh = self.tables.grow(request, computed_tokens, num_tokens)
+        if fresh is None:
             return False
-        if missing > 0:
-            fresh = self.pool.allocate(missing)
+        if any(block.is_null for block in request.blocks):
+            self.world.saw("several groups: a window moved on")
+        if fresh:
             self.checks.blocks_taken(self, [block.block_id for block in fresh])
             for rank in self.ranks:
                 rank.kv[[block.block_id for block in fresh]] = POISON
-            request.blocks += fresh
         return True
-
-    def _give_back(self, request: Request) -> None:
-        self.pool.free_blocks(reversed(request.blocks))
-        request.blocks = []
 
     def _preempt(self, request: Request) -> None:
         self.world.saw("preemption")
         self._running.remove(request)
-        self._give_back(request)
+        self._start_over(request)
+        self._waiting.insert(0, request)
+
+    def _start_over(self, request: Request) -> None:
+        self.tables.give_back(request)
         request.num_computed_tokens = request.local_tokens = 0
         request.loaded = False
-        self._waiting.insert(0, request)
 
     def _make_way(self, request: Request) -> None:
         """Requests that were loaded hold blocks while they wait; all of them cannot wait so."""
         others = [other for other in self._waiting if other.loaded and other is not request]
         if others:
-            other = others[-1]
-            self._give_back(other)
-            other.num_computed_tokens = other.local_tokens = 0
-            other.loaded = False
+            self._start_over(others[-1])
 
     def _plan_store(self, session: Any, state: Any, parts: list[Part], *rest: Any) -> Store | None:
         """Note what the keys of a planned store must hold, from the tokens."""
@@ -313,13 +326,13 @@ class SimEngine:
         if store is None:
             return None
         request: Request = state.request
-        places = {part.key: (part.chunk, part.blocks) for part in parts}
-        owner = owner_of(self.model, request.cache_salt or "", self.weights)
-        digests = request.digests(request.all_token_ids)
+        places = {part.key: part for part in parts}
         for piece in store.pieces:
-            chunk, blocks = places[piece.key]
-            start = chunk * GEOMETRY.chunk_tokens
-            held = digests[start : start + blocks * BLOCK_TOKENS]
+            part, model = places[piece.key], self.groups[piece.group]
+            owner = owner_of(model, request.cache_salt or "", self.weights)
+            digests = request.digests[piece.group](request.all_token_ids)
+            start = part.chunk * model.geometry.chunk_tokens
+            held = digests[start : start + part.blocks * BLOCK_TOKENS]
             self.checks.truth.learn(piece.key, owner, piece.parent, piece.token_ids, held)
         return store
 
@@ -333,22 +346,11 @@ class SimEngine:
             self._compute(request, request.num_computed_tokens, end)
 
     def _compute(self, request: Request, start: int, end: int) -> None:
-        digests = request.digests(request.all_token_ids[:end])
-        ids = np.array([block.block_id for block in request.blocks], dtype=np.int64)
-        positions = np.arange(end)
-        blocks, places = ids[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
-        for rank in self.ranks:
-            expected = self.model.expand(digests, rank.rank)
-            if start:
-                found = rank.kv[blocks[:start], :, :, places[:start]]
-                if not np.array_equal(found, expected[:start]):
-                    wrong = np.flatnonzero((found != expected[:start]).any(axis=(1, 2, 3)))
-                    raise Violation(
-                        "the model reads right KV",
-                        f"{request.request_id} rank {rank.rank} at {wrong[:8]} of {start}",
-                    )
-            rank.kv[blocks[start:], :, :, places[start:]] = expected[start:]
-        self.checks.blocks_written(self, ids[start // BLOCK_TOKENS :].tolist())
+        for group, table in enumerate(request.block_ids()):
+            digests = request.digests[group](request.all_token_ids[:end])
+            for rank in self.ranks:
+                rank.compute(group, digests, table, start, request.request_id)
+            self.checks.blocks_written(self, table[start // BLOCK_TOKENS :])
 
     def _update(self, scheduled: dict[Request, int], results: list[TransferResults]) -> None:
         """As `Scheduler.update_from_output`."""
@@ -382,23 +384,22 @@ class SimEngine:
             raise Violation("a load ends once", request_id)
         request.loading, request.loaded = False, True
         self.world.saw("load failed" if failed else "load ok")
+        if failed and len(self.groups) > 1:
+            # Blocks of a window lie behind what failed: it starts anew, and loads nothing.
+            self._start_over(request)
+            return
         if failed:
             request.num_computed_tokens = request.local_tokens
             return
-        self._cache(request)
+        self.tables.cache(request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1
-
-    def _cache(self, request: Request) -> None:
-        whole = request.num_computed_tokens // BLOCK_TOKENS
-        for block, digest in zip(request.blocks[:whole], request.block_hashes, strict=False):
-            self.pool.cache(block, digest)
 
     def _advance(self, request: Request, count: int) -> None:
         if request not in self._running:
             return
         request.num_computed_tokens += count
-        self._cache(request)
+        self.tables.cache(request)
         if request.num_computed_tokens < request.num_tokens:
             return
         generated = request.num_tokens - request.num_prompt_tokens
@@ -411,7 +412,7 @@ class SimEngine:
 
     def _finish(self, request: Request) -> None:
         request.finished = True
-        self.role.request_finished(request, [[block.block_id for block in request.blocks]])
+        self.role.request_finished(request, request.block_ids())
         self._is_forgotten(request)
         del self.requests[request.request_id]
         for queue in (self._waiting, self._running):
@@ -420,7 +421,7 @@ class SimEngine:
         if request.loading:
             self._freed_late[request.request_id] = request.blocks
         else:
-            self._give_back(request)
+            self.tables.give_back(request)
 
     def _is_forgotten(self, request: Request) -> None:
         """Nothing waits for an answer on behalf of a request that is over."""
@@ -431,7 +432,14 @@ class SimEngine:
 
     # --- what may happen to it -----------------------------------------------------------------
 
-    def load_unasked(self, key: bytes, num_blocks: int, times: int) -> None:
+    def group_of(self, owner: str) -> int | None:
+        """The KV cache group that a key is of, by whose it is; None: of another model."""
+        for number, model in enumerate(self.groups):
+            if owner.startswith(f"{model.name}/"):
+                return number
+        return None
+
+    def load_unasked(self, key: bytes, group: int, num_blocks: int, times: int) -> None:
         """Load a chunk that no lookup offered and no lease pins, as after a race."""
         if num_blocks > self.pool.num_free:
             return
@@ -443,7 +451,8 @@ class SimEngine:
                 self.pool.touch(blocks)
             job_id = self.role._new_id()
             self._freed_late[f"load {job_id}"] = blocks
-            self.role._plan.loads.append(Load(job_id, f"load {job_id}", [LoadPiece(key, 0, ids)]))
+            piece = LoadPiece(key, 0, ids, group)
+            self.role._plan.loads.append(Load(job_id, f"load {job_id}", [piece]))
         self._wake()
 
     def can_reset(self) -> bool:
@@ -482,8 +491,10 @@ class SimEngine:
         """Nothing of ours is left in a living engine without requests."""
         role: Any = self.role
         held = [block.block_id for block in self.pool.blocks if block.ref_cnt]
-        if held or self.pool.num_free != self.num_blocks:
+        if held or self.pool.num_free != self.pool.num_usable:
             raise Violation("every block comes back", f"{self.name} holds {held}")
+        if self.pool.null.is_null and any((rank.kv[0] != POISON).any() for rank in self.ranks):
+            raise Violation("nothing is written to the null block", self.name)
         left = (
             role._stores._jobs,
             role._stores._keys,

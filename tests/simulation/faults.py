@@ -218,8 +218,9 @@ class Faults:
     def _load(self, key: bytes, times: int = 1) -> None:
         fact = self._life.checks.truth.facts[key]
         for engine in self._living():
-            if fact.owner.startswith(f"{engine.model.name}/"):
-                engine.load_unasked(key, fact.num_blocks, times)
+            group = engine.group_of(fact.owner)
+            if group is not None:
+                engine.load_unasked(key, group, fact.num_blocks, times)
 
     # --- engines -------------------------------------------------------------------------------
 
@@ -312,7 +313,10 @@ class Faults:
 
     def _known_keys(self, engine: SimEngine) -> list[bytes]:
         facts = self._life.checks.truth.facts
-        return [key for key, fact in facts.items() if fact.owner.startswith(engine.model.name)]
+        return [key for key, fact in facts.items() if engine.group_of(fact.owner) is not None]
+
+    def _owner_of(self, key: bytes) -> str:
+        return self._life.checks.truth.facts[key].owner
 
     def _flood(self) -> None:
         engine = self._some_engine()
@@ -323,7 +327,14 @@ class Faults:
         for number in range(FLOOD_MESSAGES):
             if keys:
                 wanted = self._random.sample(keys, min(len(keys), 3))
-                lookup = Lookup(session.epoch, 1_000_000 + number, wanted, 100)
+                groups = [engine.group_of(self._owner_of(key)) or 0 for key in wanted]
+                lookup = Lookup(
+                    session.epoch,
+                    1_000_000 + number,
+                    wanted,
+                    100,
+                    groups=groups if any(groups) else [],
+                )
                 engine.wire.send(session, lookup)
 
     def _flood_loads(self) -> None:
@@ -385,11 +396,15 @@ class Faults:
     def _write_foreign(self, model: Model, salt: str, stem: list[int]) -> None:
         bucket = self._life.bucket
         assert bucket is not None
-        for key, fact in facts_of_prompt(self._life.checks.truth, model, salt, stem):
-            for rank in range(model.ranks):
+        truth = self._life.checks.truth
+        written = [
+            (one, *fact) for one in model.groups for fact in facts_of_prompt(truth, one, salt, stem)
+        ]
+        for group, key, fact in written:
+            for rank in range(group.ranks):
                 if self._random.random() < 0.95:
-                    name = object_name(model.digest, key, model.segment(rank))
-                    image = model.image(key, fact, rank).tobytes()
+                    name = object_name(group.digest, key, group.segment(rank))
+                    image = group.image(key, fact, rank).tobytes()
                     bucket.put(name, image, EPOCH_SECONDS + self._world.now)
 
     def _some_object(self) -> str | None:

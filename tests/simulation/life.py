@@ -7,10 +7,11 @@ faults come when, and how it ends: all faults stop, everything is finished, and 
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sidecar import config as configuration
 from sidecar.directory import Cause, Directory, Segment
 from tests.simulation.checks import Checks
 from tests.simulation.clock import START_SECONDS, StepsOver, Violation, World, frozen
-from tests.simulation.content import BLOCK_TOKENS, Model, templates_of
+from tests.simulation.content import Model, templates_of, with_window
 from tests.simulation.engine import SimEngine
 from tests.simulation.faults import Faults
 from tests.simulation.objects import Bucket
@@ -32,6 +33,11 @@ MODELS = (
     Model("one", ranks=2, words=1, layer_major=False),
     Model("wide", ranks=1, words=20, layer_major=False),
 )
+SEVERAL_GROUPS = "several groups"
+"""Among what comes often: every model then has a second KV cache group."""
+SEVERAL_GROUPS_RATE = 0.25
+WINDOWS = (6, 10, 24)
+"""Tokens that a second group reads: less than a chunk of the first one, and more."""
 SALTS = (None, None, None, "team-a", "team-b")
 HEAL_SECONDS_MAX = 120.0
 SETTLE_SECONDS = 2.0
@@ -59,7 +65,12 @@ class Life:
     """Everything of one seed."""
 
     def __init__(
-        self, node: Node, directory: Path, without: frozenset[int], often: Collection[str]
+        self,
+        node: Node,
+        directory: Path,
+        models: Sequence[Model],
+        without: frozenset[int],
+        often: Collection[str],
     ) -> None:
         world = node.world
         self.world = world
@@ -69,9 +80,8 @@ class Life:
         self.random = world.random
         self.directory = directory
         self.node = node
-        chosen = self.random.sample(MODELS, self.random.choice((1, 1, 2)))
-        self.models = list(chosen)
-        self.checks = Checks(world, self.models)
+        self.models = self.random.sample(models, self.random.choice((1, 1, 2)))
+        self.checks = Checks(world, [group for model in self.models for group in model.groups])
         self.bucket = Bucket() if self.random.random() < 0.85 else None
         self.config = self._configure()
         self.engines: list[SimEngine] = []
@@ -205,7 +215,7 @@ class Life:
         self._requests += 1
         prompt, length = self.prompt(), self.random.choice((1, 2, 5, 12))
         # What it may grow to must fit into the engine's memory.
-        prompt = prompt[: (engine.num_blocks - 1) * BLOCK_TOKENS - length]
+        prompt = prompt[: engine.tokens_max - length]
         name = f"r{self._requests}"
         self.world.note(f"{engine.name} gets {name}: {len(prompt)} tokens")
         engine.add(name, prompt, length, self.random.choice(SALTS))
@@ -295,6 +305,18 @@ class Life:
             self.process.kill()
 
 
+def models_of(seed: int, often: Collection[str]) -> tuple[Model, ...]:
+    """The models of a seed's world. Nothing else that is drawn depends on their groups.
+
+    Where something comes `often`, they have several groups only if that is among it.
+    """
+    own = random.Random(f"the KV cache groups of {seed}")
+    several, window = own.random() < SEVERAL_GROUPS_RATE, own.choice(WINDOWS)
+    if often:
+        several = SEVERAL_GROUPS in often
+    return tuple(with_window(model, window) for model in MODELS) if several else MODELS
+
+
 def _noting_transitions(checks: Checks) -> Any:
     move = Directory.move
 
@@ -328,9 +350,10 @@ def simulate(
     """
     world = World(seed, keep_trace=trace)
     world.steps_max = steps_max
-    for model in MODELS:
-        for rank in range(model.ranks):
-            templates_of(model, rank)
+    models = models_of(seed, often)
+    for group in (group for model in models for group in model.groups):
+        for rank in range(group.ranks):
+            templates_of(group, rank)
     violation: Violation | None = None
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(_scratch())
@@ -342,7 +365,7 @@ def simulate(
 
         stack.enter_context(frozen(world, hop))
         stack.enter_context(real_sockets_replaced())
-        life = Life(node, directory, without, often)
+        life = Life(node, directory, models, without, often)
         stack.enter_context(_noting_transitions(life.checks))
         stack.enter_context(life.checks.around_copies())
         try:

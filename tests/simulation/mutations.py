@@ -22,7 +22,8 @@ from unittest import mock
 class Mutation:
     """One promise broken: in `place` ("module:Class.function"), `old` becomes `new`.
 
-    `often` names kinds of faults that bring it to light sooner. `seed` is a life in which it was
+    `often` names kinds of faults that bring it to light sooner, and `several groups` where models
+    must have them. `seed` is a life in which it was
     noticed when this was written: where the code has moved on, others will do as well.
     """
 
@@ -665,6 +666,58 @@ MUTATIONS = (
         "pass",
         ("reset",),
         seed=4,
+    ),
+    # Several KV cache groups.
+    Mutation(
+        "a store takes blocks that a window gave back",
+        "connector.storing:Stores._pieces",
+        " or gone",
+        "",
+        ("several groups",),
+        seed=1,
+    ),
+    Mutation(
+        "a window is taken for shorter than it is",
+        "connector.groups:Attention.unread",
+        "self.window + 1",
+        "self.window + 5",
+        ("several groups",),
+        seed=6,
+    ),
+    Mutation(
+        "a load looks for all chunks in the first group",
+        "sidecar.jobs:Jobs.load",
+        "realms[piece.group].chunks",
+        "realms[0].chunks",
+        ("several groups",),
+    ),
+    Mutation(
+        "a store puts all chunks into the first group",
+        "sidecar.jobs:Jobs.store",
+        "realm = realms[piece.group]",
+        "realm = realms[0]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a lease pins chunks of the first group alone",
+        "sidecar.engine:Engine._lease",
+        "for realm in realms",
+        "for realm in realms[:1]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a pin keeps chunks in the first group alone",
+        "sidecar.kept:KeptChunks.ask",
+        "realm = realms[group]",
+        "realm = realms[0]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a copy takes the first group's pages",
+        "sidecar.copyqueue:Group.region",
+        "self.memory.regions[self.part]",
+        "self.memory.regions[0]",
+        ("several groups",),
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.worker import WorkerRole
 from sidecar.protocol import Attach, Memory, Role
+from tests.simulation.clock import Violation
+from tests.simulation.content import BLOCK_TOKENS, POISON, Words
 from tests.simulation.wire import Wire
 from tiers.fence import WorkerFence
 from tiers.memfd import sealed_memfd
@@ -60,12 +62,16 @@ class Rank:
     def __init__(self, engine: SimEngine, rank: int) -> None:
         self.engine = engine
         self.rank = rank
-        self.layout = engine.model.kv_layout(rank, engine.num_blocks)
+        self.layout, *others = [one.kv_layout(rank, engine.num_blocks) for one in engine.groups]
         self.fd = sealed_memfd("sim-kv", self.layout.size_bytes)
         self._map = mmap.mmap(self.fd, self.layout.size_bytes)
         memory = np.frombuffer(self._map, dtype=np.uint8)
-        self.kv = engine.model.view(memory, rank)
-        exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout)
+        self.views = [group.view(memory, rank) for group in engine.groups]
+        """Of each KV cache group: they lie over each other, and the first has all of it."""
+        self.kv = self.views[0]
+        if engine.pool.null.is_null:
+            self.kv[0] = POISON
+        exported = ExportedMemory(self.fd, self.layout.size_bytes, self.layout, others)
         self.wire: Wire
         self.role = SimWorker(
             exported,
@@ -80,10 +86,28 @@ class Rank:
         return self.wire.as_client()
 
     def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        segment = self.layout.segment
-        return self.engine.attach_message(
-            Role.WORKER, self.rank, segment=segment, layout=self.layout, memory=shared
-        )
+        return self.engine.attach_message(Role.WORKER, self.rank, memory=shared)
+
+    def compute(
+        self, group: int, digests: Words, table: Sequence[int], start: int, request_id: str
+    ) -> None:
+        """The forward pass over tokens from `start` on: reads what they attend to, and compares."""
+        model, kv = self.engine.groups[group], self.views[group]
+        positions = np.arange(len(digests))
+        blocks = np.array(table, dtype=np.int64)[positions // BLOCK_TOKENS]
+        places = positions % BLOCK_TOKENS
+        expected = model.expand(digests, self.rank)
+        first = max(0, start - model.window + 1) if model.window else 0
+        if first < start:
+            found = kv[blocks[first:start], :, :, places[first:start]]
+            wrong = (found != expected[first:start]).any(axis=(1, 2, 3))
+            if wrong.any():
+                raise Violation(
+                    "the model reads right KV",
+                    f"{request_id} rank {self.rank} group {group} at "
+                    f"{first + np.flatnonzero(wrong)[:8]} of {start}",
+                )
+        kv[blocks[start:], :, :, places[start:]] = expected[start:]
 
     def device_done(self) -> None:
         """The step's work on the device is over."""

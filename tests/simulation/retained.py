@@ -41,10 +41,12 @@ class Retained:
         self._slots: dict[int, tuple[float, bool]] = {}
         """Slot to when its chunk is to be forgotten, and whether it stays on the node."""
         self._pins: dict[tuple[int, Chunk], float] = {}
+        self._refused = 0
 
     def begins(self) -> None:
         """Another sidecar: pins end with their session, what was said of a slot does not."""
         self._pins.clear()
+        self._refused = 0
 
     def freed(self, slot: int) -> None:
         """A slot holds nothing any more."""
@@ -87,16 +89,8 @@ class Retained:
 
     def _pins_hold(self, engine: Engine, event: Event, now: float) -> None:
         match event:
-            case PinAsked() if event.session_id in engine._sessions:
-                until = now + event.message.duration_ms / 1000
-                for realm in engine._directory.realms.values():
-                    for key in event.message.keys:
-                        chunk = realm.chunks.get(key)
-                        # What another session keeps may have been refused to this one.
-                        own = engine._kept._by_session.get(event.session_id, {})
-                        if chunk is not None and chunk in own:
-                            name = (event.session_id, chunk)
-                            self._pins[name] = max(until, self._pins.get(name, 0.0))
+            case PinAsked() if event.session_id in engine._sessions and not engine._draining:
+                self._pinned(engine, event, now)
             case SessionClosed():
                 self._end(event.session_id)
             case Released() if event.pins:
@@ -110,6 +104,21 @@ class Retained:
                 del self._pins[session_id, chunk]
             elif not chunk.pins or not chunk.kept:
                 raise Violation("a pin holds", f"{chunk.key.hex()[:12]} of session {session_id}")
+        self._refused = engine.counters.pins_refused
+
+    def _pinned(self, engine: Engine, event: PinAsked, now: float) -> None:
+        """All but those that were refused, which are the last ones, are kept from now on."""
+        message, session = event.message, engine._sessions[event.session_id]
+        until = now + message.duration_ms / 1000
+        own = engine._kept._by_session.get(event.session_id, {})
+        taken = len(message.keys) - (engine.counters.pins_refused - self._refused)
+        groups = message.groups or [0] * len(message.keys)
+        for key, group in list(zip(message.keys, groups, strict=True))[:taken]:
+            chunk = engine._directory.realms[session.groups[group].realm_id].chunks.get(key)
+            if chunk is None or chunk not in own:
+                raise Violation("a pin is taken or refused", key.hex()[:12])
+            name = (event.session_id, chunk)
+            self._pins[name] = max(until, self._pins.get(name, 0.0))
 
     def _end(self, session_id: int) -> None:
         for name in [name for name in self._pins if name[0] == session_id]:

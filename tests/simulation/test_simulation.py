@@ -66,6 +66,8 @@ SITUATIONS = [
     "drain with work left", "end of file at a client", "copy expired: was not reached",
     "index moved", "killed in the middle of a copy", "load failed", "load ok", "message Error",
     "message Events", "preemption", "request finished", "request waits for the store", "reset",
+    *(f"several groups: in one {what}" for what in ("LoadJob", "StoreJob", "Lookup", "Pin")),
+    "several groups: a window moved on",
     "stopped in the middle of a copy", "store: answer to read lost", "store: answer to write lost",
     "store: full", "store: object missing", "store: object quarantined", "store: read damaged",
     "waits for blocks of stores", "wire: answer lost with its session",
