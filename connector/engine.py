@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.drafting import drafting_of
-from connector.groups import Geometry, chunk_tokens_of
+from connector.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
 from connector.options import count_of, default_socket, seconds_of
 from connector.refusals import attention_of, cut_of, num_heads_of, refusal_of
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tiers.layout import KVLayout, Segment
 
 
+CHUNK_TOKENS: Final = 256
+"""Of a chunk, where the operator says nothing and blocks divide it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
     """One KV cache group, as both roles must see it."""
@@ -38,6 +42,11 @@ class EngineGroup:
     namespace: bytes
     latent: bool = False
     """MLA: one vector per token instead of heads, and every rank holds all of it."""
+
+    @property
+    def entry_tokens(self) -> int:
+        """Tokens that an entry of a block stands for."""
+        return self.geometry.block_tokens if self.geometry.attention.recurrent else 1
 
     def segment(self, cut: Cut, place: Place) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`."""
@@ -53,7 +62,10 @@ class ServedEngine:
         self.socket = str(extra.get("socket") or default_socket())
         self.attach_seconds = seconds_of(extra, "attach_seconds", 2.0)
         self.load_tokens_min = count_of(extra, "load_tokens_min", 64)
-        chunk_tokens = count_of(extra, "chunk_tokens", 256)
+        block_sizes = (
+            int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
+        )
+        chunk_tokens = count_of(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
         parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
         self.cut = cut_of(vllm_config)

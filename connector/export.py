@@ -142,12 +142,13 @@ class GroupTensors:
     """What a worker holds of one KV cache group.
 
     `tensors` have the shape [blocks, heads, tokens, content], in layer order; `encoding` is from
-    `namespace.encoding_of`.
+    `namespace.encoding_of`. An entry of the third axis stands for `entry_tokens` tokens.
     """
 
     tensors: list[torch.Tensor]
     segment: Segment
     encoding: str
+    entry_tokens: int = 1
 
 
 def export(
@@ -219,6 +220,7 @@ def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
         dtype=str(tensors[0].dtype).removeprefix("torch."),
         encoding=group.encoding,
         size_bytes=size_bytes,
+        entry_tokens=group.entry_tokens,
     )
 
 

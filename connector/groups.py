@@ -2,8 +2,10 @@
 
 vLLM puts layers that attend alike into groups with block tables of their own. Behind N cached
 tokens a full-attention layer reads all of them, a sliding window its tail, chunked local attention
-its current chunk; vLLM gives what is never read again no block. A hit of N tokens therefore counts
-only where every group has the blocks that it still reads, all of them and no others.
+its current chunk, and a recurrent layer (Mamba, linear attention, short convolutions) the state
+that it had after exactly N tokens, which is what the block that ends there holds. vLLM gives what
+is never read again no block. A hit of N tokens therefore counts only where every group has the
+blocks that it still reads, all of them and no others.
 
 Owns that rule, the chunk size that fits a group, and the search for the longest hit. Pure: knows
 neither vLLM nor the index.
@@ -19,22 +21,27 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How far back a layer reads: a window or a chunk, in tokens; with neither, everything."""
+    """How far back a layer reads: a window or a chunk, in tokens; with neither, everything.
+
+    Or nothing of the past but its own last state.
+    """
 
     window: int = 0
     """Tokens that a query reads, its own included."""
     local: int = 0
     """Tokens of one chunk; a query reads those of its chunk up to its own."""
+    recurrent: bool = False
+    """A block holds the state behind its last token, not something of each of its tokens."""
 
     @property
     def full(self) -> bool:
         """Whether all tokens before a query are read."""
-        return not self.window and not self.local
+        return not self.window and not self.local and not self.recurrent
 
     def unread(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """How many leading tokens of `num_tokens` nothing behind them reads any more.
@@ -45,10 +52,13 @@ class Attention:
             return np.maximum(num_tokens - self.window + 1, 0)
         if self.local:
             return num_tokens // self.local * self.local
+        if self.recurrent:
+            return np.maximum(num_tokens - 1, 0)
         return np.zeros_like(num_tokens)
 
 
 FULL: Final = Attention()
+RECURRENT: Final = Attention(recurrent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,13 @@ def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) 
     """Tokens of a group's chunk, where those of a full-attention group are `chunk_tokens`.
 
     When a step completes a chunk, its first block may be unread already, and then it is gone. Not
-    where the chunk is no longer than the window, or lies within one local chunk.
+    where the chunk is no longer than the window, or lies within one local chunk. Of recurrent
+    layers every state is a chunk: a hit needs one of them.
     """
     if attention.full:
         return chunk_tokens
+    if attention.recurrent:
+        return block_tokens
     for parts in range(1, chunk_tokens // block_tokens + 1):
         tokens, rest = divmod(chunk_tokens, parts)
         if rest or tokens % block_tokens:
@@ -97,6 +110,15 @@ def chunk_tokens_of(chunk_tokens: int, block_tokens: int, attention: Attention) 
         if fits:
             return tokens
     return block_tokens
+
+
+def whole_blocks(num_tokens: int, block_sizes: Iterable[int]) -> int:
+    """So many tokens or a few more, a whole number of blocks in every group.
+
+    vLLM makes blocks of recurrent models as large as a state: 528 tokens, say.
+    """
+    step = lcm(*block_sizes)
+    return -(-num_tokens // step) * step
 
 
 def aligned(geometries: Sequence[Geometry], num_tokens: int) -> int:

@@ -53,6 +53,7 @@ class HitFinder:
         self._geometries = geometries
         self._full = [one for one, each in enumerate(geometries) if each.attention.full]
         self._windowed = len(self._full) < len(geometries)
+        self._recurrent = any(each.attention.recurrent for each in geometries)
 
     def hit(self, state: RequestState, session: Session, local_tokens: int) -> Hit | None:
         """The run that can be loaded behind `local_tokens`, and the one that the store adds."""
@@ -79,7 +80,10 @@ class HitFinder:
         assert session.index is not None
         reached = 0
         for group, geometry in zip(state.groups, self._geometries, strict=True):
-            pieces = list(pieces_of(geometry, 0, end_tokens))
+            pieces = pieces_kept(geometry, end_tokens)
+            if geometry.attention.recurrent:
+                # The request that it is for is this prompt itself.
+                del pieces[1:]
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
             held = session.index.lookup(tags_of(keys, session.index_salt)) if keys else ()
             there = 0
@@ -90,6 +94,9 @@ class HitFinder:
                 reached = last.chunk * geometry.chunk_tokens + last.end * geometry.block_tokens
             elif there < len(keys):
                 # Of a window its tail is wanted, wherever the run ends.
+                return 0
+            if self._recurrent and there < len(keys):
+                # The state is wanted where the run ends, and there may be none before it.
                 return 0
         return reached
 
@@ -265,6 +272,18 @@ def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterato
         chunk, first = divmod(block, per_chunk)
         block = min(last, (chunk + 1) * per_chunk)
         yield Piece(chunk, first, block - chunk * per_chunk)
+
+
+def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
+    """What of one group a prompt of `end_tokens` tokens leaves to a hit of all of it.
+
+    Of recurrent layers, first the state that the same prompt again needs, whose last token is
+    always computed, and then the one that a longer prompt needs.
+    """
+    if not geometry.attention.recurrent:
+        return list(pieces_of(geometry, 0, end_tokens))
+    blocks = [max(0, end_tokens - 1) // geometry.block_tokens, end_tokens // geometry.block_tokens]
+    return [Piece(block - 1, 0, 1) for block in dict.fromkeys(blocks) if block]
 
 
 def _leading(flags: npt.NDArray[np.integer[Any]]) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.recurrent import recurrent, state_description, state_encoding
 from tiers.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def namespace_of(
         block_tokens: tokens per block of the KV cache group.
         blocks_per_chunk: blocks per full chunk.
         spec: the group's `FullAttentionSpec` or another; head counts are taken from the model, not
-            from it, so that ranks of a tensor-parallel engine agree. MLA has one head.
+            from it, so that ranks of a tensor-parallel engine agree. MLA has one head. Of recurrent
+            layers it describes a rank's part, so engines cut in another way share no states.
         layer_names: the group's layers, where it is one of several.
         kv_heads: what these layers have over all ranks, then.
         drafter: what tells a drafter from others, where some of the layers are its own.
@@ -70,8 +72,21 @@ def namespace_of(
         OSError: the model's files are there and cannot be read.
     """
     model = vllm_config.model_config
-    kv_dtype = str(spec.dtype).removeprefix("torch.")
     encoding = encoding_of(vllm_config, block_tokens, spec)
+    if recurrent(spec):
+        return canonical_json(
+            _of_model(vllm_config)
+            | {
+                "format": 2,
+                "layers": int(model.get_total_num_hidden_layers()),
+                "block_tokens": block_tokens,
+                "chunk_tokens": block_tokens * blocks_per_chunk,
+                "encoding": encoding,
+                "state": state_description(vllm_config, spec),
+                "group": list(layer_names),
+            }
+        )
+    kv_dtype = str(spec.dtype).removeprefix("torch.")
     description = _of_model(vllm_config) | {
         "format": 2,
         "kv_dtype": kv_dtype,
@@ -150,6 +165,8 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     """How values lie inside a (block, head): attention kernels pack them in their own ways."""
     from vllm.platforms import current_platform
 
+    if recurrent(spec):
+        return state_encoding(spec)
     if current_platform.is_cuda():
         # Which backend serves, and so how it packs K and V, is decided by these two.
         capability: Any = current_platform.get_device_capability()

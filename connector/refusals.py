@@ -12,13 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from connector.drafting import drafting_refusal
-from connector.groups import FULL, Attention
+from connector.groups import FULL, RECURRENT, Attention
 from connector.ranks import Cut, Place
+from connector.recurrent import ALIGNED, recurrent, recurrent_refusal
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 
@@ -40,6 +42,8 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         )
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
+    if reason := recurrent_refusal(vllm_config, groups) or drafting_refusal(vllm_config):
+        return reason
     unknown = {
         type(group.kv_cache_spec).__name__
         for group in groups
@@ -50,7 +54,7 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         kinds = f", {', '.join(sorted(unknown))} among them" if unknown else ""
         return (
             f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
-            "sliding-window and chunked local attention"
+            "sliding-window and chunked local attention, and recurrent layers"
         )
     if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
         # A stage is shown its own layers of a group only, so which of the group's these are is
@@ -65,8 +69,6 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
     ):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported by this release"
-    if reason := drafting_refusal(vllm_config):
-        return reason
     latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
     if any(latent):
         if len(groups) > 1:
@@ -78,7 +80,8 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         spec = group.kv_cache_spec
         if chunk_tokens % spec.block_size:
             return (
-                f"chunk_tokens={chunk_tokens} is not a multiple of the block size {spec.block_size}"
+                f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
+                f"{spec.block_size}; leave it out of kv_connector_extra_config, or choose one"
             )
         try:
             cut_of(vllm_config).segment(
@@ -101,6 +104,8 @@ def attention_of(spec: Any) -> Attention | None:
         return Attention(window=int(spec.sliding_window))
     if type(spec) is ChunkedLocalAttentionSpec:
         return Attention(local=int(spec.attention_chunk_size))
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == ALIGNED:
+        return RECURRENT
     return None
 
 
@@ -118,6 +123,9 @@ def num_heads_of(vllm_config: Any, spec: Any) -> int:
     """KV heads of a group's layers over all ranks; hybrid models may have several counts."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
+    if recurrent(spec):
+        # A rank's part of a state is one piece, whatever it is of the layer.
+        return int(spec.num_heads) * int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     # Where heads are replicated the product would count them twice; that is refused.

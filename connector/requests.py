@@ -129,6 +129,11 @@ class RequestState:
         """Keys of its chunks in the first group, and all of its tokens."""
         return self.groups[0].chain
 
+    @property
+    def attending(self) -> list[GroupState]:
+        """Groups whose blocks hold something of each token, and so are stored by their place."""
+        return [group for group in self.groups if not group.geometry.attention.recurrent]
+
     def extend(self) -> None:
         """Hash what its tokens have grown by."""
         chain = self.chain

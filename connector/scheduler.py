@@ -8,7 +8,8 @@ Invariants:
 
 * `matched_tokens` changes nothing that another call would see differently, and costs microseconds.
 * A load covers exactly the blocks between the engine's own hit and the end of the external one,
-  in every KV cache group; of a group that reads a window, those that its window still reads.
+  in every KV cache group; of a group that reads a window, those that its window still reads, and
+  of recurrent layers the state at that end.
 * A block whose store is outstanding has one reference of ours in vLLM's block pool, whatever
   becomes of its request (finished, aborted, preempted), and loses it when all ranks reported.
 * Tokens that were to be loaded but were not are never stored; nor are drafts, before they are
@@ -22,10 +23,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.drafting import NO_DRAFTS, Drafting
-from connector.lookup import HitFinder, pieces_of
+from connector.lookup import HitFinder, pieces_kept, pieces_of
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
 from connector.requests import (
@@ -36,7 +38,7 @@ from connector.requests import (
     Settings,
     Stats,
 )
-from connector.storing import Part, Stores
+from connector.storing import Part, Stores, state_parts
 from connector.wishes import EXPECT, PARAMS
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -51,10 +53,11 @@ from sidecar.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from connector.client import Client, Session
     from connector.groups import CachedGroup
+    from connector.storing import State
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -312,17 +315,19 @@ class SchedulerRole:
         self,
         scheduled: dict[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        states: Mapping[str, Sequence[State]] = MappingProxyType({}),
     ) -> StepPlan:
         """Jobs of the step being scheduled.
 
         Args:
             scheduled: request id to the number of tokens that it computes in this step.
             block_ids_of: all block ids of a scheduled request, in order, of each KV cache group.
+            states: of recurrent layers, those that the engine hands over with this step.
         """
         self._poll()
         self._rate.step(self._clock(), sum(scheduled.values()))
         if self._settings.writes:
-            self._store_step(scheduled, block_ids_of)
+            self._store_step(scheduled, block_ids_of, states)
         plan, self._plan = self._plan, StepPlan()
         plan.waiting = bool(
             self._lookups or self._loading or self._expecting or self.stores_outstanding
@@ -333,24 +338,27 @@ class SchedulerRole:
         self,
         scheduled: dict[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        states: Mapping[str, Sequence[State]],
     ) -> None:
-        states = [
+        requests = [
             (state, num_tokens)
             for request_id, num_tokens in scheduled.items()
             if (state := self._requests.get(request_id)) is not None
         ]
-        if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in states):
-            for state, _ in states:
+        if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
+            for state, _ in requests:
                 state.undrafted = True
-        for state, num_tokens in states:
+        for state, num_tokens in requests:
             if state.wishes.writes and not (state.void or state.undrafted):
-                self._store_scheduled(state, num_tokens, block_ids_of)
+                handed = states.get(state.request.request_id, ())
+                self._store_scheduled(state, num_tokens, block_ids_of, handed)
 
     def _store_scheduled(
         self,
         state: RequestState,
         num_tokens: int,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        handed: Sequence[State],
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they are not counted as computed.
@@ -358,13 +366,14 @@ class SchedulerRole:
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
         prompt_tokens = request.num_prompt_tokens - ahead_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
-        if not prompt_done and all(
-            computed // group.geometry.chunk_tokens <= group.next_chunk for group in state.groups
+        groups = state.attending
+        if not (prompt_done or handed) and all(
+            computed // group.geometry.chunk_tokens <= group.next_chunk for group in groups
         ):
             return
         self._requests.track(request)
-        parts: list[Part] = []
-        for group in state.groups:
+        parts = state_parts(state.groups, handed)
+        for group in groups:
             parts += _full_parts(group, computed)
             if prompt_done:
                 tail = _tail_part(group, prompt_tokens)
@@ -409,7 +418,7 @@ class SchedulerRole:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = min(max(0, request.num_computed_tokens - in_flight), state.chain.decided_tokens)
         parts: list[Part] = []
-        for group in state.groups:
+        for group in state.attending:
             parts += _full_parts(group, computed)
             tail = _tail_part(group, computed)
             if tail is not None:
@@ -424,7 +433,7 @@ class SchedulerRole:
         end_tokens = max(0, state.request.num_prompt_tokens - self._drafting.ahead_tokens)
         for group in state.groups:
             chain = group.chain
-            for piece in pieces_of(group.geometry, 0, end_tokens):
+            for piece in pieces_kept(group.geometry, end_tokens):
                 keys.append(chain.key_of(piece.chunk, piece.end))
                 groups.append(group.group)
         del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from connector.plan import Store, StorePiece
 from tiers.index import FLAG_HOST, tags_of
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from connector.client import Session
     from connector.groups import Geometry
     from connector.plan import StepReport
-    from connector.requests import RequestState, Stats
+    from connector.requests import GroupState, RequestState, Stats
 
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
 """How long the engine waits, without any store ending, for blocks rather than preempt."""
+
+
+State: TypeAlias = tuple[int, int, int]
+"""A state of recurrent layers that the engine hands over: group, the block that it is in, and how
+many tokens it is the state behind."""
 
 
 class Part(NamedTuple):
@@ -33,6 +38,20 @@ class Part(NamedTuple):
     chunk: int
     blocks: int
     key: bytes
+    block_id: int | None = None
+    """Of a state, its block; of other parts the request's block table says which these are."""
+
+
+def state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
+    """The parts that a request's states are, in its groups."""
+    parts: list[Part] = []
+    for number, block_id, num_tokens in states:
+        chain = groups[number].chain
+        blocks, rest = divmod(num_tokens, groups[number].geometry.block_tokens)
+        # One within a block is behind no chunk, and keys of tokens to come are not known yet.
+        if rest == 0 and 0 < blocks <= len(chain.keys):
+            parts.append(Part(number, blocks - 1, 1, chain.keys[blocks - 1], block_id))
+    return parts
 
 
 @dataclass(slots=True)
@@ -117,7 +136,10 @@ class Stores:
         pieces: list[StorePiece] = []
         for part in parts:
             first = part.chunk * self._geometries[part.group].blocks_per_chunk
-            ids = list(tables[part.group][first : first + part.blocks])
+            if part.block_id is None:
+                ids = list(tables[part.group][first : first + part.blocks])
+            else:
+                ids = [part.block_id]
             # What no token to come reads any more has lost its block to vLLM's null block.
             gone = any(self._block_pool.blocks[block_id].is_null for block_id in ids)
             if len(ids) < part.blocks or gone:

@@ -31,6 +31,7 @@ from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.namespace import digest_of
 from connector.plan import StepPlan, StepReport
 from connector.ranks import this_place
+from connector.recurrent import states_of
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.sleep import SharedMemory
@@ -155,6 +156,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                     [kv_caches[name] for name in group.layer_names],
                     group.segment(engine.cut, place),
                     group.encoding,
+                    group.entry_tokens,
                 )
                 for group in engine.groups
             ]
@@ -275,7 +277,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             ids = state.get_block_ids(request_id) if state is not None else None
             return ids if ids is not None else nothing
 
-        plan = self._scheduler.build_plan(scheduler_output.num_scheduled_tokens, block_ids_of)
+        plan = self._scheduler.build_plan(
+            scheduler_output.num_scheduled_tokens, block_ids_of, states_of(state)
+        )
         plan.idle = scheduler_output.total_num_scheduled_tokens == 0
         return KVLakeMetadata(plan)
 
@@ -378,7 +382,8 @@ def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:
             memory.close()
             raise ExportRefused(
                 f"its blocks of {group.geometry.block_tokens} tokens lie in memory as blocks of "
-                f"{layout.block_tokens}; set --block-size {layout.block_tokens}"
+                f"{layout.block_tokens}; set --block-size {layout.block_tokens}, or choose an "
+                f"attention backend whose kernels take {group.geometry.block_tokens}"
             )
 
 

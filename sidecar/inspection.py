@@ -61,6 +61,7 @@ class Finding:
                 "blocks": about.blocks,
                 "block_tokens": about.block_tokens,
                 "content_bytes": about.content_bytes,
+                "entry_tokens": about.entry_tokens,
             }
         meta = report.meta
         if meta is not None:

@@ -320,7 +320,7 @@ def check_shape(attach: Attach) -> None:
         _check_part(part)
     # Of each a plan is kept that has 8 bytes for every entry; together no more than for one.
     entries = sum(
-        part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_tokens
+        part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_entries
         for part in attach.parts
         if part.layout is not None
     )

@@ -359,6 +359,7 @@ def claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
             content_bytes=descriptor.content_bytes,
             dtype=descriptor.dtype,
             encoding=descriptor.encoding,
+            entry_tokens=descriptor.entry_tokens,
         )
         claimed_bytes = layout.payload_bytes(descriptor.blocks)
         claimed_bytes += descriptor.blocks * descriptor.block_tokens * 4

@@ -61,8 +61,11 @@ _STORAGE: Final[dict[str, Any]] = {
 }
 
 
-class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an image says about itself in the schema's metadata: enough to rebuild its template."""
+class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an image says about itself in the schema's metadata: enough to rebuild its template.
+
+    `entry_tokens` is there where it is not 1: without it, files are as they were before it.
+    """
 
     format: int
     namespace: str
@@ -72,6 +75,7 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: int
     content_bytes: int
     blocks: int
+    entry_tokens: int = 1
 
 
 _descriptor_decoder = msgspec.json.Decoder(Descriptor)
@@ -207,4 +211,5 @@ def _describe(layout: ChunkLayout, num_blocks: int, namespace: bytes) -> Descrip
         block_tokens=layout.block_tokens,
         content_bytes=layout.content_bytes,
         blocks=num_blocks,
+        entry_tokens=layout.entry_tokens,
     )

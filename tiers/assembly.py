@@ -64,7 +64,7 @@ def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...
 
 def refusal(source: ChunkLayout, target: ChunkLayout) -> str | None:
     """Why bytes of `source` cannot become bytes of `target`, or None if they can."""
-    for field in ("dtype", "encoding", "content_bytes"):
+    for field in ("dtype", "encoding", "content_bytes", "entry_tokens"):
         found, wanted = getattr(source, field), getattr(target, field)
         if found != wanted:
             return f"{field}={found!r}: the reader has {wanted!r}"
@@ -170,7 +170,7 @@ def _blocks(layout: ChunkLayout, payload: Bytes) -> Bytes:
     """`[blocks, layers, heads, bytes of one block and head]`."""
     segment = layout.segment
     return payload.reshape(
-        -1, segment.num_layers, segment.num_heads, layout.block_tokens * layout.content_bytes
+        -1, segment.num_layers, segment.num_heads, layout.block_entries * layout.content_bytes
     )
 
 

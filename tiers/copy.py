@@ -175,7 +175,7 @@ class Runs:
     """
 
     def __init__(self, kv: KVLayout) -> None:
-        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_tokens
+        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_entries
         offsets = np.array(kv.layer_offsets_bytes, dtype=np.int64).reshape(layers, 1, 1)
         size_bytes = kv.content_bytes
         if tokens == 1 or kv.token_stride_bytes == size_bytes:
@@ -293,7 +293,7 @@ class _StridedPlan:
             *kv.layer_offsets_bytes,
         )  # fmt: skip
         word = np.dtype(f"u{word_bytes}")
-        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_tokens
+        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_entries
         words = kv.content_bytes // word_bytes
         slot = payload.view(word).reshape(len(block_ids), layers, heads, tokens, words)
         breaks = np.flatnonzero(np.diff(block_ids) != 1) + 1

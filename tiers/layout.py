@@ -11,6 +11,8 @@ Invariants, checked once at construction and relied on everywhere else:
 
 * A layout is affine: `offset = layer_offset[layer] + block * block_stride + head * head_stride +
   token * token_stride`, and `content_bytes` bytes from there on belong to that coordinate alone.
+  Recurrent layers keep one state for all tokens of a block: one entry on that axis, which then
+  stands for `entry_tokens` of them.
 * Every such byte range lies inside the exported allocation.
 * A payload is always in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's
   own order is, so two engines with different layouts read each other's chunks.
@@ -88,6 +90,14 @@ def _require_kind(dtype: str, encoding: str, content_bytes: int) -> None:
         )
 
 
+def _require_entries(block_tokens: int, entry_tokens: int) -> None:
+    _require_range("entry_tokens", entry_tokens, 1, block_tokens)
+    if block_tokens % entry_tokens:
+        raise LayoutError(
+            f"entry_tokens={entry_tokens}: does not divide block_tokens={block_tokens}"
+        )
+
+
 class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """The part of a model that one worker holds: a layer range times a KV head range."""
 
@@ -126,7 +136,8 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a chunk of one worker is outside the engine: shape, element type, encoding.
 
     Bytes are in C order `[blocks, layers, heads, tokens, content]`. `content_bytes` is the size of
-    one (layer, head, token): K and V packed.
+    one (layer, head, token): K and V packed. An entry of the tokens' axis stands for `entry_tokens`
+    of them: one, but for recurrent layers, whose state stands for all of a block.
     """
 
     segment: Segment
@@ -135,10 +146,12 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content_bytes: int
     dtype: str
     encoding: str
+    entry_tokens: int = 1
 
     def __post_init__(self) -> None:
         _require_range("blocks_per_chunk", self.blocks_per_chunk, 1, BLOCKS_PER_CHUNK_MAX)
         _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_entries(self.block_tokens, self.entry_tokens)
         _require_kind(self.dtype, self.encoding, self.content_bytes)
         _require_range(
             "blocks_per_chunk * block_tokens",
@@ -147,7 +160,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             CHUNK_TOKENS_MAX,
         )
         _require_range(
-            "layers * heads * block_tokens",
+            "layers * heads * block_entries",
             self.block_payload_bytes // self.content_bytes,
             1,
             BLOCK_ENTRIES_MAX,
@@ -165,10 +178,15 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ITEM_BYTES[self.dtype]
 
     @property
+    def block_entries(self) -> int:
+        """Entries of one (block, layer, head)."""
+        return self.block_tokens // self.entry_tokens
+
+    @property
     def block_payload_bytes(self) -> int:
         """Bytes of one block of this segment."""
         heads = self.segment.num_layers * self.segment.num_heads
-        return heads * self.block_tokens * self.content_bytes
+        return heads * self.block_entries * self.content_bytes
 
     @property
     def geometry(self) -> ChunkLayout:
@@ -187,16 +205,17 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             num_blocks,
             self.segment.num_layers,
             self.segment.num_heads,
-            self.block_tokens,
+            self.block_entries,
             self.content_bytes // self.itemsize,
         )
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where one KV cache group lies in the memory that a worker exported. All strides in bytes.
 
     `size_bytes` is the exported allocation, `layer_offsets_bytes` holds the offset of block 0,
-    head 0, token 0 of each layer. A stride whose axis has one entry is never used.
+    head 0, token 0 of each layer. A stride whose axis has one entry is never used. An entry of the
+    tokens' axis stands for `entry_tokens` of them, as in `ChunkLayout`.
     """
 
     segment: Segment
@@ -210,10 +229,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_stride_bytes: int
     head_stride_bytes: int
     token_stride_bytes: int
+    entry_tokens: int = 1
 
     def __post_init__(self) -> None:
         _require_range("num_blocks", self.num_blocks, 1, NUM_BLOCKS_MAX)
         _require_range("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_entries(self.block_tokens, self.entry_tokens)
         _require_range("size_bytes", self.size_bytes, 1, SIZE_BYTES_MAX)
         _require_kind(self.dtype, self.encoding, self.content_bytes)
         if len(self.layer_offsets_bytes) != self.segment.num_layers:
@@ -235,12 +256,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
         self._refuse_shared_layers(nested)
 
+    @property
+    def block_entries(self) -> int:
+        """Entries of one (block, layer, head)."""
+        return self.block_tokens // self.entry_tokens
+
     def _axes(self) -> list[tuple[str, int, int]]:
         """Name, stride and count of the three axes inside a layer."""
         return [
             ("block", self.block_stride_bytes, self.num_blocks),
             ("head", self.head_stride_bytes, self.segment.num_heads),
-            ("token", self.token_stride_bytes, self.block_tokens),
+            ("token", self.token_stride_bytes, self.block_entries),
         ]
 
     def _nest(self, axes: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
@@ -294,11 +320,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype: str,
         encoding: str,
         size_bytes: int,
+        entry_tokens: int = 1,
     ) -> KVLayout:
         """The layout of per-layer views `(offset_bytes, shape, strides_bytes)`.
 
         Shapes are `(blocks, heads, tokens, content elements)`, as vLLM's `create_kv_cache_views`
-        makes them. Raises `LayoutError` unless all views have one shape and one set of strides.
+        makes them; an entry of the third axis stands for `entry_tokens` of them. Raises
+        `LayoutError` unless all views have one shape and one set of strides.
         """
         if not views:
             raise LayoutError("views=[]: a layout needs one view for each layer")
@@ -332,7 +360,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(
             segment=segment,
             num_blocks=shape[0],
-            block_tokens=shape[2],
+            block_tokens=shape[2] * entry_tokens,
             content_bytes=shape[3] * itemsize,
             dtype=dtype,
             encoding=encoding,
@@ -341,6 +369,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             block_stride_bytes=strides[0],
             head_stride_bytes=strides[1],
             token_stride_bytes=strides[2],
+            entry_tokens=entry_tokens,
         )
 
     def chunk(self, blocks_per_chunk: int) -> ChunkLayout:
@@ -352,14 +381,18 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             content_bytes=self.content_bytes,
             dtype=self.dtype,
             encoding=self.encoding,
+            entry_tokens=self.entry_tokens,
         )
 
     def offset(self, layer: int, block: int, head: int, token: int) -> int:
-        """Byte offset of one coordinate; `layer` and `head` count from the segment's first."""
+        """Byte offset of one coordinate; `layer` and `head` count from the segment's first.
+
+        `token` counts entries.
+        """
         _require_range("layer", layer, 0, self.segment.num_layers - 1)
         _require_range("block", block, 0, self.num_blocks - 1)
         _require_range("head", head, 0, self.segment.num_heads - 1)
-        _require_range("token", token, 0, self.block_tokens - 1)
+        _require_range("token", token, 0, self.block_entries - 1)
         return (
             self.layer_offsets_bytes[layer]
             + block * self.block_stride_bytes

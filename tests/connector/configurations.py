@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
 )
 from vllm.v1.request import Request
 
@@ -142,8 +144,15 @@ def spec_of(
     return kind(block_size=block_tokens, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, **own)
 
 
+def state_of(block_tokens: int = BLOCK_TOKENS, **own: Any) -> MambaSpec:
+    """A group's spec of recurrent layers."""
+    shapes, dtypes = ((3, 8), (2, 4, 4)), (torch.bfloat16, torch.float32)
+    mode = {"mamba_cache_mode": "align"}
+    return MambaSpec(block_size=block_tokens, shapes=shapes, dtypes=dtypes, **(mode | own))
+
+
 def kv_cache_config(
-    num_blocks: int = 256, ranks: int = 1, specs: Sequence[AttentionSpec] = (), stages: int = 1
+    num_blocks: int = 256, ranks: int = 1, specs: Sequence[KVCacheSpec] = (), stages: int = 1
 ) -> KVCacheConfig:
     """One group of full attention, or one of each spec; of blocks with different tokens too.
 

@@ -6,7 +6,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from tests.connector.configurations import BLOCK_TOKENS
 
 Slot = bytes
 Block = list[Slot]
@@ -37,3 +40,37 @@ def first_read(spec: Any, position: int) -> int:
         chunk = int(spec.attention_chunk_size)
         return position // chunk * chunk
     return 0
+
+
+def entries_of(spec: Any) -> int:
+    """What a block of a group holds: something of each token, or one state."""
+    return 1 if isinstance(spec, MambaSpec) else int(spec.block_size)
+
+
+def recur(
+    memory: list[Block],
+    spec: MambaSpec,
+    table: Sequence[int],
+    start: int,
+    end: int,
+    states: Sequence[Slot],
+) -> None:
+    """What recurrent layers do in a step from `start` to `end`, as vLLM's workers do it.
+
+    `preprocess_mamba` copies the state to the block of the step's last token, where kernels go on
+    with it; some kinds also leave it where the last whole block before that ends.
+    """
+    size = spec.block_size
+    if start:
+        block_id = table[(start - 1) // size]
+        assert block_id, f"the state behind {start} tokens is read from the null block"
+        assert memory[block_id][0] == states[start - 1], f"a wrong state behind {start} tokens"
+    (offset,), (column,) = compute_mamba_prefill_checkpoints(
+        [end], [end - start], BLOCK_TOKENS, size, spec.prefill_checkpoint_alignment,
+        drop_eagle_block=False, cache_hit_alignment_tokens=size,
+    )  # fmt: skip
+    if offset and table[column]:
+        memory[table[column]][0] = states[start + offset - 1]
+    block_id = table[(end - 1) // size]
+    assert block_id, f"the state behind {end} tokens is written to the null block"
+    memory[block_id][0] = states[end - 1]

@@ -16,7 +16,7 @@ from sidecar.protocol import (
     decode_client,
     encode,
 )
-from tests.connector.content import Block
+from tests.connector.content import Block, entries_of
 from tests.connector.double import SALT, session_of
 from tests.connector.rank import Rank
 from tiers.fence import SidecarFence
@@ -150,17 +150,19 @@ class DoubleSidecar:
             if not self.hold(key):
                 return Outcome.MISSING
             assert self.group_of[key] == group, "a key is of one group"
-        for key, first, block_ids in copy.load:
+        for (key, first, block_ids), group in zip(copy.load, copy.groups, strict=True):
             blocks = self.parts[key][copy.rank]
+            entries = entries_of(self.engine.specs[group])
             for index, block_id in enumerate(block_ids, first):
-                memory[block_id] = list(blocks[index])
+                memory[block_id][:entries] = blocks[index]
         return Outcome.OK
 
     def _store(self, copy: Copy) -> Outcome:
         memory = self.engine.ranks[copy.rank].memory
         for (key, block_ids), group in zip(copy.store, copy.groups, strict=True):
             assert self.group_of.setdefault(key, group) == group, "a key is of one group"
-            blocks = [list(memory[block_id]) for block_id in block_ids]
+            entries = entries_of(self.engine.specs[group])
+            blocks = [memory[block_id][:entries] for block_id in block_ids]
             held = self.parts.setdefault(key, {}).setdefault(copy.rank, blocks)
             # The KV under a key is decided by the key.
             assert held == blocks, "two different contents were stored under one key"

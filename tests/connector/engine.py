@@ -5,9 +5,10 @@ prefix cache, `KVOutputAggregator`, the order of the worker hooks. Doubles are t
 the client and the sidecar.
 
 The forward pass writes into the slot of every token a hash of all tokens up to it, and before
-that reads the slots of all tokens before it, as attention does. So a wrong destination, a block
-that was reused under a copy, a chunk under another's key, or a load that did not come is an
-assertion here and not a slightly different token.
+that reads the slots of all tokens before it, as attention does; of recurrent layers it takes the
+state from the block where the last step left it to that of its own last token. So a wrong
+destination, a block that was reused under a copy, a chunk under another's key, or a load that did
+not come is an assertion here and not a slightly different token.
 
 What vLLM is told is in `configurations.py`, what KV holds in `content.py`, a worker in `rank.py`.
 """
@@ -23,7 +24,7 @@ from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -31,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import connector.vllm
 from connector.scheduler import SchedulerRole
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config, spec_of, vllm_config
-from tests.connector.content import content_of, first_read, next_token
+from tests.connector.content import content_of, first_read, next_token, recur
 from tests.connector.double import Clock, DoubleClient
 from tests.connector.doublesidecar import DoubleSidecar
 from tests.connector.rank import Rank, ours_of
@@ -51,7 +52,7 @@ class Engine:
         num_blocks: int = 256,
         ranks: int = 1,
         stages: int = 1,
-        specs: Sequence[AttentionSpec] = (),
+        specs: Sequence[KVCacheSpec] = (),
         draft: Callable[[Request], list[int]] | None = None,
         ahead_tokens: int = 0,
         **options: Any,
@@ -62,6 +63,9 @@ class Engine:
         self.clock = Clock()
         self.client = DoubleClient()
         config = vllm_config(model, num_blocks=num_blocks, ranks=ranks, stages=stages, **options)
+        if any(isinstance(spec, MambaSpec) for spec in self.specs):
+            # What vLLM sets of a model with recurrent layers; ours has none.
+            config.cache_config.mamba_cache_mode = "align"
         with patch.object(connector.vllm, "Client", lambda *_: self.client):
             self.scheduler = Scheduler(
                 config,
@@ -177,6 +181,9 @@ class Engine:
         tokens = [*request.all_token_ids, *follow]
         for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
             known = content_of(tokens, request.cache_salt or "", self.weights, rank.rank, group)
+            if isinstance(spec, MambaSpec):
+                recur(rank.memory, spec, table, start, end, known)
+                continue
             expected = [*known[self.ahead_tokens :], *[b"rejected"] * count]
             for position in range(first_read(spec, start), end):
                 block_id = table[position // spec.block_size]

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from connector.client import Attempt, Client
@@ -41,7 +41,7 @@ class Rank:
         num_blocks: int,
         rank: int,
         clock: Clock,
-        specs: Sequence[AttentionSpec] = (),
+        specs: Sequence[KVCacheSpec] = (),
         stages: int = 1,
     ) -> None:
         self.rank = rank

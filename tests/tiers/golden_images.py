@@ -26,6 +26,7 @@ CASES: dict[str, tuple[ChunkLayout, int]] = {
     "bfloat16": (ChunkLayout(Segment(0, 2, 0, 2), 4, 4, 16, "bfloat16", "raw"), 2),
     "float8": (ChunkLayout(Segment(2, 1, 4, 2), 1, 3, 5, "float8_e4m3fn", "raw"), 1),
     "float16": (ChunkLayout(Segment(0, 1, 0, 1), 8, 16, 8, "float16", "cpu.amx-1"), 8),
+    "state": (ChunkLayout(Segment(0, 2, 1, 1), 1, 16, 41, "int8", "state-mamba2-cpu-x86", 16), 1),
 }
 
 

@@ -97,6 +97,9 @@ def test_chunk_geometry_does_not_depend_on_the_engine_s_layout(name: str) -> Non
         ({"head_stride_bytes": 0}, "head_stride_bytes=0"),
         ({"head_stride_bytes": 64}, "stride_bytes=64"),
         ({"token_stride_bytes": 63}, "token_stride_bytes=63"),
+        ({"entry_tokens": 0}, "entry_tokens=0"),
+        ({"entry_tokens": 3}, "does not divide block_tokens=16"),
+        ({"entry_tokens": 32}, "entry_tokens=32"),
     ],
 )
 def test_an_impossible_layout_is_refused_by_field_and_value(
@@ -232,6 +235,7 @@ def test_an_element_size_that_is_not_the_dtype_s_is_refused() -> None:
         ({"content_bytes": 1 << 25}, "content_bytes=33554432"),
         ({"dtype": "uint16"}, "dtype='uint16'"),
         ({"encoding": "naïve"}, "encoding="),
+        ({"entry_tokens": 5}, "entry_tokens=5"),
     ],
 )
 def test_an_impossible_chunk_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -245,6 +249,18 @@ def test_a_chunk_has_no_size_for_a_number_of_blocks_it_cannot_hold(num_blocks: i
         CHUNK.payload_bytes(num_blocks)
     with pytest.raises(LayoutError, match=f"num_blocks={num_blocks}"):
         CHUNK.shape(num_blocks)
+
+
+def test_a_state_is_one_entry_for_all_tokens_of_its_block() -> None:
+    """As recurrent layers keep it."""
+    state = changed(KV, entry_tokens=16)
+    chunk = state.chunk(4)
+    assert chunk.shape(3) == (3, 2, 4, 1, 32)
+    assert chunk.payload_bytes(4) * 16 == CHUNK.payload_bytes(4)
+    assert state.offset(1, 2, 3, 0) == KV.offset(1, 2, 3, 0)
+    with pytest.raises(LayoutError, match="token=1"):
+        state.offset(1, 2, 3, 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=KVLayout) == state
 
 
 segments = st.builds(
@@ -320,5 +336,7 @@ def test_a_chunk_has_a_bounded_number_of_tokens() -> None:
 
 
 def test_a_block_has_a_bounded_number_of_entries() -> None:
-    with pytest.raises(LayoutError, match=r"layers \* heads \* block_tokens=17408000: .* 16777216"):
+    with pytest.raises(
+        LayoutError, match=r"layers \* heads \* block_entries=17408000: .* 16777216"
+    ):
         ChunkLayout(Segment(0, 1, 0, 17_408), 1, 1000, 8, "uint8", "raw")

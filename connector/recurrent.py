@@ -1,0 +1,120 @@
+"""Recurrent layers (Mamba, linear attention, gated delta nets, short convolutions), their states.
+
+Such a layer keeps a state of constant size instead of keys and values of each token. In its cache
+mode `align` vLLM leaves the state that a layer had at the end of a block in that block, wherever a
+step ended there, and tells connectors which blocks these are. A state is all that a hit needs of
+the layer, so it is a chunk of one block, under a key over all tokens before it.
+
+Owns which engines with such layers are served, and what makes states of one engine right in
+another. A state is bytes here, a convolution's inputs and a matrix, of the rank's own part of the
+layer, with a layout that only its kernels know. So nothing is ever made of it but a copy, and only
+engines that are cut alike share it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from connector.storing import State
+
+ALIGNED: Final = "align"
+"""The mode in which a block holds the state behind its last token."""
+
+
+def recurrent(spec: Any) -> bool:
+    """Whether a KV cache group is one of recurrent layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
+
+
+def recurrent_refusal(vllm_config: Any, groups: Sequence[Any]) -> str:
+    """Why the states of an engine's recurrent layers cannot be cached safely, or nothing."""
+    specs = [group.kv_cache_spec for group in groups if recurrent(group.kv_cache_spec)]
+    if not specs:
+        return ""
+    modes = {str(spec.mamba_cache_mode) for spec in specs}
+    if "none" in modes:
+        return (
+            "its recurrent layers keep their last state alone (mamba_cache_mode='none'); "
+            "start vLLM with --enable-prefix-caching"
+        )
+    if modes != {ALIGNED}:
+        return (
+            f"mamba_cache_mode={', '.join(sorted(modes))} is not supported by this release; "
+            f"start vLLM with --mamba-cache-mode {ALIGNED}"
+        )
+    if vllm_config.speculative_config is not None or any(
+        spec.num_speculative_blocks for spec in specs
+    ):
+        # Drafts that are rejected have changed the state, and blocks of it change places.
+        return "speculative decoding with recurrent layers is not supported by this release"
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        return (
+            f"pipeline_parallel_size={stages} with recurrent layers is not supported by this "
+            "release"
+        )
+    # Where hits can end within a block of states, vLLM moves states of tails between blocks.
+    sizes = {int(group.kv_cache_spec.block_size) for group in groups}
+    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    if len(sizes) > 1 or (unit is not None and unit not in sizes):
+        found = ", ".join(str(size) for size in sorted(sizes))
+        return (
+            f"its KV cache has blocks of {found} tokens and prefix_match_unit={unit}: with "
+            "recurrent layers this release needs one size for all; leave out --prefix-match-unit "
+            "and --mamba-block-size"
+        )
+    return ""
+
+
+def state_encoding(spec: Any) -> str:
+    """What wrote a state: the kind of layer, and the machine whose kernels lay it out."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        capability: Any = current_platform.get_device_capability()
+        machine = f"cuda-{capability.major}.{capability.minor}"
+    else:
+        # The kernels that are taken differ with these, and how they lay a state out may.
+        flags = {
+            name: bool(getattr(torch.cpu, f"_is_{name}_supported")())
+            for name in ("avx512_bf16", "amx_tile")
+        }
+        architecture = current_platform.get_cpu_architecture().name.lower()
+        found = [name.replace("_", "") for name, has in flags.items() if has]
+        machine = "-".join(["cpu", architecture, *found])
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower().replace("_", "-")
+    return f"state-{kind}-{machine}"
+
+
+def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
+    """What else makes states of engines of one model different, for the namespace."""
+    config = getattr(vllm_config, "mamba_config", None)
+    backend = getattr(config, "backend", None)
+    return {
+        # Of the part that one rank holds, so the number of ranks goes with them.
+        "shapes": [[int(size) for size in shape] for shape in spec.shapes],
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in spec.dtypes],
+        "heads": int(spec.num_heads),
+        "replicated": bool(spec.tp_replicated),
+        "tensors": int(vllm_config.parallel_config.tensor_parallel_size),
+        "backend": str(getattr(backend, "name", backend)),
+        "rounding": bool(getattr(config, "enable_stochastic_rounding", False)),
+    }
+
+
+def states_of(block_state: Any) -> Mapping[str, Sequence[State]]:
+    """What vLLM hands over with a step, by request.
+
+    These blocks hold their states from the end of the step on, and are not written again; they are
+    kept only if a reference is taken at once.
+    """
+    handed: Mapping[str, Sequence[State]] = (
+        {} if block_state is None else block_state.boundary_state_offloads
+    )
+    return handed
