@@ -6,31 +6,26 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
 from connector.bounce import BLOCK_TOKENS, TOKEN_IDS, Batch, Bounce, Row, Rows, row_layout
-from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.keys import NO_PARENT
 from connector.worker import WorkerRole
 from sidecar.protocol import (
-    PROTOCOL_VERSION,
-    Attach,
     Done,
     JobOutcome,
-    Memory,
     Outcome,
-    Role,
     Submit,
     decode_client,
     encode,
 )
-from tests.connector.double import LIMITS, Clock, DoubleClient, session_of
-from tiers.fence import SidecarFence, WorkerFence
+from tests.connector.double import LIMITS
+from tests.connector.workersession import WorkerSession
 from tiers.layout import CONTENT_BYTES_MAX
 
 ROW_BYTES = 8192
@@ -42,54 +37,22 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-class World:
+class World(WorkerSession):
     """A bounce memory, vLLM's region, and the sidecar's slots."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.client = DoubleClient()
+        super().__init__(topology="offloading", block_tokens=BLOCK_TOKENS, blocks_per_chunk=1)
         self.region: Rows = np.zeros((16, ROW_BYTES), dtype=np.uint8)
         for number, row in enumerate(self.region):
             row[:] = number
         self.slots: dict[bytes, bytes] = {}
         self.seen = 0
-        self.attempts: Callable[[], Attempt] | None = None
-        self.fences: list[SidecarFence] = []
         self.bounce = Bounce(self.region, ROWS, self._role, clock=self.clock)
         self.attach()
 
     def _role(self, memory: ExportedMemory) -> WorkerRole:
         self.memory = mmap.mmap(os.dup(memory.fd), memory.size_bytes)
-        return WorkerRole(memory, self._client, self._describe, clock=self.clock)
-
-    def _client(self, make_attempt: Callable[[], Attempt]) -> Client:
-        self.attempts = make_attempt
-        return self.client.as_client()
-
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return Attach(
-            version=PROTOCOL_VERSION,
-            role=Role.WORKER,
-            engine_id="e",
-            rank=0,
-            world_size=1,
-            topology="offloading",
-            namespace=b"{}",
-            block_tokens=BLOCK_TOKENS,
-            blocks_per_chunk=1,
-            pid=os.getpid(),
-            segment=memory.layout.segment,
-            layout=memory.layout,
-            memory=shared,
-        )
-
-    def attach(self) -> None:
-        """A new life of the sidecar."""
-        assert self.attempts is not None
-        attempt = self.attempts()
-        assert isinstance(attempt.context, WorkerFence)
-        self.fences.append(SidecarFence(os.dup(attempt.context.fd)))
-        self.client.attach(session_of(context=attempt.context))
+        return WorkerRole(memory, self.make_client, self.describe, clock=self.clock)
 
     def begin(self, batch: int, rows: list[Row], *, is_load: bool) -> None:
         self.bounce.begin(batch, rows, is_load=is_load, seconds_max=PATIENT_SECONDS)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import IDLE_WAIT_MS, WorkerRole
 from sidecar.protocol import (
-    PROTOCOL_VERSION,
-    Attach,
     Done,
     Error,
     JobOutcome,
-    Memory,
     Outcome,
-    Role,
     Submit,
     decode_client,
     encode,
 )
-from tests.connector.double import LIMITS, Clock, DoubleClient, session_of
+from tests.connector.double import LIMITS
+from tests.connector.workersession import WorkerSession
 from tiers.fence import SidecarFence, WorkerFence
 from tiers.layout import KVLayout, Segment
 
@@ -51,52 +47,18 @@ def store(job_id: int) -> Store:
     return Store(job_id, [StorePiece(KEY, PARENT, bytes(32), [5, 6])])
 
 
-class Rank:
+class Rank(WorkerSession):
     """One rank's worker role with a sidecar that does what the test says."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.client = DoubleClient()
+        super().__init__(topology="tp1", block_tokens=4, blocks_per_chunk=4)
         self.memory = ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
-        self.attempts: Callable[[], Attempt] | None = None
-        self.sidecar_fences: list[SidecarFence] = []
-        self.role = WorkerRole(self.memory, self._make_client, self._describe, clock=self.clock)
+        self.role = WorkerRole(self.memory, self.make_client, self.describe, clock=self.clock)
         self.attach()
-
-    def _make_client(self, make_attempt: Callable[[], Attempt]) -> Client:
-        self.attempts = make_attempt
-        return self.client.as_client()
-
-    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return Attach(
-            version=PROTOCOL_VERSION,
-            role=Role.WORKER,
-            engine_id="e",
-            rank=0,
-            world_size=1,
-            topology="tp1",
-            namespace=b"{}",
-            block_tokens=4,
-            blocks_per_chunk=4,
-            pid=os.getpid(),
-            segment=SEGMENT,
-            layout=memory.layout,
-            memory=shared,
-        )
-
-    def attach(self) -> SidecarFence:
-        """The client's thread attaches: a new session with a new fence page."""
-        assert self.attempts is not None
-        attempt = self.attempts()
-        assert isinstance(attempt.context, WorkerFence)
-        fence = SidecarFence(os.dup(attempt.fds[1]))
-        self.sidecar_fences.append(fence)
-        self.client.attach(session_of(context=attempt.context))
-        return fence
 
     @property
     def fence(self) -> SidecarFence:
-        return self.sidecar_fences[-1]
+        return self.fences[-1]
 
     def answer(self, *outcomes: tuple[int, Outcome]) -> None:
         session = self.client.session
@@ -110,7 +72,7 @@ class Rank:
 
     def close(self) -> None:
         self.role.close()
-        for fence in self.sidecar_fences:
+        for fence in self.fences:
             fence.close()
 
 

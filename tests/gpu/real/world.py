@@ -167,7 +167,8 @@ class World:
         pool = self._pool = Path(tempfile.mkdtemp(prefix="kvl-", dir="/dev/shm"))
         for folder in (directory, pool):
             self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        host = {"size": self.sizes.pool, "directory": str(pool)} | self._sections.get("host", {})
+        host = {"size": self.sizes.pool, "directory": str(pool), "prefault": True}
+        host |= self._sections.get("host", {})
         sections: dict[str, Any] = {"copy": {"threads": 4}, **self._sections, "host": host}
         return self._stack.enter_context(SidecarProcess(self.place, directory, **sections))
 
