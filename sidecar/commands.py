@@ -296,7 +296,10 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Send a sealed slot to the object store; answered by `Written`."""
+    """Send a sealed slot to the object store; answered by `Written`.
+
+    With `verify` it is compared with its checksum first. Readers always compare.
+    """
 
     write_id: int
     realm_id: int
@@ -308,6 +311,7 @@ class Write:
     parent: bytes = bytes(32)
     written_after: int = 0
     """The catalog has to say that it was written later than this: when it was withdrawn."""
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +431,7 @@ class Counters:
     writes_dropped: int = 0
     writes_refused_quota: int = 0
     writes_failed: int = 0
+    writes_unverified: int = 0
     writes_expired: int = 0
     slots_restored: int = 0
     slots_unclaimed_dropped: int = 0

@@ -118,7 +118,8 @@ class Segment:
         self.slot = -1
         self.num_blocks = 0
         self.verified = True
-        """Whether this process has seen all bytes of a HOST segment to be right."""
+        """Whether this process has seen all bytes of a HOST segment to be right, and nobody has
+        withdrawn since what was written of them."""
         self.running = 0
         """Copies, reads and writes that touch the slot now; it is not freed before they ended."""
         self.writing = False

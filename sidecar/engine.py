@@ -92,6 +92,8 @@ class EngineLimits:
     """What may wait, in all and of one session."""
     verify_loads: float = 1.0
     """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
+    verify_writes: float = 1.0
+    """The same of the segments that are written to the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ class Engine:
             policy=limits.write,
             inflight_max=limits.writes_inflight_max,
             queue_bytes_max=limits.write_queue_bytes_max,
+            verify=limits.verify_writes,
             admit=admit_write,
         )
         self._lookups = Lookups(

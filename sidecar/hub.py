@@ -423,4 +423,5 @@ def _engine_limits(config: Config) -> EngineLimits:
             jobs_max_per_session=limits.jobs_inflight_max * JOBS_SLACK,
         ),
         verify_loads=config.integrity.verify_loads,
+        verify_writes=config.integrity.verify_writes,
     )

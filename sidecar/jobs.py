@@ -25,6 +25,7 @@ from sidecar.commands import (
 from sidecar.directory import Cause, SegmentState
 from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
 from sidecar.retention import Retention
+from sidecar.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +88,16 @@ class Job:
 class RunningCopy:
     """A gather or scatter that was issued and has not ended."""
 
-    __slots__ = ("cost", "job", "num_blocks", "num_bytes", "parent", "segment", "storing")
+    __slots__ = (
+        "cost",
+        "job",
+        "num_blocks",
+        "num_bytes",
+        "parent",
+        "segment",
+        "storing",
+        "verifies",
+    )
 
     def __init__(
         self,
@@ -98,6 +108,8 @@ class RunningCopy:
         parent: bytes,
         cost: int,
         storing: int,
+        *,
+        verifies: bool = False,
     ) -> None:
         self.job = job
         self.segment = segment
@@ -108,6 +120,8 @@ class RunningCopy:
         """Bytes of the control plane that it takes while it has not ended."""
         self.storing = storing
         """Bytes of the slot that it fills, 0 for a scatter."""
+        self.verifies = verifies
+        """Whether a scatter that goes well has seen the slot to be right."""
 
 
 class Jobs:
@@ -134,8 +148,7 @@ class Jobs:
         self._emit = emit
         self._ended = ended
         self._store_failed = store_failed
-        self._verify_loads = verify_loads
-        self._verify_due = 0.0
+        self._sampling = Sampling(verify_loads)
         self._running: dict[int, RunningCopy] = {}
         self._last_copy_id = 0
 
@@ -208,11 +221,21 @@ class Jobs:
         self._host.hold(segment)
         self._host.touch(chunk)
         num_bytes = layout.payload_bytes(len(piece.block_ids))
+        verifies = self._sampling.chooses(segment)
+        self._counters.loads_unverified += not verifies
+        copy = RunningCopy(
+            job,
+            segment,
+            segment.num_blocks,
+            num_bytes,
+            chunk.parent,
+            cost,
+            0,
+            verifies=verifies,
+        )
         self._emit(
             Scatter(
-                copy_id=self._start(
-                    RunningCopy(job, segment, segment.num_blocks, num_bytes, chunk.parent, cost, 0)
-                ),
+                copy_id=self._start(copy),
                 session_id=job.session.session_id,
                 job_id=job.job_id,
                 fence=fence,
@@ -223,21 +246,9 @@ class Jobs:
                 num_blocks=segment.num_blocks,
                 first_block=piece.first_block,
                 block_ids=tuple(piece.block_ids),
-                verify=self._must_verify(segment),
+                verify=verifies,
             )
         )
-
-    def _must_verify(self, segment: Segment) -> bool:
-        """Whether to verify this load: evenly, so many of a hundred; what is new here always."""
-        self._verify_due += self._verify_loads
-        # Sums of tenths fall short of one by a hair.
-        due = self._verify_due > 1 - 1e-6
-        if due:
-            self._verify_due -= 1
-        if due or not segment.verified:
-            return True
-        self._counters.loads_unverified += 1
-        return False
 
     def store(
         self,
@@ -355,8 +366,7 @@ class Jobs:
     def _scattered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
         self._host.release(copy.segment)
         if outcome is CopyOutcome.OK:
-            # What was not verified yet has been now, and the rest was before.
-            copy.segment.verified = True
+            copy.segment.verified |= copy.verifies
             self._counters.chunks_loaded += 1
             self._counters.bytes_loaded += copy.num_bytes
             own = self._tenants.counters(copy.segment.chunk.tenant)

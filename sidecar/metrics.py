@@ -52,6 +52,7 @@ _COUNTED: Final = {
     "slots_restored": "Slots that an earlier run had left in host memory",
     "slots_unclaimed_dropped": "Of these, slots that made room before an engine came for them",
     "loads_unverified": "Chunks loaded without comparing the checksum (integrity.verify_loads)",
+    "writes_unverified": "Objects written without comparing it first (integrity.verify_writes)",
 }
 _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
 

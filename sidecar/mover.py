@@ -7,8 +7,8 @@ copy, when to write and what to do about a failure is the engine's.
 Invariants:
 
 * Every command that the engine waits for ends in exactly one event, whatever is raised.
-* Nothing leaves host memory, to the store or to an engine, and nothing comes in, before its
-  checksum was verified; the event loop itself never touches payload.
+* What comes in from the store was verified, all of it, before anybody is told of it. What leaves
+  host memory is verified where its command says so. The event loop itself never touches payload.
 * A slot named in a command is touched until its event is fed, and not after: the tiers' verbs
   return only when nothing touches the caller's memory any more.
 """
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import anyio
 import anyio.abc
 
+from sidecar.arrival import Arrival
 from sidecar.assembling import Assembler, SourceError, damaged
 from sidecar.commands import (
     Command,
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", Write, Read, Quarantine)
 
 VERIFY_THREADS: Final = 1
-"""Threads that hash what comes from, or goes to, the store; copies have their own."""
+"""Threads that hash what the store's own did not, and what goes to it; copies have their own."""
 
 GIVE_WAY_SECONDS_MAX: Final = 1.0
 GIVE_WAY_POLL_SECONDS: Final = 0.002
@@ -197,7 +198,8 @@ class Mover:
         try:
             assert self._store is not None, "the engine writes only where there is a store"
             await self._give_way()
-            await run_to_end(lambda: template.verify_payload(image), self._verifying)
+            if command.verify:
+                await run_to_end(lambda: template.verify_payload(image), self._verifying)
             await self._store.write(name, image)
             written_at = self._announce(command, rank, template.image_bytes)
             outcome = StoreOutcome.OK
@@ -270,14 +272,17 @@ class Mover:
         """Read a rank's own segment, in whatever blocks it was stored."""
         assert self._store is not None, "the engine reads only where there is a store"
         assert self._assembler is not None, "made where there is a store"
+        arrival = Arrival(rank, command.key, slot)
         try:
-            num_bytes = await self._store.read(name, slot)
+            num_bytes = await self._store.read(name, slot, seen=arrival.seen)
         except ImageTruncated:
             # Blocks of another size make other headers, and those may be a page longer.
             realm = self._realms[command.realm_id]
             return await self._assembler.assemble(realm, command, slot)
-        image = slot[:num_bytes]
-        meta = await run_to_end(lambda: _verified(rank, image, command.key), self._verifying)
+        if arrival.judged(num_bytes):
+            meta = arrival.verdict(num_bytes)
+        else:
+            meta = await run_to_end(lambda: arrival.verdict(num_bytes), self._verifying)
         if meta is None:
             meta = await self._assembler.regroup(command, rank, slot, num_bytes)
         return meta, num_bytes
@@ -317,10 +322,3 @@ class Mover:
             _logger.warning("quarantine failed", extra=fields(object=name, error=error))
         else:
             _logger.warning("object quarantined", extra=fields(object=name))
-
-
-def _verified(rank: Rank, image: npt.NDArray[np.uint8], key: bytes) -> SegmentMeta | None:
-    """What an image in blocks of the rank's own size holds; None where they are of another."""
-    if rank.as_stored(image) is not rank:
-        return None
-    return rank.templates.for_image_bytes(len(image)).verify(image, key)

@@ -78,6 +78,7 @@ class Rank:
             known = self._regrouped(claimed.block_tokens)
             if known is not self:
                 # As many as chunks of a size have divisors: what is no whole chunk is not kept.
+                # Two threads may make the same one at once; they make equal ones.
                 self._by_block_tokens[claimed.block_tokens] = known
         return known
 

@@ -109,6 +109,17 @@ class StoreTier:
         if len(self._gone) > self._quarantine_keys_max:
             del self._gone[next(iter(self._gone))]
 
+    def _doubt(self, realm: Realm, key: bytes, mask: int) -> None:
+        """Somebody withdrew segments: it may be that they found what was written here damaged.
+
+        What is still in host memory is compared at its next use, or the damage would be written
+        again, to be found again.
+        """
+        chunk = realm.chunks.get(key)
+        if chunk is not None:
+            for segment in chunk.segments:
+                segment.verified &= not mask >> segment.rank & 1
+
     def _heal(self, realm: Realm, key: bytes, rank: int) -> None:
         name = (realm.realm_id, key)
         mask, time = self._gone.get(name, (0, 0))
@@ -157,6 +168,7 @@ class StoreTier:
         held, time = realm.stored.held(key)
         if withdrawn:
             self._remember(realm, key, mask, written_at)
+            self._doubt(realm, key, mask)
             if held & mask and time <= written_at:
                 self._directory.set_stored(realm, key, held & ~mask, time)
             return

@@ -26,10 +26,11 @@ wanted again, for a write that begins then may be cut off, and would be told as 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sidecar.commands import Command, Counters, StoreOutcome, Write, Written
 from sidecar.offers import Offers
+from sidecar.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,6 +70,14 @@ class _Pending:
         self.tries = tries
 
 
+class _Running(NamedTuple):
+    """A write that was issued and has not ended."""
+
+    segment: Segment
+    tries: int
+    verifies: bool
+
+
 class Writes:
     """The queue of writes and the writes that run."""
 
@@ -84,6 +93,7 @@ class Writes:
         policy: WritePolicy,
         inflight_max: int,
         queue_bytes_max: int,
+        verify: float,
         admit: Callable[[int, bytes, int, int], bool],
     ) -> None:
         self._host = host
@@ -98,7 +108,8 @@ class Writes:
         self._admit = admit
         self._pending: dict[Chunk, _Pending] = {}
         self._pending_bytes = 0
-        self._running: dict[int, tuple[Segment, int]] = {}
+        self._sampling = Sampling(verify)
+        self._running: dict[int, _Running] = {}
         self._last_write_id = 0
         self._filled_bytes = 0
         """What came into the host tier since its cold end was looked through."""
@@ -120,7 +131,7 @@ class Writes:
 
     def running(self) -> Iterator[Segment]:
         """Segments that are being written."""
-        return (segment for segment, _ in self._running.values())
+        return (one.segment for one in self._running.values())
 
     @property
     def num_running(self) -> int:
@@ -276,7 +287,9 @@ class Writes:
         self._host.hold(segment)
         segment.writing = True
         self._last_write_id += 1
-        self._running[self._last_write_id] = (segment, tries)
+        verifies = self._sampling.chooses(segment)
+        self._counters.writes_unverified += not verifies
+        self._running[self._last_write_id] = _Running(segment, tries, verifies)
         chunk = segment.chunk
         self._emit(
             Write(
@@ -289,19 +302,19 @@ class Writes:
                 tenant=chunk.tenant,
                 parent=chunk.parent,
                 written_after=self._store.gone_until(chunk.realm, chunk.key),
+                verify=verifies,
             )
         )
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is no longer read."""
-        segment, tries = self._running.pop(event.write_id)
+        segment, tries, verifies = self._running.pop(event.write_id)
         segment.writing = False
         chunk = segment.chunk
         self._host.release(segment)
         if event.outcome is StoreOutcome.OK:
             self._breaker.succeeded()
-            # It was verified before it was sent.
-            segment.verified = True
+            segment.verified |= verifies
             self._store.written(segment, event)
         elif event.outcome is StoreOutcome.CORRUPT:
             self._counters.writes_failed += 1

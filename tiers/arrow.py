@@ -172,9 +172,17 @@ class SlotTemplate:
         slot[self._row_checksum] = np.frombuffer(row_checksum, dtype=np.uint8)
         return checksum
 
-    def verify(self, image: Bytes | memoryview | bytes, key: bytes | None = None) -> SegmentMeta:
+    def verify(
+        self,
+        image: Bytes | memoryview | bytes,
+        key: bytes | None = None,
+        *,
+        digest: bytes | None = None,
+    ) -> SegmentMeta:
         """Check every byte of a foreign `image`; with `key`, also that it is that chunk.
 
+        `digest` is that of a `payload_hasher` that saw the payload as it arrived here; without it
+        the payload is hashed now.
         Raises, in the order of the checks: `ImageTruncated` (length), `ImageNamespaceMismatch` or
         `ImageHeaderMismatch` (constant bytes, then the row), `ImageKeyMismatch`,
         `ImageChecksumMismatch` (payload).
@@ -203,7 +211,10 @@ class SlotTemplate:
                 f"block_hash={meta.key.hex()}: the image is intact but {key.hex()} was asked for; "
                 "it is stored under a wrong name"
             )
-        self.verify_payload(view)
+        if digest is None:
+            self.verify_payload(view)
+        else:
+            self.check(view, digest)
         return meta
 
     def token_ids(self, slot: Bytes) -> list[int]:

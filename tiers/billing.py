@@ -20,7 +20,7 @@ from tiers.wrap import Verb, Wrapper
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from tiers.filesystems import Bytes, Listing
+    from tiers.filesystems import Bytes, Listing, Seen
     from tiers.objects import ObjectTier
 
 T = TypeVar("T")
@@ -50,9 +50,9 @@ class Billed(Wrapper):
         self.num_bytes["put"] += image.nbytes
         await super().write(name, image, create=create)
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
-        num_bytes = await super().read(name, into)
+        num_bytes = await super().read(name, into, seen=seen)
         self.num_bytes["get"] += num_bytes
         return num_bytes
 

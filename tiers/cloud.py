@@ -38,7 +38,7 @@ from obstore import store
 from tiers import aws
 from tiers.access import azure_account, provider_of
 from tiers.direct import DirectReads, NotUnderstoodError
-from tiers.filesystems import Bytes, Found, Listing, check_size, run_to_end
+from tiers.filesystems import Bytes, Found, Listing, Seen, fill, run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,11 +89,11 @@ class CloudStore:
         finally:
             await _released(body)
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `Filesystem.get`."""
         if (direct := self._direct) is not None:
             try:
-                return await direct.get(name, into)
+                return await direct.get(name, into, seen=seen)
             except NotUnderstoodError as error:
                 # Reads that ran beside it may have told this already, or still run.
                 if self._direct is direct:
@@ -103,7 +103,7 @@ class CloudStore:
         # The range bounds the memory that a foreign object of any size can take.
         body: Any = await obstore.get_range_async(self._client, name, start=0, end=into.nbytes + 1)
         found = np.frombuffer(body, dtype=np.uint8)
-        return await run_to_end(lambda: _copy(found, into), self._copies)
+        return await run_to_end(lambda: fill(found, into, seen), self._copies)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         """See `Filesystem.find`."""
@@ -172,12 +172,6 @@ async def _released(body: memoryview) -> None:
                     await anyio.sleep(RELEASE_POLL_SECONDS)
         else:
             return
-
-
-def _copy(found: Bytes, into: Bytes) -> int:
-    check_size(found.nbytes, into.nbytes)
-    np.copyto(into[: found.nbytes], found)
-    return found.nbytes
 
 
 def _keep_freed_memory() -> None:

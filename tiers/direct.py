@@ -33,7 +33,7 @@ from urllib.parse import quote, urlsplit
 
 import anyio
 
-from tiers.filesystems import Bytes, check_size, run_to_end
+from tiers.filesystems import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
 from tiers.sigv4 import Keys, sign_get
 
 if TYPE_CHECKING:
@@ -93,15 +93,15 @@ class _Connection:
         self._sock = sock
         self.idle_since = 0.0
 
-    def fetch(self, request: bytes, into: Bytes) -> tuple[int, bool]:
+    def fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
         """In a thread: ask, and fill the start of `into`.
 
         Returns the size, and whether the connection may serve again.
         """
         with _behind_the_loop():
-            return self._fetch(request, into)
+            return self._fetch(request, into, seen)
 
-    def _fetch(self, request: bytes, into: Bytes) -> tuple[int, bool]:
+    def _fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
         try:
             try:
                 self._sock.sendall(request)
@@ -112,7 +112,7 @@ class _Connection:
                 raise AnswerError(head.status, self._error_body(head))
             check_size(head.length_bytes, into.nbytes)
             target = into.data[: head.length_bytes]
-            self._fill(target, head.rest)
+            self._fill(target, head.rest, seen)
         except BlockingIOError as error:
             raise TimeoutError("the server is silent for store.read_timeout") from error
         return head.length_bytes, head.keep
@@ -128,16 +128,26 @@ class _Connection:
             received += piece
         return _parsed(received[:end], received[end + 4 :])
 
-    def _fill(self, target: memoryview, rest: bytes) -> None:
-        done = min(len(rest), len(target))
+    def _fill(self, target: memoryview, rest: bytes, seen: Seen | None) -> None:
+        size_bytes = len(target)
+        done = min(len(rest), size_bytes)
         target[:done] = rest[:done]
-        while done < len(target):
-            # One call for all that is missing, so that a thread wakes, and takes the GIL, rarely.
-            # It returns earlier only at the limit of silence or at the end.
-            count = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
+        told = 0
+        # One call for all that is missing, so that a thread wakes, and takes the GIL, rarely; or
+        # as much as stays in the core's cache, where somebody looks at it next. A call returns
+        # earlier only at the limit of silence or at the end.
+        step = size_bytes if seen is None else PIECE_BYTES
+        while done < size_bytes:
+            piece = target[done : min(told + step, size_bytes)]
+            count = self._sock.recv_into(piece, 0, socket.MSG_WAITALL)
             if count == 0:
-                raise _ended(done, f"an object of {len(target)} bytes")
+                raise _ended(done, f"an object of {size_bytes} bytes")
             done += count
+            if seen is not None:
+                seen(size_bytes, told, done)
+                told = done
+        if seen is not None and told < done:
+            seen(size_bytes, told, done)
 
     def _error_body(self, head: _Head) -> bytes:
         body = bytearray(head.rest)
@@ -197,8 +207,8 @@ class DirectReads:
         self._idle: list[_Connection] = []
         self._closed = False
 
-    async def get(self, name: str, into: Bytes) -> int:
-        """Fill the start of `into` with an object; its size.
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """Fill the start of `into` with an object; its size. `seen` is told of each piece.
 
         Raises `ImageTruncated`, `AnswerError`, `NotUnderstoodError` or an `OSError`.
         """
@@ -210,19 +220,25 @@ class DirectReads:
         kept = self._take()
         if kept is not None:
             with contextlib.suppress(_StaleError):
-                return await self._exchange(kept, request, into)
+                return await self._exchange(kept, request, into, seen)
         try:
-            return await self._exchange(await self._connect(), request, into)
+            return await self._exchange(await self._connect(), request, into, seen)
         except _StaleError:
             raise _ended(0, "an answer") from None
 
     async def _exchange(
-        self, connection: _Connection, request: Callable[[], bytes], into: Bytes
+        self,
+        connection: _Connection,
+        request: Callable[[], bytes],
+        into: Bytes,
+        seen: Seen | None,
     ) -> int:
         keep = False
         try:
             size_bytes, keep = await run_to_end(
-                lambda: connection.fetch(request(), into), self._threads, abort=connection.cut
+                lambda: connection.fetch(request(), into, seen),
+                self._threads,
+                abort=connection.cut,
             )
         finally:
             if keep and not self._closed:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -30,10 +31,22 @@ import numpy.typing as npt
 from tiers.errors import ImageTruncated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
+
+Seen = Callable[[int, int, int], None]
+"""Told by a read, `seen(size_bytes, first, last)`: of an object of so many bytes, those from
+`first` to `last` lie in the slot now, and most likely still in this core's cache.
+
+Pieces come in order, in worker threads, one at a time; `first` 0 begins anew, because a read was
+tried again. It raises nothing. Whoever reads may tell less than all, or nothing; and who changes
+bytes after they came must not hand it on.
+"""
+
+PIECE_BYTES: Final = 256 * 1024
+"""What a core copies and then finds in its cache again, though other reads take turns on it."""
 
 
 class Found(NamedTuple):
@@ -61,7 +74,7 @@ class Filesystem(Protocol):
         """
         ...
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`."""
         ...
 
@@ -141,12 +154,18 @@ async def run_to_end(
         raise
 
 
-def fill(body: bytes, into: Bytes) -> int:
+def fill(found: Bytes | bytes, into: Bytes, seen: Seen | None) -> int:
     """Copy a whole object into a slot; its size in bytes. Raises `ImageTruncated`."""
-    size_bytes = len(body)
+    body = np.frombuffer(found, dtype=np.uint8)
+    size_bytes = body.nbytes
     check_size(size_bytes, into.nbytes)
-    # np.copyto releases the GIL; assigning through a memoryview holds it for the whole copy.
-    np.copyto(into[:size_bytes], np.frombuffer(body, dtype=np.uint8))
+    step = size_bytes if seen is None else PIECE_BYTES
+    for first in range(0, size_bytes, step):
+        last = min(first + step, size_bytes)
+        # np.copyto releases the GIL; assigning through a memoryview holds it for the whole copy.
+        np.copyto(into[first:last], body[first:last])
+        if seen is not None:
+            seen(size_bytes, first, last)
     return size_bytes
 
 

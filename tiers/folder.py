@@ -36,7 +36,15 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from tiers.errors import ImageTruncated
-from tiers.filesystems import Bytes, Found, Listing, check_size, run_to_end
+from tiers.filesystems import (
+    PIECE_BYTES,
+    Bytes,
+    Found,
+    Listing,
+    Seen,
+    check_size,
+    run_to_end,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -82,9 +90,9 @@ class LocalFolder:
         place = os.link if create else os.replace
         await run_to_end(lambda: self._put(self._path(name), image, place), self._writers)
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `Filesystem.get`."""
-        return await run_to_end(lambda: self._get(self._path(name), into), self._readers)
+        return await run_to_end(lambda: self._get(self._path(name), into, seen), self._readers)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         """See `Filesystem.find`."""
@@ -136,7 +144,7 @@ class LocalFolder:
                 _make_folders(os.path.dirname(path))
         return _create(path)
 
-    def _get(self, path: str, into: Bytes) -> int:
+    def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
@@ -145,13 +153,19 @@ class LocalFolder:
             size_bytes = status.st_size
             check_size(size_bytes, into.nbytes)
             done = self._read_direct(fd, into, size_bytes)
+            if seen is not None and done:
+                # Not in any cache, but this thread need not be left to hash it.
+                seen(size_bytes, 0, done)
+            step = size_bytes if seen is None else PIECE_BYTES
             while done < size_bytes:
-                count = os.readv(fd, [into.data[done:size_bytes]])
+                count = os.readv(fd, [into.data[done : min(done + step, size_bytes)]])
                 if count == 0:
                     raise ImageTruncated(
                         f"it ended at {done} of {size_bytes} bytes while it was read; it will be "
                         "written again"
                     )
+                if seen is not None:
+                    seen(size_bytes, done, done + count)
                 done += count
             return done
         finally:

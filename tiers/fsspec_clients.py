@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from tiers.errors import TierUnavailable
-from tiers.filesystems import Bytes, Filesystem, Found, Listing, fill, run_to_end
+from tiers.filesystems import Bytes, Filesystem, Found, Listing, Seen, fill, run_to_end
 from tiers.fsspec_options import (
     azure_client,
     azure_options,
@@ -109,8 +109,9 @@ class _SyncFilesystem:
         options = _CREATE if create else {}
         await run_to_end(lambda: self._put(f"{self._root}/{name}", image, options), self._limiter)
 
-    async def get(self, name: str, into: Bytes) -> int:
-        return await run_to_end(lambda: self._get(f"{self._root}/{name}", into), self._limiter)
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        path = f"{self._root}/{name}"
+        return await run_to_end(lambda: self._get(path, into, seen), self._limiter)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
@@ -137,8 +138,8 @@ class _SyncFilesystem:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{name}")
 
-    def _get(self, path: str, into: Bytes) -> int:
-        return fill(self._fs.cat_file(path, start=0, end=into.nbytes + 1), into)
+    def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
+        return fill(self._fs.cat_file(path, start=0, end=into.nbytes + 1), into, seen)
 
     def _move(self, name: str, target: str) -> None:
         self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
@@ -159,12 +160,12 @@ class _AsyncFilesystem:
         options = _CREATE if create else {}
         await self._fs._pipe_file(f"{self._root}/{name}", body, **options)
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         path = f"{self._root}/{name}"
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
         body: bytes = await self._fs._cat_file(path, start=0, end=into.nbytes + 1)
-        return await run_to_end(lambda: fill(body, into), self._limiter)
+        return await run_to_end(lambda: fill(body, into, seen), self._limiter)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
@@ -271,9 +272,9 @@ class _Gcs(_AsyncFilesystem):
         path = f"{self._root}/{name}"
         await self._fs._pipe_file(path, body, chunksize=len(body) + 1, **options)
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         self._connect()
-        return await super().get(name, into)
+        return await super().get(name, into, seen=seen)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         self._connect()
@@ -342,12 +343,12 @@ class _Azure(_AsyncFilesystem):
         path = f"{self._root}/{name}"
         await self._fs._pipe_file(path, body, overwrite=not create, max_concurrency=1, **options)
 
-    async def get(self, name: str, into: Bytes) -> int:
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         path = f"{self._root}/{name}"
         body: bytes = await self._fs._cat_file(
             path, start=0, end=into.nbytes + 1, max_concurrency=1
         )
-        return await run_to_end(lambda: fill(body, into), self._limiter)
+        return await run_to_end(lambda: fill(body, into, seen), self._limiter)
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         container = self._fs.service_client.get_container_client(self._container)

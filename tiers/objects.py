@@ -39,7 +39,7 @@ from tiers.object_errors import Secrets, hide_user_info, translate
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from tiers.filesystems import Bytes, Filesystem, Listing
+    from tiers.filesystems import Bytes, Filesystem, Listing, Seen
 
 NAME_CHARACTERS_MAX: Final = 512
 PROBE_BYTES: Final = 4096
@@ -82,9 +82,11 @@ class ObjectTier(Protocol):
         """
         ...
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """Put an object at the start of `into` and return its size in bytes.
 
+        `seen` is told of its bytes as they come, so that they can be hashed out of the core's
+        cache; a store that does not say so is hashed afterwards.
         Raises `ChunkMissing`, or `ImageTruncated` for an object that is empty or does not fit.
         """
         ...
@@ -162,12 +164,12 @@ class UrlObjects:
                 f"{error}: the folder of store.url cannot be made here; correct it", retryable=False
             ) from None
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
         _check_name(name)
         _check_memory("into", into)
         with self._translated("read", name):
-            return await self._store.get(name, into)
+            return await self._store.get(name, into, seen=seen)
 
     async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
         """See `ObjectTier.list`."""

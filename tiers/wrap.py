@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from tiers.billing import Billed
-    from tiers.filesystems import Bytes, Listing
+    from tiers.filesystems import Bytes, Listing, Seen
     from tiers.objects import Abilities, ObjectTier
 
 T = TypeVar("T")
@@ -69,9 +69,9 @@ class Wrapper(abc.ABC):
         """See `ObjectTier.write`."""
         await self._around("write", name, lambda: self._inner.write(name, image, create=create))
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
-        return await self._around("read", name, lambda: self._inner.read(name, into))
+        return await self._around("read", name, lambda: self._inner.read(name, into, seen=seen))
 
     async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
         """See `ObjectTier.list`."""
@@ -308,9 +308,9 @@ class Metered(Wrapper):
         await super().write(name, image, create=create)
         self._tallies["write"].num_bytes += image.nbytes
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
-        num_bytes = await super().read(name, into)
+        num_bytes = await super().read(name, into, seen=seen)
         self._tallies["read"].num_bytes += num_bytes
         return num_bytes
 
@@ -385,8 +385,8 @@ class Faulty(Wrapper):
         self._draws: dict[tuple[str, str], int] = {}
         self.injected: dict[str, int] = {}
 
-    async def read(self, name: str, into: Bytes) -> int:
-        """See `ObjectTier.read`; the bytes may be damaged."""
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`; the bytes may be damaged, so nobody is told of them before."""
         size_bytes = await super().read(name, into)
         dice = self._dice("damage", name)
         if self._hit("corrupt", dice):

@@ -54,6 +54,7 @@ from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.filesystems import Found, Listing
 
 if TYPE_CHECKING:
+    from tiers.filesystems import Seen
     from tiers.objects import ObjectTier
 
 FOLDER: Final = "v1/0123456789abcdef/catalog"
@@ -300,7 +301,7 @@ class _Store:
             found = {name[: end + 1]: b"" for name, end in ends.items() if end > 0}
         return [Found(name, len(body), 1.0) for name, body in found.items() if name > start_after]
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         body = self._objects.get(name)
         if body is None:
             raise ChunkMissing(name)

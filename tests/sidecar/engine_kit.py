@@ -322,6 +322,7 @@ class World:
                 self._expect(command, command.num_blocks)
             case Write():
                 assert self.content[command.slot].retention == FOR_EVER, "it was to stay here"
+                assert command.verify or self.content[command.slot].verified
                 self.writes[command.write_id] = command
                 self._expect(command, command.num_blocks)
             case IndexSet():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import anyio
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.realms import Realm
+    from tiers.filesystems import Seen
     from tiers.objects import ObjectTier
 
     Bytes = npt.NDArray[np.uint8]
@@ -109,17 +111,33 @@ def command(rank: int, sources: tuple[int, ...]) -> Read:
     return Read(1, 1, rank, 0, KEY, sources)
 
 
-@settings(max_examples=40)
+@st.composite
+def stages(draw: st.DrawFn) -> list[Segment]:
+    """Pipeline stages of any size, whose heads are cut evenly."""
+    inner = draw(st.sets(st.integers(1, LAYERS - 1), max_size=3))
+    ranks = draw(st.sampled_from((1, 2, 4, 8)))
+    heads = HEADS // ranks
+    return [
+        Segment(first, last - first, rank * heads, heads)
+        for first, last in pairwise(sorted({0, LAYERS, *inner}))
+        for rank in range(ranks)
+    ]
+
+
+ways = st.one_of(cuts.map(lambda cut: grid(*cut)), stages())
+
+
+@settings(max_examples=60)
 @given(
-    own=cuts,
-    other=cuts,
+    segments=ways,
+    written=ways,
     num_blocks=st.integers(1, BLOCKS),
     block_tokens=st.sampled_from([1, 2, 3, 4, 6, 12]),
 )
 async def test_any_cut_reads_any_other(
     tmp_path_factory: pytest.TempPathFactory,
-    own: tuple[int, int],
-    other: tuple[int, int],
+    segments: list[Segment],
+    written: list[Segment],
     num_blocks: int,
     block_tokens: int,
 ) -> None:
@@ -128,7 +146,6 @@ async def test_any_cut_reads_any_other(
         # The tail of a prompt in blocks of that size is not as long.
         num_tokens = CHUNK_TOKENS
     store = UrlObjects(f"file://{tmp_path_factory.mktemp('store')}")
-    segments, written = grid(*own), grid(*other)
     realm = realm_of(segments, written)
     await write(store, realm, written, num_tokens, block_tokens)
     known = Cuts(len(segments))
@@ -203,10 +220,10 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
     reads = 0
     read = store.read
 
-    async def counted(name: str, into: Bytes) -> int:
+    async def counted(name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         nonlocal reads
         reads += 1
-        return await read(name, into)
+        return await read(name, into, seen=seen)
 
     store.read = counted  # type: ignore[method-assign]
     slots = [np.zeros(one.templates.slot_bytes, dtype=np.uint8) for one in realm.ranks.values()]

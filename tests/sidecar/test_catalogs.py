@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,10 @@ from tests.sidecar.client import (
 from tiers.errors import TierUnavailable
 from tiers.index import FLAG_HOST, FLAG_STORE
 from tiers.wrap import Verb, Wrapper
+
+if TYPE_CHECKING:
+    from tiers.filesystems import Bytes
+    from tiers.objects import ObjectTier
 
 QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 
@@ -132,6 +136,59 @@ def test_a_chunk_that_is_gone_is_withdrawn_for_all(short_directory: Path) -> Non
         assert scheduler.lookup(1, [key_of("lost")]).outcome is Outcome.MISSING
         for sidecar in (here, there):
             sidecar.wait_until(lambda now: stored(now) == 0)
+
+
+def test_damage_in_a_writers_memory_is_found_by_a_reader_and_put_right(
+    short_directory: Path, store: dict[str, Any]
+) -> None:
+    """As it is found where writes are not verified: nobody is served it, and it does not last."""
+
+    class Failing(Wrapper):
+        """The memory of the first chunk that is written goes bad just before it is sent."""
+
+        def __init__(self, inner: ObjectTier) -> None:
+            super().__init__(inner)
+            self.damaged = 0
+
+        async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+            if "/catalog/" not in name and not name.startswith("probe/") and not self.damaged:
+                image[image.nbytes // 2] ^= 1
+                self.damaged += 1
+            await super().write(name, image, create=create)
+
+        async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+            return await call()
+
+    unlooked = {"integrity": {"verify_writes": 0.0, "verify_loads": 0.0}, "store": store}
+    first = config_in(short_directory, runtime={"name": "first"}, **unlooked)
+    second = config_in(short_directory, runtime={"name": "second"}, **unlooked)
+    key = key_of("goes bad")
+    with (
+        RunningSidecar(first, wrap_store=Failing) as here,
+        RunningSidecar(second) as there,
+        Worker(here.path) as worker,
+        Worker(there.path) as other,
+        Scheduler(there.path) as scheduler,
+    ):
+        content = worker.fill(range(4), seed=7)
+        assert worker.store(1, key, range(4)) is Outcome.OK
+        there.wait_until(holds(1))
+        assert scheduler.lookup(1, [key]).ready == 0
+        status = there.wait_until(lambda now: now["counters"]["quarantined_store"] == 1)
+        assert status["counters"]["reads_corrupt"] == 1
+        # The writer hears of it, and compares what it has in memory the next time that it is used.
+        here.wait_until(holds(0))
+        assert worker.load(2, key, range(4)) is Outcome.CORRUPT
+        # Whoever needed it has computed it, and stores and writes it anew.
+        assert other.fill(range(4), seed=7) == content
+        assert other.store(3, key, range(4)) is Outcome.OK
+        here.wait_until(holds(1))
+        with Scheduler(here.path) as asking:
+            assert asking.lookup(1, [key]).ready == 1
+            asking.lease(4, [key])
+            assert worker.load(4, key, [9, 10, 11, 12]) is Outcome.OK
+        assert [worker.read(block) for block in (9, 10, 11, 12)] == content
+        assert here.status()["counters"]["writes_unverified"] == 1
 
 
 @pytest.mark.parametrize("limit", [{"store_max": 150_000}, {"store_objects_max": 3}], ids=str)

@@ -86,6 +86,7 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
         ("host: {after_stop: burn}", "host.after_stop='burn': input should be 'keep' or 'remove'"),
         ("integrity: {verify_loads: 1.5}", "integrity.verify_loads=1.5"),
         ("integrity: {verify_loads: most}", "integrity.verify_loads='most'"),
+        ("integrity: {verify_writes: -0.1}", "integrity.verify_writes=-0.1"),
         ("chunk: {tokens: 0}", "chunk.tokens=0"),
         ("chunk: {tokens: true}", "chunk.tokens=True"),
         ("chunk: {tokens: 1.5}", "chunk.tokens=1.5"),

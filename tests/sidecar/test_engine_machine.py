@@ -108,6 +108,7 @@ class EngineMachine(EngineModel):
                 jobs_max_per_session=share,
             ),
             verify_loads=verify,
+            verify_writes=verify,
         )
         self.world_size = world_size
         self.other_realms = (WINDOW,) if several else ()

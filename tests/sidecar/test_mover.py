@@ -332,7 +332,7 @@ class Broken:
         self.error = error
 
     def __getattr__(self, name: str) -> Any:
-        async def verb(*_: object) -> None:
+        async def verb(*_: object, **__: object) -> None:
             raise self.error
 
         return verb
@@ -411,7 +411,7 @@ async def test_an_object_in_blocks_of_another_size_becomes_this_ranks_own(
         # As a longer header would have it: the slot has no room for it.
         read = store.read
 
-        async def narrow(name: str, into: npt.NDArray[np.uint8]) -> int:
+        async def narrow(name: str, into: npt.NDArray[np.uint8], **_: object) -> int:
             if into.size <= rank.templates.slot_bytes:
                 raise ImageTruncated("does not fit")
             return await read(name, into)
@@ -438,6 +438,50 @@ async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None
         mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
         assert await told(bench, 2) == Written(1, StoreOutcome.CORRUPT, 0)
     assert objects_in(tmp_path) == []
+
+
+async def test_a_slot_damaged_before_a_write_that_does_not_look_is_found_by_its_reader(
+    bench: Bench, tmp_path: Path
+) -> None:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
+        mover.execute([bench.gather(0)])
+        await told(bench, 1)
+        bench.pool[5000] ^= 1
+        mover.execute([Write(1, 1, 0, 0, key_of(0), 1, verify=False)])
+        event = await told(bench, 2)
+        assert isinstance(event, Written)
+        assert event.outcome is StoreOutcome.OK
+        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
+        assert await told(bench, 3) == ReadDone(2, StoreOutcome.CORRUPT)
+
+
+async def test_what_a_store_says_nothing_of_is_verified_when_it_is_there(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    read = store.read
+
+    async def silent(name: str, into: npt.NDArray[np.uint8], **_: object) -> int:
+        return await read(name, into)
+
+    monkeypatch.setattr(store, "read", silent)
+    async with moving(bench, store) as mover:
+        for number in range(2):
+            mover.execute([bench.gather(number)])
+            await told(bench, 2 * number + 1)
+            # The second is damaged.
+            bench.pool[bench.slot(1) + 5000] ^= number
+            write = Write(number, 1, 0, bench.slot(number), key_of(number), 1, verify=False)
+            mover.execute([write])
+            await told(bench, 2 * number + 2)
+        size = bench.rank.templates[1].image_bytes
+        for number, (outcome, num_bytes) in enumerate(
+            [(StoreOutcome.OK, size), (StoreOutcome.CORRUPT, 0)]
+        ):
+            mover.execute([Read(number, 1, 0, bench.slot(3), key_of(number), (0,))])
+            ended = await told(bench, 5 + number)
+            assert isinstance(ended, ReadDone)
+            assert (ended.outcome, ended.num_bytes) == (outcome, num_bytes)
 
 
 async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path) -> None:

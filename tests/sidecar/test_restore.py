@@ -25,7 +25,7 @@ from sidecar.commands import (
 from sidecar.engine import Engine
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WRITE_TRIES_MAX
+from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
 from tests.sidecar.engine_kit import (
     ALL_RANKS,
     BLOCK_TOKENS,
@@ -341,15 +341,63 @@ def test_rate_of_verified_loads(rate: float, count: int) -> None:
     assert [verified(again, worker, 1, job) for job in range(2, 1002)] == chosen
 
 
+@pytest.mark.parametrize(("rate", "count"), [(1.0, 400), (0.05, 20), (0.3, 120), (0.0, 0)])
+def test_rate_of_verified_writes(rate: float, count: int) -> None:
+    world = make_world(slabs=400, slab_slots=1, verify_writes=rate)
+    worker = world.open(Role.WORKER)
+    chosen = 0
+    for number in range(1, 401):
+        world.stored(worker, number, [number])
+        [write] = world.writes.values()
+        chosen += write.verify
+        world.written(write.write_id)
+    assert chosen == count
+    assert world.engine.counters.writes_unverified == 400 - count
+
+
+def test_what_was_withdrawn_is_verified_before_it_leaves_again() -> None:
+    """Its object may have been found damaged, and then its slot has been, too."""
+    world = make_world(verify_loads=0.0, verify_writes=0.0, write=WritePolicy.ON_REUSE)
+    worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
+    world.stored(worker, 1, [1, 2])
+
+    def wanted(lookup_id: int) -> list[Write]:
+        return only(world.look_up(scheduler, lookup_id, [1, 2]), Write)
+
+    first, second = wanted(1)
+    assert (first.verify, second.verify) == (False, False)
+    world.written(first.write_id)
+    world.written(second.write_id)
+    assert wanted(2) == []
+    world.listed({1: RANK_0}, written_at=1 << 50, withdrawn=True)
+    assert not verified(world, worker, 2, 2)
+    commands = world.load(worker, 3, [1])
+    [scatter], [again] = only(commands, Scatter), only(commands, Write)
+    assert (scatter.verify, again.verify) == (True, True)
+    world.copied(scatter.copy_id)
+    world.written(again.write_id)
+    # Both found it whole, so who withdrew it had another reason.
+    assert not verified(world, worker, 1, 4)
+    world.listed({2: RANK_0}, written_at=1 << 51, withdrawn=True)
+    [again] = wanted(3)
+    assert (again.key, again.verify) == (key(2), True)
+    # Another withdrawal while it is sent: it is in doubt again, or still.
+    world.listed({2: RANK_0}, written_at=1 << 52, withdrawn=True)
+    world.written(again.write_id, StoreOutcome.CORRUPT)
+    assert (0, key(2)) not in world.index
+    assert world.engine.counters.quarantined_host == 1
+
+
 def test_written_chunk_counts_as_verified() -> None:
-    world = make_world(verify_loads=0.0)
+    world = make_world(verify_loads=0.0, verify_writes=0.0)
     worker = world.open(Role.WORKER)
     world.stored(worker, 1, [1])
     world.restart(StrictLRU())
     worker = world.open(Role.WORKER)
     world.send(CaughtUp(0))
-    [write_id] = world.writes
-    world.written(write_id)
+    [write] = world.writes.values()
+    assert write.verify
+    world.written(write.write_id)
     assert not verified(world, worker, 1, 5)
 
 

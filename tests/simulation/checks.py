@@ -94,7 +94,7 @@ class Checks:
         self._jobs: dict[int, set[int]] = {}
         self._lookups: dict[int, dict[int, Lookup]] = {}
         self._damaged_before: set[int] = set()
-        """Writes of slots that were damaged before they began."""
+        """Writes that were to find that their slot had been damaged before they began."""
         self._ticks = 0
         self._handling = False
         self.balance = Balance(world, self.truth, TenantRules(), {}, self.model_of)
@@ -310,7 +310,7 @@ class Checks:
         model = self.model_of(process.hub.realms[work.realm_id])
         if self.sealed.get(work.slot) != (model, work.key, work.rank, work.num_blocks):
             raise Violation("only what is sealed is served", f"{work}")
-        if isinstance(work, Write) and work.slot in self.damaged:
+        if isinstance(work, Write) and work.verify and work.slot in self.damaged:
             self._damaged_before.add(work.write_id)
 
     def _freed(self, offset: int) -> None:

@@ -149,6 +149,7 @@ class Life:
                     "drain_seconds_max": chance.choice((0.05, 1.0)),
                 },
                 "copy": {"threads": chance.choice((1, 1, 2)), "prefault": False},
+                "integrity": {"verify_writes": 1.0},
                 "http": {"port": 0},
                 "tenants": self._tenants(),
             }

@@ -27,7 +27,7 @@ from tiers.errors import (
     TierFull,
     TierUnavailable,
 )
-from tiers.filesystems import Found, Listing
+from tiers.filesystems import Found, Listing, Seen
 from tiers.objects import Abilities
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class FaultyObjects:
         self._bucket.put(name, bytes(taken), EPOCH_SECONDS + self._world.now)
         self._answer("write")
 
-    async def read(self, name: str, into: Bytes) -> int:
-        """See `ObjectTier.read`."""
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`. It says nothing of pieces."""
         await self._begin("read")
         found = self._bucket.objects.get(name)
         if found is None:

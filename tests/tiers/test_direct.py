@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,6 +18,7 @@ from tests.tiers.tier_suite import image_of
 from tiers import cloud
 from tiers.access import Access, Credentials
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
+from tiers.filesystems import PIECE_BYTES
 from tiers.objects import UrlObjects
 
 if TYPE_CHECKING:
@@ -95,6 +97,28 @@ async def test_one_connection_serves_one_read_after_the_other() -> None:
     assert told.connections == 1
     assert told.requests[0].startswith(b"GET /bucket/some%20prefix/a%3Db HTTP/1.1\r\n")
     assert b"range: bytes=0-400000\r\n" in told.requests[0]
+
+
+async def test_what_comes_is_told_in_pieces_and_anew_on_another_connection() -> None:
+    image = image_of(3 * PIECE_BYTES + 100)
+    whole = OK.replace(b"300000", str(image.nbytes).encode()) + image.tobytes()
+    async with telling(OK + IMAGE.tobytes(), b"", whole) as (told, tier):
+        pieces: list[tuple[int, int, int]] = []
+
+        def seen(size_bytes: int, first: int, last: int) -> None:
+            pieces.append((size_bytes, first, last))
+
+        assert await tier.read("name", slot(), seen=seen) == IMAGE.nbytes
+        middle = PIECE_BYTES
+        assert pieces == [(IMAGE.nbytes, 0, middle), (IMAGE.nbytes, middle, IMAGE.nbytes)]
+        pieces.clear()
+        into = slot(image.nbytes)
+        # The kept connection has ended, which is found out by using it.
+        assert await tier.read("name", into, seen=seen) == image.nbytes
+        assert np.array_equal(into, image)
+    assert told.connections == 2
+    edges = [*range(0, image.nbytes, PIECE_BYTES), image.nbytes]
+    assert pieces == [(image.nbytes, *at) for at in pairwise(edges)]
 
 
 async def test_descriptors_may_be_many() -> None:

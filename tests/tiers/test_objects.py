@@ -22,6 +22,8 @@ from tiers.wrap import Retrying
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from tiers.filesystems import Seen
+
 
 class TestMemory(TierSuite):
     @pytest.fixture
@@ -121,17 +123,17 @@ class TestRequestsToS3:
         self, behind_proxy: UrlObjects, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await behind_proxy.write(NAME, image_of(4 * 1024 * 1024))
-        seen: list[int] = []
+        sizes: list[int] = []
         fill = filesystems.fill
 
-        def spy(body: bytes, into: Any) -> int:
-            seen.append(len(body))
-            return fill(body, into)
+        def spy(body: bytes, into: Any, seen: Seen | None) -> int:
+            sizes.append(len(body))
+            return fill(body, into, seen)
 
         monkeypatch.setattr(fsspec_clients, "fill", spy)
         with pytest.raises(ImageTruncated):
             await behind_proxy.read(NAME, np.zeros(1000, dtype=np.uint8))
-        assert seen == [1001]
+        assert sizes == [1001]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Re
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from tiers.filesystems import Bytes, Listing
+    from tiers.filesystems import Bytes, Listing, Seen
 
 
 def memory() -> UrlObjects:
@@ -66,7 +66,7 @@ class Scripted:
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         await self._step("write")
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         await self._step("read")
         return 7
 
@@ -420,7 +420,7 @@ class TestPaced:
         now = 100.0
 
         class Noting(Scripted):
-            async def read(self, name: str, into: Bytes) -> int:
+            async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
                 begun.append((now, name))
                 return 1
 

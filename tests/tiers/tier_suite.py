@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists
+from tiers.filesystems import PIECE_BYTES
 
 if TYPE_CHECKING:
     from tiers.filesystems import Bytes, Listing
@@ -55,6 +56,34 @@ class TierSuite:
         assert await tier.read(NAME, into) == size_bytes
         assert np.array_equal(into[:size_bytes], image)
         assert np.array_equal(into[size_bytes:], slot()[size_bytes:])
+
+    @pytest.mark.parametrize("size_bytes", [1, 100_001, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 4097])
+    async def test_a_read_tells_of_all_that_came_in_order(
+        self, tier: ObjectTier, size_bytes: int
+    ) -> None:
+        image = image_of(size_bytes)
+        await tier.write(NAME, image)
+        # At a page's border, as slots are: then a folder reads directly.
+        memory = np.zeros(size_bytes + 8192, dtype=np.uint8)
+        into = memory[-memory.ctypes.data % 4096 :][: size_bytes + 4096]
+        told: list[tuple[int, int, int]] = []
+        wrong: list[tuple[int, int]] = []
+
+        def seen(whole: int, first: int, last: int) -> None:
+            if first == 0:
+                told.clear()
+            told.append((whole, first, last))
+            if not np.array_equal(into[first:last], image[first:last]):
+                wrong.append((first, last))
+
+        assert await tier.read(NAME, into, seen=seen) == size_bytes
+        assert not wrong, "a piece is there when it is told of"
+        assert {whole for whole, _, _ in told} <= {size_bytes}
+        # Who changes what came, as tests do, tells nothing.
+        edges = [first for _, first, _ in told] + [size_bytes] if told else []
+        assert [last for _, _, last in told] == edges[1:]
+        assert edges[:1] in ([], [0])
+        assert np.array_equal(into[:size_bytes], image)
 
     async def test_writing_leaves_the_image_alone(self, tier: ObjectTier) -> None:
         image = image_of(5000)

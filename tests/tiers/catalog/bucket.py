@@ -14,7 +14,7 @@ from tiers.objects import Abilities
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiers.filesystems import Bytes
+    from tiers.filesystems import Bytes, Seen
 
 START_SECONDS = 1_700_000_000.0
 
@@ -77,7 +77,7 @@ class View:
         if last:
             raise Killed
 
-    async def read(self, name: str, into: Bytes) -> int:
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         last = await self._turn()
         if name not in self.bucket.objects:
             raise ChunkMissing(name)

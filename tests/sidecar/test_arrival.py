@@ -1,0 +1,133 @@
+"""What is hashed while it arrives: the same verdict as afterwards, in whatever pieces it came."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.arrival import Arrival
+from sidecar.realms import Rank
+from tests.sidecar.client import layout_of
+from tiers.arrow import SlotTemplates
+from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+KEY, PARENT = b"k" * 32, b"p" * 32
+LAYOUT = layout_of().chunk(4)
+RANK = Rank(LAYOUT, SlotTemplates(LAYOUT, bytes(32)))
+
+
+def slot_with(num_blocks: int) -> tuple[Bytes, int]:
+    """A slot that holds an image of so many blocks, and the image's size."""
+    template = RANK.templates[num_blocks]
+    slot = np.zeros(RANK.templates.slot_bytes, dtype=np.uint8)
+    template.prepare(slot)
+    payload = template.payload(slot)
+    payload[:] = np.random.default_rng(num_blocks).integers(0, 256, payload.size, dtype=np.uint8)
+    template.seal(slot, KEY, PARENT, bytes(template.token_bytes))
+    return slot, template.image_bytes
+
+
+def arrive(arrival: Arrival, size_bytes: int, edges: list[int]) -> None:
+    for first, last in pairwise(sorted({0, size_bytes, *(at for at in edges if at < size_bytes)})):
+        arrival.seen(size_bytes, first, last)
+
+
+@given(
+    num_blocks=st.integers(1, 4),
+    edges=st.lists(st.integers(1, RANK.templates.slot_bytes), max_size=6),
+    flipped=st.none() | st.integers(0, RANK.templates.slot_bytes * 8),
+)
+def test_the_verdict_is_that_of_verifying_afterwards(
+    num_blocks: int, edges: list[int], flipped: int | None
+) -> None:
+    slot, size_bytes = slot_with(num_blocks)
+    if flipped is not None:
+        at = flipped // 8 % size_bytes
+        slot[at] ^= 1 << flipped % 8
+    arrival, later = Arrival(RANK, KEY, slot), Arrival(RANK, KEY, slot)
+    arrive(arrival, size_bytes, edges)
+    assert arrival.judged(size_bytes)
+    assert not later.judged(size_bytes)
+    told: list[str] = []
+    for one in (arrival, later):
+        try:
+            meta = one.verdict(size_bytes)
+        except ChunkCorrupt as error:
+            told.append(repr(error))
+        else:
+            told.append("blocks of another size" if meta is None else repr(meta))
+    assert told[0] == told[1]
+    assert (flipped is None) == told[0].startswith("SegmentMeta")
+
+
+def test_what_changes_after_it_was_hashed_is_not_looked_at_again() -> None:
+    """So whoever changes bytes on their way must not tell of them before."""
+    slot, size_bytes = slot_with(4)
+    arrival = Arrival(RANK, KEY, slot)
+    arrive(arrival, size_bytes, [5000])
+    slot[6000] ^= 1
+    meta = arrival.verdict(size_bytes)
+    assert meta is not None
+    assert meta.key == KEY
+    with pytest.raises(ImageChecksumMismatch):
+        Arrival(RANK, KEY, slot).verdict(size_bytes)
+
+
+def test_a_read_that_is_tried_again_is_hashed_anew() -> None:
+    slot, size_bytes = slot_with(4)
+    arrival = Arrival(RANK, KEY, slot)
+    slot[9000] ^= 1
+    arrive(arrival, size_bytes, [4096, 12_000])
+    with pytest.raises(ImageChecksumMismatch):
+        arrival.verdict(size_bytes)
+    slot[9000] ^= 1
+    arrival.seen(size_bytes, 0, 10_000)
+    assert not arrival.judged(size_bytes), "a try that is not over has no verdict"
+    arrive(arrival, size_bytes, [10_000])
+    meta = arrival.verdict(size_bytes)
+    assert meta is not None
+    assert meta.num_blocks == 4
+
+
+def test_without_all_pieces_in_order_there_is_no_verdict() -> None:
+    slot, size_bytes = slot_with(2)
+    for pieces in (
+        [(0, 5000), (6000, size_bytes)],
+        [(0, 5000), (4000, size_bytes)],
+        [(5000, size_bytes)],
+        [(0, size_bytes - 1)],
+        [],
+    ):
+        arrival = Arrival(RANK, KEY, slot)
+        for first, last in pieces:
+            arrival.seen(size_bytes, first, last)
+        assert not arrival.judged(size_bytes)
+        meta = arrival.verdict(size_bytes)
+        assert meta is not None
+        assert meta.num_blocks == 2
+    arrival = Arrival(RANK, KEY, slot)
+    arrive(arrival, size_bytes, [])
+    assert not arrival.judged(size_bytes - 1), "another object than the one that arrived"
+
+
+def test_of_whatever_length_it_is_judged_when_it_is_there() -> None:
+    slot, size_bytes = slot_with(4)
+    arrival = Arrival(RANK, KEY, slot)
+    arrive(arrival, size_bytes - 1, [5000])
+    assert not arrival.judged(size_bytes - 1)
+    with pytest.raises(ChunkCorrupt):
+        arrival.verdict(size_bytes - 1)
+    other = Arrival(RANK, b"o" * 32, slot)
+    arrive(other, size_bytes, [5000])
+    with pytest.raises(ImageKeyMismatch):
+        other.verdict(size_bytes)
