@@ -22,7 +22,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests.e2e import held_sidecar
-from tests.e2e.arms import CHUNK_TOKENS, Call, Oracle, empty, fresh_salt, idle, words
+from tests.e2e.arms import CHUNK_TOKENS, PATIENT, Call, Oracle, empty, fresh_salt, idle, words
 from tests.e2e.kill_table import Signal, Victim
 from tests.e2e.leftovers import (
     SHARED_MEMORY,
@@ -57,12 +57,6 @@ SESSIONS: Final = 4
 WAIT_SECONDS_MAX: Final = 60.0
 TRIES_MAX: Final = 8
 
-PATIENT: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 LIMITS: Final = {
     "lookup_wait": "2s",
     "load_deadline": "2s",

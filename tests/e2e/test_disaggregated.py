@@ -14,6 +14,7 @@ import pytest
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
+    PATIENT,
     SESSIONS,
     Call,
     Measured,
@@ -76,12 +77,7 @@ def serving(place: Path, sessions: int, **sections: Any) -> Iterator[SidecarProc
     """A sidecar with so many sessions."""
     config = {
         "host": {"size": "128MiB"},
-        "limits": {
-            "lookup_wait": "60s",
-            "load_deadline": "60s",
-            "lease_ttl": "60s",
-            "store_deadline": "60s",
-        },
+        "limits": PATIENT,
         **sections,
     }
     with SidecarProcess(place, config) as sidecar:

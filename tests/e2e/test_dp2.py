@@ -11,6 +11,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     SESSIONS,
     Call,
     Measured,
@@ -36,7 +37,7 @@ TOKENS: Final = 1500
 WHOLE_TOKENS: Final = 1472
 CONFIG: Final[dict[str, Any]] = {
     "host": {"size": "256MiB"},
-    "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+    "limits": PATIENT,
 }
 
 

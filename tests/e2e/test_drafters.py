@@ -22,6 +22,7 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     GENERATED_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     Call,
     Oracle,
     attach,
@@ -49,12 +50,6 @@ TOKENS: Final = 700
 COMPUTED_BLOCKS: Final = (
     -(-(TOKENS + GENERATED_TOKENS) // BLOCK_TOKENS) - WHOLE_TOKENS // BLOCK_TOKENS
 )
-LIMITS: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 
 
 def write_eagle(folder: Path) -> None:
@@ -98,7 +93,7 @@ def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": LIMITS}) as sidecar:
+    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": PATIENT}) as sidecar:
         attach(engine, sidecar)
         yield sidecar
         empty(engine)

@@ -10,7 +10,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.kvevents import SNAPSHOT
 from tests.contract.calls import FOLDER, SCHEDULER, WORKER, departure
-from tests.e2e.arms import BLOCK_TOKENS, CHUNK_TOKENS, attach, empty, fresh_salt, words
+from tests.e2e.arms import BLOCK_TOKENS, CHUNK_TOKENS, PATIENT, attach, empty, fresh_salt, words
 from tests.sidecar.subscriber import Subscriber
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
     config: dict[str, Any] = {
         "host": {"size": "256MiB"},
         "events": {"enabled": True},
-        "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+        "limits": PATIENT,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
         yield sidecar

@@ -18,6 +18,7 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     GENERATED_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     Call,
     attach,
     blocks_of,
@@ -46,8 +47,7 @@ BLOCKS = 512
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
     config: dict[str, Any] = {
         "host": {"size": "512MiB"},
-        # The oracle decides what is right, not the clock: a slow machine may take its time.
-        "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+        "limits": PATIENT,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
         yield sidecar

@@ -18,6 +18,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    PATIENT,
     Call,
     Measured,
     Oracle,
@@ -41,12 +42,6 @@ pytestmark = pytest.mark.engine
 
 WINDOW: Final = 128
 GROUPS: Final = 3
-LIMITS: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 ENGINE_ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 256,
     "max_model_len": 4096,
@@ -81,7 +76,7 @@ def write_gemma(folder: Path) -> None:
 
 
 def sidecar_in(folder: Path, **sections: Any) -> SidecarProcess:
-    config = {"host": {"size": "256MiB"}, "limits": LIMITS, **sections}
+    config = {"host": {"size": "256MiB"}, "limits": PATIENT, **sections}
     return SidecarProcess(folder / "s", config)
 
 

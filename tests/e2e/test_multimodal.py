@@ -16,6 +16,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    PATIENT,
     Call,
     attach,
     check_hit,
@@ -44,7 +45,7 @@ IMAGE_TOKENS: Final = PATCHES + 3
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
 CONFIG: Final[dict[str, Any]] = {
     "host": {"size": "256MiB"},
-    "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+    "limits": PATIENT,
 }
 
 

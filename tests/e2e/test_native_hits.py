@@ -12,7 +12,7 @@ import pytest
 
 from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
-from tests.e2e.arms import attach
+from tests.e2e.arms import PATIENT, attach
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after each)
     BLOCKS,
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.engine
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
     config: dict[str, Any] = {
         "host": {"size": "512MiB"},
-        "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+        "limits": PATIENT,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
         yield sidecar

@@ -20,6 +20,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
+    PATIENT,
     Call,
     Measured,
     blocks_of,
@@ -74,12 +75,7 @@ def serving(cluster: Cluster, bucket: Path) -> Iterator[SidecarProcess]:
         "host": {"size": "256MiB"},
         # The model computes sooner than a store is read: wait for it all the same.
         "store": {"url": f"file://{bucket}", "refresh_seconds": "100ms", "recompute": "never"},
-        "limits": {
-            "lookup_wait": "60s",
-            "load_deadline": "60s",
-            "lease_ttl": "60s",
-            "store_deadline": "60s",
-        },
+        "limits": PATIENT,
     }
     with SidecarProcess(cluster.folder, config) as sidecar:
         sessions = 2 * (1 + cluster.ranks)
