@@ -277,7 +277,7 @@ class Engine:
             case SessionOpened():
                 self._open(event)
             case Copied():
-                self._jobs.copied(event)
+                self._jobs.copied(event, now)
             case Written():
                 self._writes.ended(event, now)
             case ReadDone():

@@ -353,13 +353,15 @@ class Jobs:
         if storing:
             self._bounds.storing.give(session_id, storing)
 
-    def copied(self, event: Copied) -> None:
+    def copied(self, event: Copied, now: float) -> None:
         """A copy ended: its slot and blocks are no longer touched."""
         copy = self._running.pop(event.copy_id)
         job = copy.job
         self._give_back(job.session.session_id, copy.cost, copy.storing)
-        end = self._scattered if job.loading else self._gathered
-        job.outcomes.add(end(copy, event.outcome))
+        if job.loading:
+            job.outcomes.add(self._scattered(copy, event.outcome))
+        else:
+            job.outcomes.add(self._gathered(copy, event.outcome, now))
         job.remaining -= 1
         self._end_if_over(job)
 
@@ -376,7 +378,7 @@ class Jobs:
             self._host.quarantine(copy.segment.chunk)
         return _OUTCOME_OF_COPY[outcome]
 
-    def _gathered(self, copy: RunningCopy, outcome: CopyOutcome) -> Outcome:
+    def _gathered(self, copy: RunningCopy, outcome: CopyOutcome, now: float) -> Outcome:
         segment, chunk = copy.segment, copy.segment.chunk
         if outcome is CopyOutcome.OK:
             self._counters.bytes_stored += copy.num_bytes
@@ -385,6 +387,9 @@ class Jobs:
             if self._host.arrived(segment, copy.num_blocks, copy.parent):
                 self._counters.chunks_stored += chunk.loadable
                 own.chunks_stored += chunk.loadable
+                return Outcome.OK
+            if chunk.expires_at <= now:
+                # Its time was over while it was copied: forgotten, as was asked.
                 return Outcome.OK
             # Another rank's part was found corrupt meanwhile, and the chunk went with it.
             self._counters.stores_failed += 1

@@ -110,8 +110,11 @@ def test_a_store_that_ends_after_its_time_keeps_nothing() -> None:
     worker = world.open(Role.WORKER)
     [gather] = only(world.store(worker, 1, [1], ttl_seconds=5), Gather)
     pass_time(world, 6)
-    assert messages(world.copied(gather.copy_id), worker) == done(1, Outcome.FAILED)
+    assert messages(world.copied(gather.copy_id), worker) == done(1, Outcome.OK)
     assert not world.index
+    assert world.engine.counters.stores_failed == 0, "no alarm: it was asked for"
+    assert world.engine.counters.chunks_expired == 1
+    assert world.engine.snapshot().slots_allocated == 0
 
 
 def test_what_is_stored_anew_has_its_own_time() -> None:
