@@ -67,7 +67,7 @@ class _Asked:
     running: int = 0
     copied: set[bytes] = field(default_factory=set[bytes])
     lost: bool = False
-    """A chunk was given up, for another rank's part was corrupt, before its copy ended."""
+    """A chunk was given up before its copy ended: another rank's was corrupt, or it expired."""
     outcomes: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
 
 
@@ -183,11 +183,13 @@ class Conduct:
             for name in [name for name in self._loads_ended if name[:2] == engine]:
                 del self._loads_ended[name]
 
-    @staticmethod
-    def _is_known(process: SidecarProcess, work: Gather) -> bool:
+    def _is_known(self, process: SidecarProcess, work: Gather) -> bool:
+        """Whether the slot is its chunk's still, and is not past its time at this very event."""
         realm = process.hub.engine._directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
-        return chunk is not None and chunk.segments[work.rank].slot == work.slot
+        if chunk is None or chunk.expires_at <= self._world.now:
+            return False
+        return chunk.segments[work.rank].slot == work.slot
 
     @staticmethod
     def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
