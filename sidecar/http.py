@@ -1,7 +1,7 @@
 """HTTP: /metrics, /healthz, /readyz, /status. Read-only; on loopback, or with a token.
 
 Owns the listening TCP socket, its connections and their limits, the routes, and who may ask. Does
-not own what they say (`metrics.py`, `watchdog.py`).
+not own what they say (`report.py`, `watchdog.py`).
 
 Served by aiohttp's `AppRunner` on the sidecar's own loop. Chosen over uvicorn with starlette,
 which runs under anyio but replaces the process's signal handlers while it serves and ends the
@@ -35,7 +35,7 @@ from sidecar.redaction import redacted
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sidecar.metrics import Reporter
+    from sidecar.report import Reporter
     from sidecar.watchdog import Watchdog
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

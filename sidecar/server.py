@@ -41,9 +41,9 @@ from sidecar.hostmemory import closing, map_ahead, open_pool
 from sidecar.http import HttpServer
 from sidecar.hub import Hub
 from sidecar.logs import fields
-from sidecar.metrics import Reporter
 from sidecar.notify import Notifier
 from sidecar.redaction import conceal
+from sidecar.report import Reporter
 from sidecar.router import CurveSettings, Router
 from sidecar.runtimedir import RuntimeDirectory
 from sidecar.secretfiles import SecretFileError

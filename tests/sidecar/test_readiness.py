@@ -21,8 +21,8 @@ import pytest
 from sidecar import server, upkeep, watchdog
 from sidecar.attach import StartError
 from sidecar.copies import Copies
-from sidecar.metrics import Reporter
 from sidecar.protocol import Outcome
+from sidecar.report import Reporter
 from sidecar.server import ServerInfo
 from sidecar.watchdog import PROBLEMS
 from tests.sidecar.client import (
