@@ -36,7 +36,7 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.directory import SegmentState
+from sidecar.directory import Chunk, SegmentState
 from sidecar.protocol import JobOutcome, LoadJob, Lookup, LookupDone, Outcome, Role, StoreJob
 from tests.simulation.clock import Violation, World
 
@@ -67,7 +67,7 @@ class _Asked:
     running: int = 0
     copied: set[bytes] = field(default_factory=set[bytes])
     lost: bool = False
-    """A chunk was given up before its copy ended: another rank's was corrupt, or it expired."""
+    """A chunk was given up, for another rank's part was corrupt, before its copy ended."""
     outcomes: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
 
 
@@ -86,6 +86,8 @@ class Conduct:
         self._world = world
         self._jobs: dict[JobName, _Asked] = {}
         self._job_of: dict[int, JobName] = {}
+        self._chunk_of: dict[int, Chunk] = {}
+        """Of each copy, as it was known when the copy began."""
         self._questions: dict[tuple[int, int], _Question] = {}
         self._quarantined: dict[tuple[int, int, bytes], int] = {}
         """(realm_id, bit of a segment, key) -> the newest writing that is known to be bad."""
@@ -160,13 +162,15 @@ class Conduct:
                     asked.ready.add(piece.key)
 
     def _ended(self, process: SidecarProcess, event: Copied, work: Work | None) -> None:
-        name = self._job_of.pop(event.copy_id, None)
+        name, chunk = self._job_of.pop(event.copy_id, None), self._chunk_of.pop(event.copy_id, None)
         asked = self._jobs.get(name) if name is not None else None
         if asked is not None:
             assert name is not None
             asked.running -= 1
             asked.outcomes.append(event.outcome)
-            if isinstance(work, Gather) and not self._is_known(process, work):
+            # What is forgotten because its time is over was stored as was asked.
+            over = chunk is not None and chunk.expires_at <= self._world.now
+            if isinstance(work, Gather) and not (over or self._is_known(process, work)):
                 asked.lost = True
             if not asked.running and isinstance(asked.job, LoadJob):
                 self._load_ended(name)
@@ -183,13 +187,11 @@ class Conduct:
             for name in [name for name in self._loads_ended if name[:2] == engine]:
                 del self._loads_ended[name]
 
-    def _is_known(self, process: SidecarProcess, work: Gather) -> bool:
-        """Whether the slot is its chunk's still, and is not past its time at this very event."""
+    @staticmethod
+    def _is_known(process: SidecarProcess, work: Gather) -> bool:
         realm = process.hub.engine._directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
-        if chunk is None or chunk.expires_at <= self._world.now:
-            return False
-        return chunk.segments[work.rank].slot == work.slot
+        return chunk is not None and chunk.segments[work.rank].slot == work.slot
 
     @staticmethod
     def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
@@ -213,7 +215,7 @@ class Conduct:
         for command in commands:
             match command:
                 case Gather() | Scatter():
-                    self._copy(command)
+                    self._copy(process, command)
                 case Read():
                     self._read(command)
                 case Quarantine():
@@ -285,11 +287,13 @@ class Conduct:
         elif outcome is not StoreOutcome.CORRUPT or kind is Read:
             self._failures[kind], self._closed_until[kind] = 0, 0.0
 
-    def _copy(self, command: Gather | Scatter) -> None:
+    def _copy(self, process: SidecarProcess, command: Gather | Scatter) -> None:
         if self._draining and isinstance(command, Gather):
             raise Violation("nothing new is stored while draining", f"{command}")
         name = (command.session_id, command.job_id)
         self._job_of[command.copy_id] = name
+        realm = process.hub.engine._directory.realms[command.realm_id]
+        self._chunk_of[command.copy_id] = realm.chunks[command.key]
         asked = self._jobs[name]
         asked.running += 1
         asked.copied.add(command.key)
