@@ -16,6 +16,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.model import write_model
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
+    PATIENT,
     Call,
     Measured,
     blocks_of,
@@ -68,9 +69,7 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
     config = {
         "host": {"size": "256MiB"},
         "store": {"url": f"file://{bucket}", "refresh_seconds": "100ms", "recompute": "never"},
-        "limits": dict.fromkeys(
-            ("lookup_wait", "load_deadline", "lease_ttl", "store_deadline"), "60s"
-        ),
+        "limits": PATIENT,
     }
     with contextlib.ExitStack() as stack:
         sidecar = stack.enter_context(SidecarProcess(folder, config))

@@ -16,6 +16,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    PATIENT,
     Call,
     attach,
     check_equal,
@@ -37,12 +38,6 @@ pytestmark = pytest.mark.engine
 HIDDEN: Final = 256
 LAYERS: Final = 6
 RANK: Final = 8
-LIMITS: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 ENGINE_ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 256,
     "max_model_len": 4096,
@@ -106,7 +101,7 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": LIMITS}) as sidecar:
+    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": PATIENT}) as sidecar:
         attach(engine, sidecar)
         yield sidecar
         empty(engine)

@@ -13,6 +13,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     Call,
     Measured,
     attach,
@@ -51,12 +52,7 @@ def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
             "refresh_seconds": "100ms",
             "recompute": "never",
         },
-        "limits": {
-            "lookup_wait": "60s",
-            "load_deadline": "60s",
-            "lease_ttl": "60s",
-            "store_deadline": "60s",
-        },
+        "limits": PATIENT,
     }
     with SidecarProcess(folder / "s", config) as sidecar:
         attach(engine, sidecar, sessions=SESSIONS)

@@ -87,9 +87,14 @@ def test_file_of_somebody_else_is_not_removed(
 # --- help and configuration ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "command", ["", "run", "serve", "demo", "status", "inspect", "pool", "config", "config check"]
-)
+COMMANDS = [
+    "run", "serve", "demo", "status", "inspect", "du", "ls", "gc", "doctor", "keygen", "pool",
+    "pool show", "pool remove", "tenant", "tenant id", "config", "config check", "config show",
+    "config schema",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
