@@ -535,7 +535,7 @@ MUTATIONS = (
         "if self.draining and self.engine.pending_work().idle:",
         "if self.draining:",
         ("sidecar terminated", "store slow"),
-        seed=6,
+        seed=74,
     ),
     # The index.
     Mutation(
