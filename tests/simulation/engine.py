@@ -441,14 +441,13 @@ class SimEngine:
 
     def load_unasked(self, key: bytes, group: int, num_blocks: int, times: int) -> None:
         """Load a chunk that no lookup offered and no lease pins, as after a race."""
-        if num_blocks > self.pool.num_free:
-            return
-        blocks = self.pool.allocate(num_blocks)
-        ids = [block.block_id for block in blocks]
-        self.checks.blocks_taken(self, ids)
-        for number in range(times):
-            if number:
-                self.pool.touch(blocks)
+        for _ in range(times):
+            if num_blocks > self.pool.num_free:
+                break
+            # Each has blocks of its own: nobody fills a block from two loads at a time.
+            blocks = self.pool.allocate(num_blocks)
+            ids = [block.block_id for block in blocks]
+            self.checks.blocks_taken(self, ids)
             job_id = self.role._new_id()
             self._freed_late[f"load {job_id}"] = blocks
             piece = LoadPiece(key, 0, ids, group)
