@@ -78,5 +78,5 @@ class Integrity(Section):
 
     verify_loads: Ratio = Field(default=1.0, ge=0, le=1)
     """Part of the chunks loaded from host memory that is verified, from 0 to 1, spread evenly."""
-    verify_writes: Ratio = Field(default=0.05, ge=0, le=1)
+    verify_writes: Ratio = Field(default=0.02, ge=0, le=1)
     """The same of what is written to the object store; whoever reads it verifies all of it."""

@@ -39,6 +39,8 @@ SEVERAL_GROUPS_RATE = 0.25
 WINDOWS = (6, 10, 24)
 """Tokens that a second group reads: less than a chunk of the first one, and more."""
 SALTS = (None, None, None, "team-a", "team-b")
+VERIFY_WRITES = 1.0
+"""`integrity.verify_writes`: below 1, readers find what was damaged before it was written."""
 HEAL_SECONDS_MAX = 120.0
 SETTLE_SECONDS = 2.0
 LEAVE_SECONDS = 4.0
@@ -149,7 +151,7 @@ class Life:
                     "drain_seconds_max": chance.choice((0.05, 1.0)),
                 },
                 "copy": {"threads": chance.choice((1, 1, 2)), "prefault": False},
-                "integrity": {"verify_writes": 1.0},
+                "integrity": {"verify_writes": VERIFY_WRITES},
                 "http": {"port": 0},
                 "tenants": self._tenants(),
             }

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from sidecar.directory import TRANSITIONS
+from tests.simulation import life
 from tests.simulation.life import simulate
 from tests.simulation.search import Summary, search
 
@@ -81,6 +82,18 @@ def test_a_life_keeps_every_rule(seed: int) -> None:
     result = simulate(seed)
     assert result.violation is None, f"python -m tests.simulation --seed {seed} --trace"
     assert result.steps > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_life_whose_writes_are_not_verified_keeps_every_rule(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is damaged reaches the bucket, and no engine."""
+    monkeypatch.setattr(life, "VERIFY_WRITES", 0.0)
+    often = ("memory damaged before it is written", "store slow")
+    result = life.simulate(seed, often=often)
+    assert result.violation is None, result.violation
+    assert result.seen["counter writes_unverified"] > 0
 
 
 def test_the_same_seed_is_the_same_life() -> None:
