@@ -60,7 +60,7 @@ def recurrent_refusal(vllm_config: Any, groups: Sequence[Any]) -> str:
         )
     # Where hits can end within a block of states, vLLM moves states of tails between blocks.
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
-    unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+    unit = vllm_config.cache_config.prefix_match_unit
     if len(sizes) > 1 or (unit is not None and unit not in sizes):
         found = ", ".join(str(size) for size in sorted(sizes))
         return (
@@ -88,14 +88,13 @@ def state_encoding(spec: Any) -> str:
         architecture = current_platform.get_cpu_architecture().name.lower()
         found = [name.replace("_", "") for name, has in flags.items() if has]
         machine = "-".join(["cpu", architecture, *found])
-    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower().replace("_", "-")
+    kind = str(spec.mamba_type.name).lower().replace("_", "-")
     return f"state-{kind}-{machine}"
 
 
 def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
     """What else makes states of engines of one model different, for the namespace."""
-    config = getattr(vllm_config, "mamba_config", None)
-    backend = getattr(config, "backend", None)
+    config = vllm_config.mamba_config
     return {
         # Of the part that one rank holds, so the number of ranks goes with them.
         "shapes": [[int(size) for size in shape] for shape in spec.shapes],
@@ -103,8 +102,8 @@ def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
         "heads": int(spec.num_heads),
         "replicated": bool(spec.tp_replicated),
         "tensors": int(vllm_config.parallel_config.tensor_parallel_size),
-        "backend": str(getattr(backend, "name", backend)),
-        "rounding": bool(getattr(config, "enable_stochastic_rounding", False)),
+        "backend": str(config.backend.name),
+        "rounding": bool(config.enable_stochastic_rounding),
     }
 
 

@@ -41,10 +41,15 @@ class KVProbe:
         }
 
     def _layers(self) -> list[Any]:
+        # Groups lie over each other, and a state of recurrent layers fills a part of its page.
         seen: dict[int, Any] = {}
-        for tensor in self.model_runner.kv_caches:
+        for tensor in sorted(self.model_runner.kv_caches, key=_block_bytes, reverse=True):
             seen.setdefault(tensor.data_ptr(), tensor)
         return list(seen.values())
+
+
+def _block_bytes(tensor: Any) -> int:
+    return int(tensor[0].numel() * tensor.element_size())
 
 
 def _uint8() -> Any:

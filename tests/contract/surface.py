@@ -75,7 +75,7 @@ LEFT_ALONE: Final[dict[str, str]] = {
     "clear_connector_metadata": "the base class drops it again",
     "has_connector_metadata": "the base class knows",
     "_get_connector_metadata": "called, not overridden",
-    "supports_divergent_local_hybrid_hits": "False: no lagging recurrent state is restored",
+    "supports_divergent_local_hybrid_hits": "False: a hit goes on from where all groups agree",
     "set_host_xfer_buffer_ops": "no host buffer of vLLM's is used",
     "finish_forward": "what a step reads is told by its fence",
     "reset_capture_state": "nothing is captured in a CUDA graph",
@@ -180,7 +180,7 @@ USED: Final[dict[str, Used]] = {
     "vllm.config.vllm:VllmConfig": Used(
         _attributes(
             "attention_config cache_config kv_events_config kv_transfer_config load_config "
-            "model_config parallel_config scheduler_config speculative_config"
+            "mamba_config model_config parallel_config scheduler_config speculative_config"
         )
     ),
     "vllm.config.model:ModelConfig": Used(
@@ -214,15 +214,18 @@ USED: Final[dict[str, Used]] = {
         }
     ),
     "vllm.config.cache:CacheConfig": Used(
-        _attributes("cache_dtype block_size prefix_caching_hash_algo")
+        _attributes("cache_dtype block_size prefix_caching_hash_algo prefix_match_unit")
     ),
+    "vllm.config.mamba:MambaConfig": Used(_attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(_attributes("enable_chunked_prefill")),
     "vllm.config.load:LoadConfig": Used(_attributes("load_format")),
     "vllm.config.attention:AttentionConfig": Used(_attributes("backend")),
     "vllm.v1.core.sched.output:SchedulerOutput": Used(
         _attributes("num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state")
     ),
-    "vllm.v1.core.sched.output:KVConnectorBlockState": Used({"get_block_ids": "(req_id)"}),
+    "vllm.v1.core.sched.output:KVConnectorBlockState": Used(
+        {"get_block_ids": "(req_id)", "boundary_state_offloads": ATTRIBUTE}
+    ),
     "vllm.v1.outputs:KVConnectorOutput": Used(
         _attributes("finished_recving failed_recving kv_connector_worker_meta kv_cache_events")
         | {"is_empty": "()"}
@@ -240,7 +243,12 @@ USED: Final[dict[str, Used]] = {
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": Used(
         _attributes("block_size head_size head_size_v dtype page_size_padded tokens_per_state")
     ),
-    "vllm.v1.kv_cache_interface:MambaSpec": Used(_attributes("shapes dtypes")),
+    "vllm.v1.kv_cache_interface:MambaSpec": Used(
+        _attributes(
+            "shapes dtypes mamba_type mamba_cache_mode num_speculative_blocks num_heads "
+            "tp_replicated"
+        )
+    ),
     "vllm.v1.kv_cache_layout:KVCacheLayout": Used(_attributes("BLHNC LBHNC")),
     "vllm.v1.core.block_pool:BlockPool": Used(
         {
