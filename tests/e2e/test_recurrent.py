@@ -1,0 +1,134 @@
+"""A model that mixes short convolutions and full attention (LFM2), on a real engine.
+
+Its convolutions keep a state, in vLLM's cache mode `align`: one KV cache group of attention and two
+of states, whose pages lie over each other. What a hit gives is compared with the engine's own hit
+of as many tokens, as for other models: log probabilities and bytes. One engine serves all cases;
+sidecars take turns on its sockets.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.model import WORDS
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import (
+    BLOCK_TOKENS,
+    Call,
+    Measured,
+    attach,
+    counters,
+    empty,
+    external_hit,
+    idle,
+    own_hit,
+    same_output,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+HIDDEN: Final = 256
+GROUPS: Final = 3
+BATCH_TOKENS: Final = 512
+LIMITS: Final = {
+    "lookup_wait": "60s",
+    "load_deadline": "60s",
+    "lease_ttl": "60s",
+    "store_deadline": "60s",
+}
+ENGINE_ARGS: Final[dict[str, Any]] = {
+    "num_gpu_blocks_override": 512,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": BATCH_TOKENS,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+}
+
+
+def write_lfm2(folder: Path) -> None:
+    """Six layers, two of them of full attention, with random weights fixed by a seed."""
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    config: Any = Lfm2Config(
+        vocab_size=WORDS + 3,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        initializer_range=0.1,
+    )
+    make: Any = Lfm2ForCausalLM
+    make(config).to(torch.bfloat16).save_pretrained(folder)
+    # vLLM reads these of a published model's configuration; transformers knows them no more.
+    path = folder / "config.json"
+    described = json.loads(path.read_text()) | {"conv_dim": HIDDEN, "block_dim": HIDDEN}
+    path.write_text(json.dumps(described))
+
+
+def sidecar_in(folder: Path, **sections: Any) -> SidecarProcess:
+    config = {"host": {"size": "256MiB"}, "limits": LIMITS, **sections}
+    return SidecarProcess(folder / "s", config)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = tmp_path_factory.mktemp("lfm2")
+    write_lfm2(model)
+    spec = EngineSpec(str(model), sidecar_in(folder).socket, ENGINE_ARGS)
+    with Engine(spec, folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@pytest.fixture
+def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    with sidecar_in(folder) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+
+
+def whole(tokens: int) -> int:
+    """What is loaded of a prompt: whole blocks, and never its last token."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def check_bytes(measured: Measured, oracle: Measured) -> None:
+    """Assert that what was loaded is what the engine had: all of attention, and a state per group.
+
+    The blocks that the request itself goes on in are not among them.
+    """
+    cached_tokens = measured.generation.cached_tokens
+    assert cached_tokens == oracle.generation.cached_tokens
+    (worker,), (expected,) = measured.blocks, oracle.blocks
+    assert (worker & expected).total() >= cached_tokens // BLOCK_TOKENS + GROUPS - 1
+    assert (worker - expected).total() <= GROUPS
+
+
+@pytest.mark.parametrize("tokens", [160, 515])
+def test_host_hits(engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
+    assert len(sidecar.status()["realms"]) == GROUPS
+    before = counters(sidecar)
+    for max_tokens in (40, 1):
+        call = Call(words(tokens, tokens), max_tokens)
+        oracle = own_hit(engine, call, before=[call])
+        measured = external_hit(engine, call, before=[call])
+        assert measured.generation.cached_tokens == whole(tokens)
+        assert same_output(measured.generation, oracle.generation)
+    check_bytes(measured, oracle)
+    assert counters(sidecar)["loads_missing"] == before["loads_missing"]
