@@ -13,14 +13,17 @@ import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import adapters
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     PATIENT,
     Call,
+    Oracle,
     attach,
     check_equal,
     check_hit,
+    counters,
     empty,
     external_hit,
     fresh_salt,
@@ -35,15 +38,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-HIDDEN: Final = 256
-LAYERS: Final = 6
-RANK: Final = 8
 ENGINE_ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 256,
     "max_model_len": 4096,
-    "enable_lora": True,
-    "max_loras": 2,
-    "max_lora_rank": RANK,
+    **adapters.ENGINE_ARGS,
     "speculative_config": {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -55,39 +53,12 @@ ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens"
 
 
-def write_adapter(folder: Path, seed: int) -> None:
-    """A LoRA adapter of the fixture `model`, large enough to change every logit."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Any] = {}
-    for layer in range(LAYERS):
-        for part in ("q_proj", "k_proj", "v_proj"):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
-            down = torch.randn(RANK, HIDDEN, generator=generator) * 0.1
-            up = torch.randn(HIDDEN, RANK, generator=generator) * 0.1
-            tensors[f"{name}.lora_A.weight"] = down.to(torch.bfloat16)
-            tensors[f"{name}.lora_B.weight"] = up.to(torch.bfloat16)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": RANK,
-        "target_modules": ["q_proj", "k_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
 @pytest.fixture(scope="module")
-def adapters(folder: Path) -> list[tuple[str, int, str]]:
+def loras(folder: Path) -> list[tuple[str, int, str]]:
     found: list[tuple[str, int, str]] = []
     for number in (1, 2):
         place = folder / f"adapter-{number}"
-        write_adapter(place, number)
+        adapters.write_adapter(place, number)
         found.append((f"adapter-{number}", number, str(place)))
     return found
 
@@ -113,10 +84,8 @@ def _attached(sidecar: SidecarProcess) -> None:
     """Every case has it."""
 
 
-def test_an_adapter_has_its_own_chunks(
-    engine: Engine, adapters: list[tuple[str, int, str]]
-) -> None:
-    first, second = ({"adapter": one} for one in adapters)
+def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, int, str]]) -> None:
+    first, second = ({"adapter": one} for one in loras)
     prompt = words(700, 1)
     with_first = check_hit(engine, Call(prompt, options=first))
     assert with_first.cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS
@@ -132,6 +101,42 @@ def test_an_adapter_has_its_own_chunks(
     again = Call(prompt, options=first).generate(engine, salt)
     assert again.cached_tokens == with_first.cached_tokens
     assert again.logprobs == with_first.logprobs
+
+
+def test_requests_of_adapters_are_preempted_and_aborted(
+    engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+) -> None:
+    """More of them than the KV cache has room for: they load again what is their adapter's own."""
+    calls = [
+        Call(words(650 + number, 50), max_tokens=150, options={"adapter": loras[number % 2]})
+        for number in range(12)
+    ]
+    oracles = [Oracle(engine, Call(one.prompt, 1, one.options)) for one in calls]
+    for oracle in oracles:
+        oracle.at(0)
+    loaded = counters(sidecar)["chunks_loaded"]
+    salts = [fresh_salt() for _ in calls]
+    handles = [
+        engine.begin(one.prompt, max_tokens=one.max_tokens, cache_salt=salt, **one.options)
+        for one, salt in zip(calls, salts, strict=True)
+    ]
+    engine.abort(handles.pop())
+    for handle, oracle in zip(handles, oracles, strict=False):
+        generation = engine.finish(handle)
+        assert len(generation.tokens) == 150
+        oracle.check_close(generation)
+    # Nothing was stored under these salts before: only who was preempted can load.
+    assert counters(sidecar)["chunks_loaded"] > loaded
+    empty(engine)
+    again = [
+        engine.begin(one.prompt, max_tokens=1, cache_salt=salt, **one.options)
+        for one, salt in zip(calls[:4], salts, strict=False)
+    ]
+    engine.abort(again.pop(1))
+    for number, handle in zip((0, 2, 3), again, strict=True):
+        generation = engine.finish(handle)
+        assert generation.cached_tokens == len(calls[number].prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        oracles[number].check_close(generation)
 
 
 def test_constrained_outputs_share_with_others(engine: Engine) -> None:

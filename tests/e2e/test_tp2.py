@@ -10,6 +10,7 @@ import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import adapters
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -81,6 +82,7 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
         "tensor_parallel_size": 2,
         "num_gpu_blocks_override": 256,
         "max_model_len": 4096,
+        **adapters.ENGINE_ARGS,
     }
     spec = EngineSpec(model, socket, engine_args, threads_bind="0|1")
     with Engine(spec, folder / "engine.log") as engine:
@@ -96,6 +98,17 @@ def test_host_hit(folder: Path, engine: Engine) -> None:
         # Both ranks together loaded every byte once.
         loaded = counters(sidecar)["bytes_loaded"] - before
         assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+
+
+def test_an_adapters_host_hit(folder: Path, engine: Engine) -> None:
+    adapters.write_adapter(folder / "adapter", 1)
+    lora = ("adapter", 1, str(folder / "adapter"))
+    prompt = words(TOKENS, 6)
+    with cluster(folder, engine):
+        generation = check_hit(engine, Call(prompt, options={"adapter": lora}))
+        assert generation.cached_tokens == WHOLE_TOKENS
+        other = check_hit(engine, Call(prompt))
+        assert other.logprobs[0] != generation.logprobs[0]
 
 
 def test_partial_local_hit_plus_external(folder: Path, engine: Engine) -> None:
