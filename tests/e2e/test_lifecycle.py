@@ -13,13 +13,12 @@ import os
 import random
 import signal
 import time
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
-from sidecar.demo.sidecars import POOLS, SidecarProcess
+from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -38,10 +37,14 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.chains import in_pool, pool_of
+from tiers.arrow import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from sidecar.demo.engine import Generation
 
 pytestmark = pytest.mark.engine
 
@@ -92,6 +95,30 @@ def stored(engine: Engine, prompt: list[int]) -> str:
     engine.generate(prompt, cache_salt=salt)
     empty(engine)
     return salt
+
+
+def check_loaded(oracle: Oracle, engine: Engine, salt: str) -> None:
+    """The whole prompt is loaded, though it may have no longer than a second for it.
+
+    At once by the connector, in one job. vLLM's offloading has one for each chunk: what is late on
+    a busy machine is computed, and there the next time.
+    """
+    for _ in range(10 if has_host_tier(engine) else 1):
+        generation = engine.generate(oracle.call.prompt, cache_salt=salt)
+        oracle.check(generation)
+        if generation.cached_tokens == WHOLE_TOKENS:
+            return
+        empty(engine)
+    raise AssertionError(f"{generation.cached_tokens} tokens of {WHOLE_TOKENS} were loaded")
+
+
+def check_rounded(oracle: Oracle, generation: Generation, engine: Engine) -> None:
+    """As `Oracle.check`, of chunks that may have been computed behind others that were loaded.
+
+    The connector computes all of a prompt or nothing, and so does not round otherwise.
+    """
+    check = oracle.check_close if has_host_tier(engine) else oracle.check
+    check(generation)
 
 
 def send(sidecar: SidecarProcess, number: signal.Signals) -> None:
@@ -212,9 +239,7 @@ def test_abort_while_the_load_hangs(folder: Path, engine: Engine, oracle: Oracle
         send(sidecar, signal.SIGCONT)
         sidecar.wait("everything ended", idle)
         assert engine.digests() == [{}], "a revoked load wrote to the engine's memory"
-        generation = engine.generate(prompt, cache_salt=salt)
-        assert generation.cached_tokens == WHOLE_TOKENS
-        oracle.check(generation)
+        check_loaded(oracle, engine, salt)
 
 
 def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
@@ -252,9 +277,7 @@ def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Ora
         assert engine.digests() == [{}], "a revoked load wrote to the engine's memory"
         counted = counters(sidecar)
         assert counted["loads_revoked"] + counted["loads_failed"] > 0
-        generation = engine.generate(prompt, cache_salt=salt)
-        assert generation.cached_tokens == WHOLE_TOKENS
-        oracle.check(generation)
+        check_loaded(oracle, engine, salt)
 
 
 def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Oracle) -> None:
@@ -268,12 +291,14 @@ def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Or
         send(sidecar, signal.SIGCONT)
         sidecar.wait("everything ended", idle)
         generation = engine.generate(prompt, cache_salt=salt)
-        assert generation.cached_tokens == 0
+        # What vLLM's offloading sends is a copy, which stays as it was for as long as the sidecar
+        # may read it: a late store of it is as good as another.
+        assert has_host_tier(engine) or generation.cached_tokens == 0
         oracle.check(generation)
         empty(engine)
         generation = engine.generate(prompt, cache_salt=salt)
         assert generation.cached_tokens == WHOLE_TOKENS
-        oracle.check(generation)
+        check_rounded(oracle, generation, engine)
 
 
 def test_sidecar_stopped_and_continued_in_time(
@@ -351,19 +376,18 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle
 
 
 def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle: Oracle) -> None:
-    """A byte of a slot changes after it was sealed: the load fails, and the prompt is computed."""
+    """A byte of a slot changes after it was sealed: what was loaded of it is computed."""
     prompt = oracle.call.prompt
     with running(folder, engine) as sidecar:
+        before = in_pool(sidecar)
         salt = stored(engine, prompt)
-        third = prompt[2 * CHUNK_TOKENS : 3 * CHUNK_TOKENS]
-        pool = POOLS / f"kvlake-{os.getuid()}-{sidecar.name}.pool"
-        with pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            # A slot is an Arrow file of one row: the payload follows the page with the token ids.
-            ids = memory.find(array("i", third).tobytes())
-            payload = ids - ids % mmap.PAGESIZE + mmap.PAGESIZE
-            memory[payload + 100_000] ^= 1
+        (chain,) = in_pool(sidecar).since(before).chains()
+        with pool_of(sidecar).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[chain[2] + PAYLOAD_OFFSET + 100_000] ^= 1
         generation = engine.generate(prompt, cache_salt=salt)
-        assert generation.cached_tokens == 0
+        # The connector loads a prompt as one, vLLM's offloading each chunk by itself.
+        sound_tokens = 2 * chunk_tokens(engine) if has_host_tier(engine) else 0
+        assert generation.cached_tokens == sound_tokens
         oracle.check(generation)
         counted = counters(sidecar)
         assert counted["loads_corrupt"] == counted["quarantined_host"] == 1
@@ -371,7 +395,7 @@ def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle:
         empty(engine)
         generation = engine.generate(prompt, cache_salt=salt)
         assert generation.cached_tokens == WHOLE_TOKENS
-        oracle.check(generation)
+        check_rounded(oracle, generation, engine)
 
 
 # --- too little memory ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""vLLM's own offloading: sidecars that start, hang and die, as in `test_lifecycle.py`; hits from an
-object store, as in `test_store.py`.
+"""vLLM's own offloading: what starts, hangs and dies in any order, as in `test_lifecycle.py`, and
+sidecars that find what earlier ones left, as in `test_warm_restart.py`.
 
-Their tests run here as they are, on one engine with `OffloadingConnector`. What vLLM's side does
-itself (preemption, aborts, blocks that are reused) is in `tests/connector/test_offloading.py`.
+Their tests run here as they are, on one engine with `OffloadingConnector`. Those of warm restarts
+are last: their sidecar stays until the module ends.
 """
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ import pytest
 
 from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.arms import attach
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_lifecycle import (  # noqa: F401 (the tests, and their fixture)
     ENGINE_ARGS,
     oracle,
+    test_aborts_at_any_time_of_a_load,
+    test_damaged_host_memory_is_never_used,
+    test_engine_restarted,
+    test_pool_of_four_chunks,
+    test_preemption,
     test_reset_of_the_connector_forgets,
     test_sidecar_killed_with_a_load_outstanding,
     test_sidecar_killed_with_stores_outstanding,
     test_sidecar_restarted,
     test_sidecar_started_after_the_engine,
+    test_sidecar_stopped_and_continued_in_time,
     test_sidecar_stopped_during_a_load,
+    test_sidecar_stopped_during_a_store,
 )
-from tests.e2e.test_store import (  # noqa: F401 (a test)
-    test_folder_serves_an_empty_sidecar,
+from tests.e2e.test_warm_restart import (  # noqa: F401 (the tests)
+    outlived,
+    test_next_life_hits_what_this_one_stored,
+    test_slot_damaged_between_two_lives_is_computed,
 )
 
 if TYPE_CHECKING:
@@ -43,3 +53,11 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
     socket = SidecarProcess(folder / "s", {}).socket
     with NativeEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    """Of the tests of warm restarts."""
+    with outlived(folder) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar

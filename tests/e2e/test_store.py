@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-from array import array
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -24,6 +23,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    KV_BYTES_PER_TOKEN,
     Call,
     Measured,
     Oracle,
@@ -39,7 +39,9 @@ from tests.e2e.arms import (
     same_output,
     words,
 )
+from tests.e2e.chains import QUARANTINE, in_folder
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tiers.arrow import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +55,6 @@ PATIENT: Final = {
     "lease_ttl": "60s",
     "store_deadline": "60s",
 }
-QUARANTINE: Final = "quarantine"
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
 
 
@@ -182,11 +183,10 @@ def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -
 # --- damage --------------------------------------------------------------------------------------
 
 
-def _object_of(place: Path, tokens: list[int]) -> Path:
-    """The file of the chunk of these tokens, found by what it holds rather than by its name."""
-    wanted = array("i", tokens).tobytes()
-    (path,) = [path for path in place.rglob("??/*/*.arrow") if wanted in path.read_bytes()]
-    return path
+def _payload_end(path: Path) -> int:
+    """Where an object's payload, whole blocks, ends; what follows is shorter than a block."""
+    block_bytes = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
+    return PAYLOAD_OFFSET + (path.stat().st_size - PAYLOAD_OFFSET) // block_bytes * block_bytes
 
 
 def _change_byte(path: Path, offset: int) -> None:
@@ -201,10 +201,8 @@ def _swap_in(path: Path, other: Path) -> None:
 
 
 DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
-    "payload": lambda path, _: _change_byte(path, 4096 + 12_345),
-    "last payload byte": lambda path, _: _change_byte(
-        path, 4096 + CHUNK_TOKENS * 6 * 4 * 64 * 2 * 2 - 1
-    ),
+    "payload": lambda path, _: _change_byte(path, PAYLOAD_OFFSET + 12_345),
+    "last payload byte": lambda path, _: _change_byte(path, _payload_end(path) - 1),
     "header": lambda path, _: _change_byte(path, 40),
     "footer": lambda path, _: _change_byte(path, path.stat().st_size - 30),
     "token ids": lambda path, _: _change_byte(path, 1288 + 100),
@@ -225,21 +223,26 @@ def test_damaged_objects_are_never_served(folder: Path, engine: Engine) -> None:
         for i, name in enumerate([*DAMAGE, "gone", "intact"])
     }
     salts: dict[str, str] = {}
+    paths: dict[str, Path] = {}
     with cluster(folder, engine, store) as sidecar:
         for name, oracle in oracles.items():
+            before = in_folder(place)
             salts[name] = own_hit(engine, oracle.call, before=[oracle.call]).salt
-    second = slice(CHUNK_TOKENS, 2 * CHUNK_TOKENS)
-    paths = {name: _object_of(place, oracles[name].call.prompt[second]) for name in oracles}
+            empty(engine)
+            sidecar.wait("everything is written", idle)
+            (chain,) = in_folder(place).since(before).chains()
+            paths[name] = chain[1]
+    chunk = chunk_tokens(engine)
     for name, damage in DAMAGE.items():
         damage(paths[name], paths["intact"])
     (paths["intact"].parent / "notes.arrow").write_text("not ours")
     with cluster(folder, engine, store) as sidecar:
-        listed(sidecar, chunks_of(700) * len(oracles))
+        listed(sidecar, chunks_of(700, chunk) * len(oracles))
         paths["gone"].unlink()
         for name, oracle in oracles.items():
             empty(engine)
             generation = engine.generate(oracle.call.prompt, cache_salt=salts[name])
-            cached = 700 // BLOCK_TOKENS * BLOCK_TOKENS if name == "intact" else CHUNK_TOKENS
+            cached = 700 // BLOCK_TOKENS * BLOCK_TOKENS if name == "intact" else chunk
             assert generation.cached_tokens == cached, name
             oracle.check(generation)
         counted = counters(sidecar)
@@ -249,7 +252,7 @@ def test_damaged_objects_are_never_served(folder: Path, engine: Engine) -> None:
     assert {path.name for path in aside} == {path.name for path in paths.values()}
     assert {path.parent.name for path in aside} == {paths[name].parent.name for name in DAMAGE}
     with cluster(folder, engine, store) as sidecar:
-        listed(sidecar, chunks_of(700) * len(oracles))
+        listed(sidecar, chunks_of(700, chunk) * len(oracles))
         for name, oracle in oracles.items():
             empty(engine)
             generation = engine.generate(oracle.call.prompt, cache_salt=salts[name])
@@ -303,7 +306,8 @@ def test_folder_that_takes_no_large_file(folder: Path, engine: Engine) -> None:
 
         return apply
 
-    _check_full(folder, engine, place, limit(1 << 20), limit(resource.RLIM_INFINITY))
+    size_bytes = chunk_tokens(engine) * KV_BYTES_PER_TOKEN * 2 // 3
+    _check_full(folder, engine, place, limit(size_bytes), limit(resource.RLIM_INFINITY))
     assert not list(place.rglob("*.tmp"))
 
 
@@ -332,9 +336,10 @@ def _check_full(
         written = counters(sidecar)["chunks_written"]
         salt = own_hit(engine, later, before=[later]).salt
         sidecar.wait("everything ended", idle)
-        assert counters(sidecar)["chunks_written"] >= written + chunks_of(1000)
+        chunks = chunks_of(1000, chunk_tokens(engine))
+        assert counters(sidecar)["chunks_written"] >= written + chunks
     with cluster(folder, engine, {"url": f"file://{place}"}) as sidecar:
-        listed(sidecar, chunks_of(1000))
+        listed(sidecar, chunks)
         assert again(engine, later, salt).generation.cached_tokens == 992
 
 
@@ -355,10 +360,11 @@ def test_bucket_serves_another_cluster(folder: Path, engine: Engine, server: S3S
     call = Call(words(3000, 6))
     with cluster(folder, engine, _bucket(server)) as sidecar:
         expected = own_hit(engine, call, before=[call])
+    chunks = chunks_of(3000, chunk_tokens(engine))
     with cluster(folder, engine, _bucket(server)) as sidecar:
-        listed(sidecar, chunks_of(3000))
+        listed(sidecar, chunks)
         check_equal(again(engine, call, expected.salt), expected)
-        assert counters(sidecar)["chunks_read"] == chunks_of(3000)
+        assert counters(sidecar)["chunks_read"] == chunks
 
 
 def test_two_sidecars_on_one_bucket(
@@ -376,14 +382,14 @@ def test_two_sidecars_on_one_bucket(
         SidecarProcess(folder / "t", config) as other,
     ):
         spec = EngineSpec(model, other.socket, ENGINE_ARGS)
-        with Engine(spec, folder / "other-engine.log") as other_engine:
+        with type(engine)(spec, folder / "other-engine.log") as other_engine:
             other_engine.wait_ready()
             attach(other_engine, other)
             expected = own_hit(engine, call, before=[call])
             here.wait("everything ended", idle)
             listed(other, _store(here.status())["chunks"])
             check_equal(again(other_engine, call, expected.salt), expected)
-            assert counters(other)["chunks_read"] == chunks_of(1000)
+            assert counters(other)["chunks_read"] == chunks_of(1000, chunk_tokens(engine))
 
 
 TOKENS: Final = 700
@@ -427,7 +433,8 @@ def sidecar(
     """Reaches the bucket through the proxy only."""
     store = {**_bucket(server, proxy.endpoint), "deadline_seconds_max": "4s"}
     with cluster(folder, engine, store, LIMITS) as sidecar:
-        listed(sidecar, chunks_of(TOKENS) * (2 * len(FAULTS) + len(PASSING) + 2))
+        chunks = chunks_of(TOKENS, chunk_tokens(engine))
+        listed(sidecar, chunks * (2 * len(FAULTS) + len(PASSING) + 2))
         yield sidecar
 
 
