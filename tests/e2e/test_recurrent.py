@@ -9,6 +9,7 @@ sidecars take turns on its sockets.
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -21,6 +22,7 @@ from tests.e2e.arms import (
     Call,
     Measured,
     attach,
+    blocks_of,
     counters,
     empty,
     external_hit,
@@ -120,7 +122,7 @@ def check_bytes(measured: Measured, oracle: Measured) -> None:
     assert (worker - expected).total() <= GROUPS
 
 
-@pytest.mark.parametrize("tokens", [160, 515])
+@pytest.mark.parametrize("tokens", [160, 515, 1500])
 def test_host_hits(engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
     assert len(sidecar.status()["realms"]) == GROUPS
     before = counters(sidecar)
@@ -132,3 +134,73 @@ def test_host_hits(engine: Engine, sidecar: SidecarProcess, tokens: int) -> None
         assert same_output(measured.generation, oracle.generation)
     check_bytes(measured, oracle)
     assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+
+
+def test_behind_the_engines_own_hit(engine: Engine, sidecar: SidecarProcess) -> None:
+    prompt = words(1300, 1)
+    head = Call([*prompt[:512], 7], max_tokens=1)
+    call = Call(prompt)
+    oracle = own_hit(engine, call, before=[head, call])
+    measured = external_hit(engine, call, before=[head, call], local=[head])
+    assert measured.generation.cached_tokens == oracle.generation.cached_tokens == whole(1300)
+    assert same_output(measured.generation, oracle.generation)
+
+
+def test_the_next_life_of_the_sidecar(folder: Path, engine: Engine) -> None:
+    """States outlive it in host memory as attention does."""
+    sidecar = sidecar_in(folder, host={"size": "256MiB", "after_stop": "keep"})
+    call = Call(words(1500, 5), max_tokens=1)
+    try:
+        attach(engine, sidecar.start())
+        expected = own_hit(engine, call, before=[call])
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        assert sidecar.process is not None
+        sidecar.process.send_signal(signal.SIGKILL)
+        sidecar.process.wait(60)
+        attach(engine, sidecar.start())
+        empty(engine)
+        check_same(engine, call, expected)
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        sidecar.drain()
+    finally:
+        sidecar.kill()
+        sidecar.remove_pool()
+
+
+def test_object_hit(folder: Path, engine: Engine) -> None:
+    """An empty sidecar offers what another one left in the store: every group of it, or nothing."""
+    place = folder / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    call = Call(words(1500, 6), max_tokens=1)
+    with sidecar_in(folder, store=store) as sidecar:
+        attach(engine, sidecar)
+        expected = own_hit(engine, call, before=[call])
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        assert sidecar.drain() == 0
+    with sidecar_in(folder, store=store) as sidecar:
+        attach(engine, sidecar)
+
+        def listed(status: dict[str, Any]) -> bool:
+            chunks = sorted(realm["chunks_in_store"] for realm in status["realms"])
+            # Six chunks of attention, and the states where its three steps ended.
+            return len(chunks) == GROUPS and chunks[0] >= 3 and chunks[-1] >= 6
+
+        sidecar.wait("the catalogs are read", listed)
+        empty(engine)
+        check_same(engine, call, expected)
+        # All of attention, and of the states those at the end.
+        assert counters(sidecar)["chunks_read"] == 6 + GROUPS - 1
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+
+
+def check_same(engine: Engine, call: Call, expected: Measured) -> None:
+    """Assert that a request under the salt of `expected` gives what that gave."""
+    generation = engine.generate(call.prompt, max_tokens=1, cache_salt=expected.salt)
+    assert generation.cached_tokens == whole(len(call.prompt))
+    assert generation.logprobs == expected.generation.logprobs
+    check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
