@@ -25,6 +25,7 @@ import anyio
 import sidecar.admission
 from sidecar.admission import Admission
 from sidecar.attach import Peer
+from sidecar.commands import Command, Event
 from sidecar.config import Config
 from sidecar.hostmemory import open_pool
 from sidecar.protocol import decode_server
@@ -264,6 +265,9 @@ class SidecarProcess:
     def _over(self, *, killed: bool = False, kept: bool) -> None:
         self.dead = True
         self.checks.died(self, kept=kept)
+        if killed:
+            # It learns of nothing any more: not of its clients' ends, nor that time has passed.
+            cast("Any", self.hub.engine).handle = _deaf
         for hop in self.hops:
             hop.kill()
         self.hub.end()
@@ -361,6 +365,10 @@ def _forget_index(index: Any) -> None:
     del index._columns
     index._map.close()
     os.close(index.fd)
+
+
+def _deaf(event: Event, now: float) -> list[Command]:
+    return []
 
 
 def _forget_pool(pool: Any) -> None:
