@@ -78,12 +78,15 @@ class HitFinder:
     ) -> int:
         """How much of so many tokens can be loaded, with what is on its way."""
         assert session.index is not None
-        reached = 0
+        reached, ends = 0, end_tokens
         for group, geometry in zip(state.groups, self._geometries, strict=True):
             pieces = pieces_kept(geometry, end_tokens)
             if geometry.attention.recurrent:
-                # The request that it is for is this prompt itself.
+                # The request that it is for is this prompt itself, or one that goes on: of a
+                # prompt of whole blocks there need be no state behind the last one.
                 del pieces[1:]
+                if pieces:
+                    ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
             held = session.index.lookup(tags_of(keys, session.index_salt)) if keys else ()
             there = 0
@@ -98,7 +101,7 @@ class HitFinder:
             if self._recurrent and there < len(keys):
                 # The state is wanted where the run ends, and there may be none before it.
                 return 0
-        return reached
+        return min(reached, ends)
 
     def longest(self, state: RequestState) -> int:
         """Where the longest hit of a request ends, were everything of it there."""

@@ -96,6 +96,7 @@ def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
     """What else makes states of engines of one model different, for the namespace."""
     config = vllm_config.mamba_config
     return {
+        "model_dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
         # Of the part that one rank holds, so the number of ranks goes with them.
         "shapes": [[int(size) for size in shape] for shape in spec.shapes],
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in spec.dtypes],

@@ -212,7 +212,8 @@ class SchedulerRole:
             keys,
             wait_ms,
             state.tenant,
-            hit.wanted_tokens - hit.first_wanted_tokens,
+            # A state that is missing costs all that is behind the run without it.
+            hit.wanted_tokens - min(hit.first_wanted_tokens, hit.end_tokens),
             self._rate.tokens_per_second,
             groups if any(groups) else [],
         )
@@ -373,13 +374,18 @@ class SchedulerRole:
             return
         self._requests.track(request)
         parts = state_parts(state.groups, handed)
+        # A state is of use to a prompt that parts there only with the attention up to there. Where
+        # it is behind generated tokens, the end of the request stores that.
+        ends = {part.tokens_of(state.groups) for part in parts}
         for group in groups:
             parts += _full_parts(group, computed)
+            tails = [_tail_part(group, end) for end in sorted(ends) if end <= prompt_tokens]
             if prompt_done:
                 tail = _tail_part(group, prompt_tokens)
                 # A later token of the same step may have completed its chunk.
                 if tail is not None and tail.chunk >= group.next_chunk:
-                    parts.append(tail)
+                    tails.append(tail)
+            parts += dict.fromkeys(tail for tail in tails if tail is not None)
         state.prompt_tail_done |= prompt_done
         self._plan_store(state, parts, lambda: block_ids_of(request.request_id))
 

@@ -41,6 +41,11 @@ class Part(NamedTuple):
     block_id: int | None = None
     """Of a state, its block; of other parts the request's block table says which these are."""
 
+    def tokens_of(self, groups: Sequence[GroupState]) -> int:
+        """How many tokens there are up to its end."""
+        geometry = groups[self.group].geometry
+        return self.chunk * geometry.chunk_tokens + self.blocks * geometry.block_tokens
+
 
 def state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
     """The parts that a request's states are, in its groups."""

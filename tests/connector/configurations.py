@@ -152,11 +152,17 @@ def state_of(block_tokens: int = BLOCK_TOKENS, **own: Any) -> MambaSpec:
 
 
 def kv_cache_config(
-    num_blocks: int = 256, ranks: int = 1, specs: Sequence[KVCacheSpec] = (), stages: int = 1
+    num_blocks: int = 256,
+    ranks: int = 1,
+    specs: Sequence[KVCacheSpec] = (),
+    stages: int = 1,
+    *,
+    retention: int | None = None,
 ) -> KVCacheConfig:
     """One group of full attention, or one of each spec; of blocks with different tokens too.
 
-    Of several stages, what the first is shown.
+    Of several stages, what the first is shown. `retention` is `--prefix-cache-retention-interval`:
+    None for states wherever a step ends, 0 (vLLM's default) where prompts end and part.
     """
     groups = [
         KVCacheGroupSpec([f"layer.{number}.0", f"layer.{number}.1"], spec)
@@ -167,6 +173,7 @@ def kv_cache_config(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=groups or [KVCacheGroupSpec(["layer.0", "layer.1"][: 2 // stages], spec)],
+        prefix_cache_retention_interval=retention,
     )
 
 

@@ -55,6 +55,7 @@ class Engine:
         specs: Sequence[KVCacheSpec] = (),
         draft: Callable[[Request], list[int]] | None = None,
         ahead_tokens: int = 0,
+        retention: int | None = None,
         **options: Any,
     ) -> None:
         self.draft = draft
@@ -69,7 +70,7 @@ class Engine:
         with patch.object(connector.vllm, "Client", lambda *_: self.client):
             self.scheduler = Scheduler(
                 config,
-                kv_cache_config(num_blocks, ranks, specs, stages),
+                kv_cache_config(num_blocks, ranks, specs, stages, retention=retention),
                 StructuredOutputManager(config),
                 block_size=lcm(*(spec.block_size for spec in self.specs)),
                 hash_block_size=BLOCK_TOKENS,

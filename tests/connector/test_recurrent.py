@@ -76,6 +76,33 @@ class TestStores:
         assert stored(engine, list(request.all_token_ids)) == [128, 256, 288, 304, 320]
         engine.check_idle()
 
+    def test_by_default_vllm_hands_over_those_at_ends_of_prompts_alone(
+        self, make: Callable[..., Engine]
+    ) -> None:
+        engine = make(specs=SPECS, batch_tokens=128, retention=0)
+        request = engine.run(request_of("a", PROMPT, max_tokens=30))
+        assert stored(engine, list(request.all_token_ids)) == [288]
+        # The next turn computes the answer again, and finds the prompt.
+        engine.forget()
+        engine.run(request_of("b", list(request.all_token_ids), max_tokens=1))
+        assert len(request.all_token_ids) - engine.computed["b"] == 288
+        engine.check_idle()
+
+    @pytest.mark.parametrize("retention", [0, None])
+    def test_a_third_branch_finds_where_two_parted(
+        self, make: Callable[..., Engine], retention: int | None
+    ) -> None:
+        """vLLM stops where the second one parts, in the middle of a chunk of attention."""
+        engine = make(specs=SPECS, batch_tokens=128, retention=retention)
+        head = PROMPT[:230]
+        for number in range(3):
+            if number == 2:
+                engine.forget()
+            prompt = [*head, *prompt_of(100, 10 + number)]
+            engine.run(request_of(str(number), prompt, max_tokens=1))
+        assert len(prompt) - engine.computed["2"] == 224
+        engine.check_idle()
+
     def test_of_a_prompt_that_ends_with_a_block(self, engine: Engine) -> None:
         """The same prompt again needs the state before its last block, a longer one that behind."""
         engine.run(request_of("a", PROMPT[:64], max_tokens=1))
