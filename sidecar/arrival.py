@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiers.arrow import payload_hasher
-from tiers.errors import ImageTruncated
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +42,10 @@ class Arrival:
         self._error: Exception | None = None
 
     def seen(self, size_bytes: int, first: int, last: int) -> None:
-        """In the thread that reads: these bytes have come."""
+        """In the thread that reads: these bytes have come. Of no size: a try begins."""
+        if not size_bytes:
+            self._template, self._judged_bytes = None, -1
+            return
         if first == 0:
             self._begin(size_bytes)
         template = self._template
@@ -63,8 +65,8 @@ class Arrival:
         self._hasher = payload_hasher()
         try:
             self._template = self._rank.templates.for_image_bytes(size_bytes)
-        except ImageTruncated:
-            # In blocks of another size, or damaged: told apart when all of it is there.
+        except Exception:
+            # In blocks of another size, damaged, or a bug: told apart when all of it is there.
             self._template = None
 
     def _judge(self, size_bytes: int) -> None:
@@ -73,7 +75,8 @@ class Arrival:
             self._meta, self._error = self._verified(self._slot[:size_bytes], digest), None
         except Exception as error:
             # Raised where the read ends: to whoever reads, this is not a failure of the store.
-            self._meta, self._error = None, error
+            # With its traceback it would keep this object, and through it a view of the slot.
+            self._meta, self._error = None, error.with_traceback(None)
         self._judged_bytes = size_bytes
 
     def judged(self, num_bytes: int) -> bool:

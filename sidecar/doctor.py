@@ -1,7 +1,7 @@
 """`kvlake doctor`: what of this machine a sidecar will stumble over, and what to do about each.
 
 Owns the checks. Each looks at one thing as the sidecar would use it, and answers in one line. Does
-not own the configuration, nor how lines are printed (`cli.py`). Nothing here needs a running
+not own the configuration, nor how lines are printed (`cli/`). Nothing here needs a running
 sidecar or changes one; a GPU is used for a moment, with a context of its own.
 """
 

@@ -4,8 +4,9 @@ Owns the choice: an even part of all, and without exception those that this proc
 be right, or has a reason to doubt (`Segment.verified`). Does not own comparing (`copies.py`,
 `mover.py`), nor what follows from it.
 
-Invariants: pure, and no chance in it; of n that are asked about, n times the part are chosen, give
-or take one, and those that are not `verified`.
+Invariants: pure, and no chance in it; of n of one rank that are asked about, n times the part are
+chosen, give or take one, and those that are not `verified`. By rank, because ranks take turns: an
+even part of all would be the same rank's every time.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Sampling:
 
     def __init__(self, part: float) -> None:
         self._part = part
-        self._due = 0.0
+        self._due: dict[int, float] = {}
+        """By rank: what is due to it so far."""
 
     def chooses(self, segment: Segment) -> bool:
         """Whether this segment, which leaves now, is to be compared."""
-        self._due += self._part
-        due = self._due > 1 - _HAIR
-        if due:
-            self._due -= 1
-        return due or not segment.verified
+        due = self._due.get(segment.rank, 0.0) + self._part
+        chosen = due > 1 - _HAIR
+        self._due[segment.rank] = due - chosen
+        return chosen or not segment.verified

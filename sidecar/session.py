@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from sidecar.realms import Realm
 
 EARLY_BYTES_MAX: Final = 1024 * 1024
-"""Frames kept for a client that has not spoken yet; beyond it the oldest go."""
+"""Of the frames kept for a client that has not spoken yet; beyond it the oldest go."""
+EARLY_FRAMES_MAX: Final = 256
+"""How many of them are kept: they are sent in one go, which holds up the event loop."""
 _TOKEN_ID_BYTES: Final = 4
 
 
@@ -86,12 +88,12 @@ class Session:
         """The realm of the first group, whose index has the chunks of all of them."""
         return self.realms[0]
 
-    def keep_early(self, frame: bytes) -> int:
-        """Keep a frame for a peer that has not spoken yet. Returns how many others went for it."""
+    def keep_early(self, frame: bytes, frames_max: int) -> int:
+        """Keep a frame for a peer that has not spoken yet. Returns how many went, oldest first."""
         self._early.append(frame)
         self._early_bytes += len(frame)
         dropped = 0
-        while self._early_bytes > EARLY_BYTES_MAX:
+        while self._early_bytes > EARLY_BYTES_MAX or len(self._early) > frames_max:
             self._early_bytes -= len(self._early.popleft())
             dropped += 1
         return dropped

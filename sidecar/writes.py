@@ -288,7 +288,6 @@ class Writes:
         segment.writing = True
         self._last_write_id += 1
         verifies = self._sampling.chooses(segment)
-        self._counters.writes_unverified += not verifies
         self._running[self._last_write_id] = _Running(segment, tries, verifies)
         chunk = segment.chunk
         self._emit(
@@ -315,6 +314,7 @@ class Writes:
         if event.outcome is StoreOutcome.OK:
             self._breaker.succeeded()
             segment.verified |= verifies
+            self._counters.writes_unverified += not verifies
             self._store.written(segment, event)
         elif event.outcome is StoreOutcome.CORRUPT:
             self._counters.writes_failed += 1

@@ -1,7 +1,8 @@
 """What every kind of file system gives a tier: names and bytes, and when memory is free.
 
 Owns the protocol `Filesystem`, the lines of a listing, work in threads that is never left behind,
-and the checks of an object's size. Does not own any way to the bytes: a local folder is
+the checks of an object's size, and how what has come is told while it is in a core's cache
+(`Seen`). Does not own any way to the bytes: a local folder is
 `folder.py`, S3, GCS and Azure on obstore `cloud.py`, everything that fsspec knows
 `fsspec_clients.py`; nor names, checks of arguments and the meaning of errors: a file system raises
 whatever the system or the client raises, and `objects.py` turns it into the tier's errors.
@@ -40,9 +41,10 @@ Seen = Callable[[int, int, int], None]
 """Told by a read, `seen(size_bytes, first, last)`: of an object of so many bytes, those from
 `first` to `last` lie in the slot now, and most likely still in this core's cache.
 
-Pieces come in order, in worker threads, one at a time; `first` 0 begins anew, because a read was
-tried again. It raises nothing. Whoever reads may tell less than all, or nothing; and who changes
-bytes after they came must not hand it on.
+Pieces come in order, in worker threads, one at a time; `first` 0 begins anew. Where a read is tried
+again, `seen(0, 0, 0)` says so before: nothing that was told counts any more. It raises nothing.
+Whoever reads may tell less than all, or nothing; and who changes bytes after they came must not
+hand it on.
 """
 
 PIECE_BYTES: Final = 256 * 1024
@@ -75,7 +77,10 @@ class Filesystem(Protocol):
         ...
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`."""
+        """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`.
+
+        `seen` is told of what has come, see `Seen`.
+        """
         ...
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:

@@ -133,6 +133,19 @@ class Retrying(Wrapper):
         """How often something was tried again."""
         return sum(self.retried.values())
 
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`."""
+        tries = 0
+
+        def once() -> Awaitable[int]:
+            nonlocal tries
+            tries += 1
+            if tries > 1 and seen is not None:
+                seen(0, 0, 0)
+            return self._inner.read(name, into, seen=seen)
+
+        return await self._around("read", name, once)
+
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
         for attempt in range(attempts_max - 1):

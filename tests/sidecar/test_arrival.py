@@ -99,6 +99,18 @@ def test_a_read_that_is_tried_again_is_hashed_anew() -> None:
     assert meta.num_blocks == 4
 
 
+def test_a_try_that_tells_nothing_is_not_judged_by_the_one_before() -> None:
+    slot, size_bytes = slot_with(4)
+    arrival = Arrival(RANK, KEY, slot)
+    arrive(arrival, size_bytes, [10_000])
+    assert arrival.judged(size_bytes)
+    arrival.seen(0, 0, 0)
+    slot[9000] ^= 1
+    assert not arrival.judged(size_bytes)
+    with pytest.raises(ImageChecksumMismatch):
+        arrival.verdict(size_bytes)
+
+
 def test_without_all_pieces_in_order_there_is_no_verdict() -> None:
     slot, size_bytes = slot_with(2)
     for pieces in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -353,6 +354,24 @@ def test_rate_of_verified_writes(rate: float, count: int) -> None:
         world.written(write.write_id)
     assert chosen == count
     assert world.engine.counters.writes_unverified == 400 - count
+
+
+def test_of_several_ranks_each_is_sampled() -> None:
+    """They take turns, so that every second segment is the same rank's."""
+    world = make_world(slabs=400, slab_slots=1, verify_writes=0.5)
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    chosen: Counter[int] = Counter()
+    for number in range(1, 21):
+        for worker in workers:
+            world.stored(worker, number, [number])
+        for write in list(world.writes.values()):
+            chosen[write.rank] += write.verify
+            world.written(write.write_id)
+        while world.writes:
+            [write] = world.writes.values()
+            chosen[write.rank] += write.verify
+            world.written(write.write_id)
+    assert chosen == {0: 10, 1: 10}
 
 
 def test_what_was_withdrawn_is_verified_before_it_leaves_again() -> None:

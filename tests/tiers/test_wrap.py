@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
-from tiers.filesystems import Found
+from tiers.filesystems import Bytes, Found, Seen
 from tiers.objects import Abilities, UrlObjects
 from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
 
@@ -100,6 +100,8 @@ class TestEverythingStacked(TierSuite):
 class TestStackedOverFaults(TierSuite):
     """Faults that a retry can mend are invisible above it."""
 
+    tells = False
+
     @pytest.fixture
     async def tier(self) -> AsyncGenerator[Retrying]:
         # The probe is not retried, so it is spared: half of all other calls fail.
@@ -115,6 +117,20 @@ class TestStackedOverFaults(TierSuite):
 
 
 class TestRetrying:
+    async def test_before_another_try_what_was_told_is_taken_back(self) -> None:
+        """The second try may tell nothing, and then nobody has seen what lies in the slot."""
+
+        class Telling(Scripted):
+            async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+                if not self.calls and seen is not None:
+                    seen(7, 0, 7)
+                return await super().read(name, into, seen=seen)
+
+        told: list[tuple[int, int, int]] = []
+        tier = Retrying(Telling([later()]), attempts_max=4, sleep=no_sleep)
+        assert await tier.read(NAME, slot(), seen=lambda *piece: told.append(piece)) == 7
+        assert told == [(7, 0, 7), (0, 0, 0)]
+
     @pytest.mark.parametrize("failures", [0, 1, 3])
     async def test_what_can_be_mended_is_tried_again(self, failures: int) -> None:
         inner = Scripted([later()] * failures)
