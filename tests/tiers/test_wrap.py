@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
-from tiers.filesystems import Bytes, Found, Seen
+from tiers.filesystems import Found
 from tiers.objects import Abilities, UrlObjects
 from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
 
