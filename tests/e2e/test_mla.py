@@ -24,6 +24,7 @@ from tests.e2e.arms import (
     counters,
     empty,
     fresh_salt,
+    idle,
     words,
 )
 from tiers.catalog.names import parse_name
@@ -110,11 +111,13 @@ def test_what_one_stored_the_other_loads(place: Place, writer: int) -> None:
     call, salt = Call(words(TOKENS, 40 + writer)), fresh_salt()
     sidecar = place.sidecar
     empty(ours)
+    sidecar.wait("everything ended", idle)
     before, known = counters(sidecar), segments_in(place.bucket)
     computed = ours.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
     held = blocks_of(ours)
     assert all(worker == held[0] for worker in held), "every rank holds the same"
     empty(ours)
+    sidecar.wait("everything ended", idle)
     # Generated tokens make one more block: a tail of its own.
     stored = counters(sidecar)["chunks_stored"] - before["chunks_stored"]
     assert stored >= CHUNKS
