@@ -19,6 +19,7 @@ from sidecar.demo.model import WORDS
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
+    PATIENT,
     Call,
     Measured,
     attach,
@@ -43,12 +44,6 @@ pytestmark = pytest.mark.engine
 HIDDEN: Final = 256
 GROUPS: Final = 3
 BATCH_TOKENS: Final = 512
-LIMITS: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 ENGINE_ARGS: Final[dict[str, Any]] = {
     "num_gpu_blocks_override": 512,
     "max_model_len": 4096,
@@ -85,7 +80,7 @@ def write_lfm2(folder: Path) -> None:
 
 
 def sidecar_in(folder: Path, **sections: Any) -> SidecarProcess:
-    config = {"host": {"size": "256MiB"}, "limits": LIMITS, **sections}
+    config = {"host": {"size": "256MiB"}, "limits": PATIENT, **sections}
     return SidecarProcess(folder / "s", config)
 
 
