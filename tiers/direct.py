@@ -4,7 +4,7 @@ Owns plain HTTP/1.1 connections to one server and the exchange of one object on 
 thread of its own: the kernel copies into the slot, and nothing is allocated, collected or copied
 again. obstore gives memory of its own and takes none of ours: its reads cost twice the processor
 time. Does not own who asks (`sigv4.py`, `aws.py`), the meaning of errors (`object_errors.py`), nor
-when this is used and what else there is (`cloud.py`).
+when this is used and what else there is (`cloud.py`), nor where the server is (`resolving.py`).
 
 Invariants:
 
@@ -34,6 +34,7 @@ from urllib.parse import quote, urlsplit
 import anyio
 
 from tiers.filesystems import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
+from tiers.resolving import Address, Addresses
 from tiers.sigv4 import Keys, sign_get
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class DirectReads:
         read_seconds_max: float,
     ) -> None:
         parts = urlsplit(base)
-        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._addresses = Addresses(parts.hostname or "", parts.port or 80)
         self._host_field = parts.netloc.rsplit("@", 1)[-1]
         self._path = parts.path.rstrip("/")
         self._region = region
@@ -280,22 +281,29 @@ class DirectReads:
     async def _connect(self) -> _Connection:
         """On the loop: a name that does not resolve, or a host that is silent, holds no thread."""
         with anyio.fail_after(self._connect_seconds_max):
-            found = await anyio.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            found = await self._addresses.take()
         seconds = self._connect_seconds_max / len(found)
-        failure: OSError = OSError(errno.EHOSTUNREACH, "the host name has no address")
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-            try:
-                with anyio.fail_after(seconds):
-                    await asyncio.get_running_loop().sock_connect(sock, address)
-                return _Connection(sock, self._read_seconds_max)
-            except OSError as error:
+        *others, last = found
+        for address in others:
+            with contextlib.suppress(OSError):
+                return await self._connect_to(address, seconds)
+        return await self._connect_to(last, seconds)
+
+    async def _connect_to(self, address: Address, seconds_max: float) -> _Connection:
+        sock: socket.socket | None = None
+        try:
+            # A machine without IPv6 refuses such a socket to begin with.
+            kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+            sock = socket.socket(address.family, kind, address.protocol)
+            with anyio.fail_after(seconds_max):
+                await asyncio.get_running_loop().sock_connect(sock, address.sockaddr)
+            return _Connection(sock, self._read_seconds_max)
+        except BaseException as error:
+            if sock is not None:
                 sock.close()
-                failure = error
-            except BaseException:
-                sock.close()
-                raise
-        raise failure
+            if isinstance(error, OSError):
+                self._addresses.failed(address)
+            raise
 
     def close(self) -> None:
         """Close what is kept, and keep nothing from now on. A `get` that runs goes on."""

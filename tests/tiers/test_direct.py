@@ -37,6 +37,7 @@ class Told:
 
     def __init__(self, *answers: bytes | None) -> None:
         self.answers = list(answers)
+        self.port = 0
         self.connections = 0
         self.requests: list[bytes] = []
         self.ends = False
@@ -67,9 +68,9 @@ async def telling(*answers: bytes | None) -> AsyncGenerator[tuple[Told, UrlObjec
     """A server and a tier that reads from it. None: no answer; empty: it hangs up."""
     told = Told(*answers)
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(SocketAttribute.local_port)
+    told.port = listener.extra(SocketAttribute.local_port)
     access = Access(
-        endpoint=f"http://127.0.0.1:{port}",
+        endpoint=f"http://127.0.0.1:{told.port}",
         region="us-east-1",
         credentials=Credentials(kind="anonymous"),
         read_seconds_max=20,
