@@ -18,7 +18,8 @@ import time
 import traceback
 
 from tests.simulation.life import Result, simulate
-from tests.simulation.mutations import MUTATIONS, Mutation, named
+from tests.simulation.mutation import Mutation
+from tests.simulation.mutations import MUTATIONS, named
 from tests.simulation.search import Summary, notice_all, search, shrink
 
 TRACE_LINES = 40

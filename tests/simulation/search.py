@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.simulation.faults import FAULTS_MAX
 from tests.simulation.life import Result, simulate
-from tests.simulation.mutations import Mutation
+from tests.simulation.mutation import Mutation
 
 SEEDS_PER_TASK = 10
 

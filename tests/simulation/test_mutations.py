@@ -13,7 +13,8 @@ from tests.simulation import search
 from tests.simulation.__main__ import main
 from tests.simulation.clock import Violation
 from tests.simulation.life import Result, simulate
-from tests.simulation.mutations import MUTATIONS, Mutation, named
+from tests.simulation.mutation import Mutation
+from tests.simulation.mutations import MUTATIONS, named
 from tests.simulation.search import Noticed, notice, notice_all, shrink
 
 SEEDS = 60

@@ -1,0 +1,190 @@
+"""Promises about what clients share: the index, sessions, limits, tenants, wishes, groups."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import Mutation
+
+CLIENTS = (
+    # The index.
+    Mutation(
+        "the index is not told of an eviction",
+        "sidecar.directory:Directory.move",
+        "if not chunk.detached:",
+        "if not chunk.detached and cause is not Cause.EVICTED:",
+    ),
+    Mutation(
+        "the index is told last",
+        "sidecar.outbox:Outbox.take",
+        "[*self._index, *self._work, *done, *self._replies]",
+        "[*self._work, *done, *self._replies, *self._index]",
+    ),
+    Mutation(
+        "an index entry is lost when the index grows",
+        "sidecar.indexing:Indexing.set",
+        "self._see_to_room(realm)",
+        "smaller = realm.index; self._see_to_room(realm); realm.index is smaller "
+        "or realm.index.set(tag_of(command.key, realm.index_salt), 0)",
+    ),
+    # Sessions, epochs, shares.
+    Mutation(
+        "epochs are not compared",
+        "sidecar.session:Session.event_of",
+        "if message.epoch != epoch:",
+        "if False:",
+        ("message of another life",),
+    ),
+    Mutation(
+        "a client may have any number of leases",
+        "sidecar.engine:Engine._lease",
+        "self._leases.held(session_id) >= self._limits.leases_max_per_session",
+        "False",
+        ("leases without a load",),
+        seed=8,
+    ),
+    Mutation(
+        "shares are not bounded",
+        "sidecar.bounds:Share.fits",
+        "return self.of(session_id) + amount <= self._alpha * left",
+        "return True",
+        seed=1,
+    ),
+    Mutation(
+        "a share is not given back when a lease ends",
+        "sidecar.leases:Leases._end",
+        "self._bounds.memory.give(lease.session_id, lease.cost)",
+        "pass",
+    ),
+    Mutation(
+        "a client may have any number of jobs",
+        "sidecar.bounds:Bounds.begin_job",
+        "if self.jobs[session_id] >= self.jobs_max_per_session:",
+        "if False:",
+        ("flood of loads",),
+        seed=24,
+    ),
+    # Tenants.
+    Mutation(
+        "a tenant's slot is not charged",
+        "sidecar.host:HostTier.reserve",
+        "self._tenants.charge(chunk.tenant, num_bytes)",
+        "pass",
+    ),
+    Mutation(
+        "a tenant's slot is not credited",
+        "sidecar.host:HostTier._free",
+        "self._tenants.credit(segment.chunk.tenant, self.slot_bytes(segment))",
+        "pass",
+    ),
+    Mutation(
+        "a tenant's limit is not kept",
+        "sidecar.host:HostTier._make_room",
+        "fits = account.host_bytes <= left",
+        "fits = True",
+    ),
+    Mutation(
+        "a tenant at its limit pushes out others",
+        "sidecar.host:HostTier._make_room",
+        "self._victim(account.order, lambda _: True)",
+        "self._victim(self._policy, lambda _: True)",
+        seed=3,
+    ),
+    Mutation(
+        "tenants share keys",
+        "connector.requests:Requests._group_states",
+        'salt=request.cache_salt or "",',
+        "",
+    ),
+    # What requests ask for.
+    Mutation(
+        "a chunk is served after its time",
+        "sidecar.host:HostTier.expire",
+        "self._remove(due)",
+        "pass",
+    ),
+    Mutation(
+        "a restart forgets until when a chunk is kept",
+        "sidecar.hostmemory:_restored",
+        "expires_at=retention.expires_at,",
+        "",
+        ("sidecar killed",),
+        seed=1,
+    ),
+    Mutation(
+        "what is to stay on the node is written",
+        "sidecar.writes:Writes._enqueue",
+        " or chunk.stays",
+        "",
+    ),
+    Mutation(
+        "a pin ends too early",
+        "sidecar.kept:KeptChunks.ask",
+        "deadline = now + message.duration_ms / 1000",
+        "deadline = now",
+    ),
+    Mutation(
+        "a pinned chunk can be evicted",
+        "sidecar.host:HostTier.keep",
+        "chunk.kept += 1",
+        "chunk.kept += 1; chunk.pins -= 1",
+    ),
+    Mutation(
+        "a reset keeps old keys",
+        "connector.scheduler:SchedulerRole.reset",
+        "self._requests.generation = os.urandom(16)",
+        "pass",
+        ("reset",),
+        seed=4,
+    ),
+    # Several KV cache groups.
+    Mutation(
+        "a store takes blocks that a window gave back",
+        "connector.storing:Stores._pieces",
+        " or gone",
+        "",
+        ("several groups",),
+        seed=1,
+    ),
+    Mutation(
+        "a window is taken for shorter than it is",
+        "connector.groups:Attention.unread",
+        "self.window + 1",
+        "self.window + 5",
+        ("several groups",),
+        seed=6,
+    ),
+    Mutation(
+        "a load looks for all chunks in the first group",
+        "sidecar.jobs:Jobs.load",
+        "realms[piece.group].chunks",
+        "realms[0].chunks",
+        ("several groups",),
+    ),
+    Mutation(
+        "a store puts all chunks into the first group",
+        "sidecar.jobs:Jobs.store",
+        "realm = realms[piece.group]",
+        "realm = realms[0]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a lease pins chunks of the first group alone",
+        "sidecar.engine:Engine._lease",
+        "for realm in realms",
+        "for realm in realms[:1]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a pin keeps chunks in the first group alone",
+        "sidecar.kept:KeptChunks.ask",
+        "realm = realms[group]",
+        "realm = realms[0]",
+        ("several groups",),
+    ),
+    Mutation(
+        "a copy takes the first group's pages",
+        "sidecar.copyqueue:Group.region",
+        "self.memory.regions[self.part]",
+        "self.memory.regions[0]",
+        ("several groups",),
+    ),
+)

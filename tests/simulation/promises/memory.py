@@ -1,0 +1,175 @@
+"""Promises about host memory: its slots, what is sealed in them, and what comes back of it."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import Mutation
+
+MEMORY = (
+    # Slots.
+    Mutation(
+        "a pinned chunk is evicted",
+        "sidecar.host:HostTier._victim",
+        "chunk.pins == 0 and not chunk.busy",
+        "not chunk.busy",
+    ),
+    Mutation(
+        "a slot is evicted under a running copy",
+        "sidecar.host:HostTier._victim",
+        "chunk.pins == 0 and not chunk.busy",
+        "chunk.pins == 0",
+    ),
+    Mutation(
+        "a corrupt slot is freed under a running copy",
+        "sidecar.host:HostTier._remove",
+        "if segment.running == 0:",
+        "if True:",
+        ("memory damaged, then loaded", "store slow"),
+    ),
+    Mutation(
+        "the first of two copies frees a zombie's slot",
+        "sidecar.host:HostTier.release",
+        " and segment.running == 0",
+        "",
+        ("memory damaged, then loaded", "requests at once"),
+    ),
+    Mutation(
+        "the last copy does not free a zombie's slot",
+        "sidecar.host:HostTier.release",
+        "segment.running == 0",
+        "segment.running < 0",
+        ("memory damaged, then loaded", "store slow"),
+        seed=2,
+    ),
+    Mutation(
+        "the ledger keeps a slot that was freed",
+        "sidecar.host:HostTier._free",
+        "self.allocated.remove(slot)",
+        "pass",
+    ),
+    Mutation(
+        "a slot is not given back to the pool",
+        "sidecar.host:HostTier._free",
+        "self._slots.free(slot)",
+        "pass",
+    ),
+    Mutation(
+        "a slot that was not filled stays allocated",
+        "sidecar.host:HostTier.failed",
+        "self._free(segment)",
+        "pass",
+        seed=4,
+    ),
+    Mutation(
+        "the pool gives a slot out twice",
+        "tiers.slabs:Slab.take",
+        "self.freed.pop()",
+        "self.freed[-1]",
+    ),
+    # What is sealed.
+    Mutation(
+        "a slot is called sealed before its copy has ended",
+        "sidecar.copies:Copies._copier",
+        "ended = await self._copy(group, mapped=mapped)",
+        "self._finished(group.all_ended(CopyOutcome.OK)); "
+        "ended = await self._copy(group, mapped=mapped) and []",
+    ),
+    Mutation(
+        "a store that failed is taken for sealed",
+        "sidecar.jobs:Jobs._gathered",
+        "if outcome is CopyOutcome.OK:",
+        "if True:",
+        seed=4,
+    ),
+    Mutation(
+        "a read that failed is taken for sealed",
+        "sidecar.lookups:Lookups.read_ended",
+        "if event.outcome is StoreOutcome.OK:",
+        "if True:",
+        seed=6,
+    ),
+    Mutation(
+        "a chunk is offered when one rank has it",
+        "sidecar.directory:Chunk.loadable",
+        "self.hosted == self.realm.world_size",
+        "self.hosted",
+    ),
+    Mutation(
+        "a damaged slot is served",
+        "sidecar.copies:_finish_scatter",
+        "template.check(slot, hasher.digest())",
+        "pass",
+        seed=3,
+    ),
+    Mutation(
+        "a damaged object is taken in",
+        "tiers.arrow:SlotTemplate.verify",
+        "self.verify_payload(view)",
+        "pass",
+        ("object damaged", "store damages", "another cluster writes"),
+        seed=3,
+    ),
+    Mutation(
+        "an object under a wrong name is taken in",
+        "tiers.arrow:SlotTemplate.verify",
+        "key is not None and meta.key != key",
+        "False",
+        ("objects under wrong names",),
+        seed=3,
+    ),
+    Mutation(
+        "a damaged slot is written to the store",
+        "sidecar.mover:Mover._write",
+        "await run_to_end(lambda: template.verify_payload(image), self._verifying)",
+        "pass",
+        ("memory damaged before it is written", "store slow"),
+    ),
+    Mutation(
+        "a corrupt chunk stays in sight",
+        "sidecar.jobs:Jobs._scattered",
+        "self._host.quarantine(copy.segment.chunk)",
+        "pass",
+        seed=3,
+    ),
+    Mutation(
+        "a chunk found corrupt while it was written stays in sight",
+        "sidecar.writes:Writes.ended",
+        "self._host.quarantine(chunk)",
+        "pass",
+        seed=9,
+    ),
+    Mutation(
+        "a slot is sealed with another chunk's row",
+        "sidecar.copies:_gather",
+        "command.key, command.parent, command.token_ids",
+        "command.key, command.key, command.token_ids",
+    ),
+    # What outlives the sidecar.
+    Mutation(
+        "a slot may come back before its copy has ended",
+        "sidecar.host:HostTier.reserve",
+        "self._tenants.charge(chunk.tenant, num_bytes)",
+        "self._tenants.charge(chunk.tenant, num_bytes); self._slots.seal(slot)",
+        ("sidecar killed in the middle of a copy",),
+    ),
+    Mutation(
+        "a sealed slot does not come back",
+        "sidecar.host:HostTier.arrived",
+        "self._slots.seal(segment.slot)",
+        "pass",
+        ("sidecar killed",),
+    ),
+    Mutation(
+        "a tenant's slot comes back as nobody's",
+        "sidecar.host:HostTier.reserve",
+        "self._slots.set_tag(slot, tag)",
+        "pass",
+        ("sidecar killed",),
+    ),
+    Mutation(
+        "the ledger does not know what came back",
+        "sidecar.host:HostTier.restore",
+        "self.allocated.update(one.slot for one in found)",
+        "pass",
+        ("sidecar killed",),
+    ),
+)

@@ -1,0 +1,136 @@
+"""Promises about the object store: lookups and reads, and writes."""
+
+from __future__ import annotations
+
+from tests.simulation.mutation import Mutation
+
+STORE = (
+    # Lookups and reads.
+    Mutation(
+        "a lookup is not answered at its deadline",
+        "sidecar.lookups:Lookups.expire",
+        "elif lookup.deadline <= now:",
+        "elif False:",
+        seed=6,
+    ),
+    Mutation(
+        "a lookup is not answered when all is there",
+        "sidecar.lookups:Lookups.completed",
+        "self._answer_if_over(lookup)",
+        "pass",
+    ),
+    Mutation(
+        "a lookup is not answered when a read fails",
+        "sidecar.lookups:Lookups.read_ended",
+        "self._give_up(chunk, _READ_FAILURES[event.outcome])",
+        "pass",
+        ("store fails", "object vanishes", "another cluster writes"),
+        seed=4,
+    ),
+    Mutation(
+        "a lookup calls ready what is not there",
+        "sidecar.lookups:Lookups._answer",
+        "ready = _leading(lookup.chunks, 0)",
+        "ready = len(lookup.chunks)",
+    ),
+    Mutation(
+        "a lookup waits longer than it pays",
+        "sidecar.planner:Plan.patience_seconds",
+        "min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)",
+        "limit_seconds",
+        ("store slow", "another cluster writes"),
+        seed=6,
+    ),
+    Mutation(
+        "a lookup outlives its session",
+        "sidecar.engine:Engine._close",
+        "self._lookups.close_session(session.session_id)",
+        "pass",
+        ("session cut", "store slow", "another cluster writes"),
+        seed=7,
+    ),
+    Mutation(
+        "a lookup outlives its release",
+        "sidecar.lookups:Lookups.release",
+        "if lookup is not None:",
+        "if False:",
+        ("abort", "store slow", "another cluster writes"),
+        seed=65,
+    ),
+    Mutation(
+        "pins of an answered lookup stay for ever",
+        "sidecar.lookups:Lookups.expire",
+        "if lookup.expires <= now:",
+        "if False:",
+    ),
+    Mutation(
+        "reads are not bounded",
+        "sidecar.lookups:Lookups.pump",
+        "while len(self._running) < self._reads_inflight_max:",
+        "while True:",
+    ),
+    Mutation(
+        "a store that fails is read from all the same",
+        "sidecar.lookups:Lookups.pump",
+        "if not self._breaker.passes(now):",
+        "if False:",
+        ("flood of lookups", "store fails", "store slow"),
+    ),
+    Mutation(
+        "a read starts for which nobody waits",
+        "sidecar.lookups:Lookups._forget_reads",
+        "self._queue.discard(segment)",
+        "pass",
+        ("store slow", "another cluster writes"),
+        seed=4,
+    ),
+    Mutation(
+        "an object that is gone is called stored",
+        "sidecar.lookups:Lookups._note_failure",
+        "self._store.lost(realm, key, bit)",
+        "pass",
+        ("object vanishes", "another cluster writes"),
+    ),
+    # Writes.
+    Mutation(
+        "a slot is not held while it is written",
+        "sidecar.writes:Writes._start",
+        "self._host.hold(segment)",
+        "pass",
+    ),
+    Mutation(
+        "a write that failed is called stored",
+        "sidecar.writes:Writes.ended",
+        "if event.outcome is StoreOutcome.OK:",
+        "if event.outcome is not StoreOutcome.CORRUPT:",
+        ("store fails", "store full", "store goes down"),
+    ),
+    Mutation(
+        "the queue of writes is not bounded",
+        "sidecar.writes:Writes._bound",
+        "self._pending_bytes > self._queue_bytes_max",
+        "False",
+        seed=3,
+    ),
+    Mutation(
+        "writes are not bounded",
+        "sidecar.writes:Writes.pump",
+        "len(self._running) < self._inflight_max and ",
+        "",
+    ),
+    Mutation(
+        "a store that fails is written to all the same",
+        "sidecar.writes:Writes.pump",
+        " and self._breaker.passes(now)",
+        "",
+        ("store goes down", "store fails"),
+    ),
+    Mutation(
+        "a drain does not wait for writes",
+        "sidecar.hub:Hub.feed",
+        "if self.draining and self.engine.pending_work().idle:",
+        "if self.draining:",
+        ("sidecar terminated", "store slow"),
+        seed=74,
+    ),
+)
