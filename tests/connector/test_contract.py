@@ -38,7 +38,7 @@ from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
 from connector.refusals import refusal_of
 from connector.vllm import KVLakeConnector
-from tests.contract.surface import OVERRIDDEN
+from tests.contract.base import OVERRIDDEN
 
 READ_OF_A_REQUEST = [
     "all_token_ids",

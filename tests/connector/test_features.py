@@ -31,8 +31,8 @@ from tests.connector.configurations import (
 from tests.connector.conversations import converse
 from tests.connector.engine import Engine
 from tests.connector.others import EmptyConnector
+from tests.contract.base import OVERRIDDEN
 from tests.contract.calls import SCHEDULER, departure
-from tests.contract.surface import OVERRIDDEN
 
 PROMPT = [number % 89 for number in range(300)]
 CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from connector.vllm import KVLakeConnector
+from tests.contract.base import OVERRIDDEN
 from tests.contract.calls import FOLDER
-from tests.contract.surface import OVERRIDDEN
 
 QUIET: Final = {
     # Asked at any time and any number of times.

@@ -15,20 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
 from tests.contract.installed import installed
 from tests.contract.reading import Sources
-from tests.contract.surface import (
-    BASE_CLASS,
-    LEFT_ALONE,
-    MANIFESTS,
-    OVERRIDDEN,
-    USED,
-    dump,
-    moved,
-    record,
-    recorded,
-)
+from tests.contract.surface import MANIFESTS, USED, dump, moved, record, recorded
 
 ROOT = Path(__file__).parents[2]
 SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")

@@ -1,0 +1,156 @@
+"""What kvlake stands on in vLLM's own offloading, whose tiers it can be."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.contract.used import ATTRIBUTE, CONNECTOR, OFFLOAD, Used, attributes
+
+OFFLOADING: Final[dict[str, Used]] = {
+    f"{OFFLOAD}.base:OffloadingSpec": Used(
+        attributes("config extra_config offload_prompt_only blocks_per_chunk replicated_layout")
+        | {
+            "get_manager": "abstract ()",
+            "get_worker": "abstract (kv_caches)",
+            "build_metric_definitions": "class (extra_config)",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.base:OffloadingWorker": Used(
+        {
+            "submit_store": "abstract (job_id, src_spec, dst_spec)",
+            "submit_load": "abstract (job_id, src_spec, dst_spec)",
+            "get_finished": "abstract ()",
+            "wait": "abstract (job_ids)",
+            "shutdown": "()",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.base:TransferResult": Used(
+        attributes("job_id success transfer_size transfer_time"), "0.32"
+    ),
+    f"{OFFLOAD}.base:GPULoadStoreSpec": Used(
+        attributes("block_ids group_sizes block_indices"), "0.32"
+    ),
+    f"{OFFLOAD}.base:CanonicalKVCaches": Used(attributes("tensors group_data_refs"), "0.32"),
+    f"{OFFLOAD}.base:CanonicalKVCacheTensor": Used(attributes("tensor page_size_bytes"), "0.32"),
+    f"{OFFLOAD}.base:CanonicalKVCacheRef": Used(
+        attributes("tensor_idx page_size_bytes mapping"), "0.32"
+    ),
+    f"{OFFLOAD}.base:CanonicalPageMapping": Used(
+        attributes("canonical_page_size_bytes runs num_writers writer_index"), "0.32"
+    ),
+    f"{OFFLOAD}.base:CopyRun": Used(
+        attributes(
+            "local_offset canonical_offset fragment_size num_fragments local_stride "
+            "canonical_stride"
+        ),
+        "0.32",
+    ),
+    f"{OFFLOAD}.base:ReqContext": Used(
+        attributes("req_id kv_transfer_params load_tier_filter")
+        | {"get_offload_key_position": "(key)"},
+        "0.32",
+    ),
+    f"{OFFLOAD}.base:TierFilter": Used({"allows": "(medium, locality)"}, "0.32"),
+    f"{OFFLOAD}.base:LookupResult": Used(attributes("MISS HIT HIT_PENDING RETRY"), "0.32"),
+    f"{OFFLOAD}.base:Medium": Used(attributes("CPU STORAGE"), "0.32"),
+    f"{OFFLOAD}.base:Locality": Used(attributes("LOCAL REMOTE"), "0.32"),
+    f"{OFFLOAD}.base:OffloadingEvent": Used(
+        attributes("keys medium removed locality ownership"), "0.32"
+    ),
+    f"{OFFLOAD}.base:RequestOffloadingContext": Used(attributes("policy"), "0.32"),
+    f"{OFFLOAD}.base:OffloadKey": Used({"": ATTRIBUTE}, "0.32"),
+    f"{OFFLOAD}.base:ScheduleEndContext": Used({}, "0.32"),
+    f"{OFFLOAD}.base:LoadStoreSpec": Used({}, "0.32"),
+    f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids"), "0.32"),
+    f"{OFFLOAD}.base:OffloadingManager": Used(
+        {"on_new_request": "abstract (req_context)", "on_request_finished": "(req_context)"},
+        "0.32",
+    ),
+    f"{OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}, "0.32"),
+    f"{OFFLOAD}.config:OffloadingConfig": Used(
+        attributes(
+            "groups enable_kv_cache_events extra_config engine_id model cache parallel "
+            "replicated_layout canonical_layout kv_cache_layout"
+        ),
+        "0.32",
+    ),
+    f"{OFFLOAD}.config:OffloadingGroupConfig": Used(
+        attributes("tokens_per_block layer_names group_id"), "0.32"
+    ),
+    f"{OFFLOAD}.config:OffloadingModelConfig": Used(attributes("name dtype"), "0.32"),
+    f"{OFFLOAD}.config:OffloadingCacheConfig": Used(
+        attributes("tokens_per_hash blocks_per_chunk"), "0.32"
+    ),
+    f"{OFFLOAD}.config:OffloadingParallelConfig": Used(
+        attributes("rank tp_size pp_size pcp_size dcp_size is_parallelism_agnostic"), "0.32"
+    ),
+    f"{OFFLOAD}.cpu.spec:CPUOffloadingSpec": Used(
+        attributes("num_chunks kv_bytes_per_chunk cpu_page_size_per_worker _manager")
+        | {"get_worker": "(kv_caches)"},
+        "0.32",
+    ),
+    f"{OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion": Used(
+        {
+            "__init__": "(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size)",
+            "mmap_path": ATTRIBUTE,
+            "_creator": ATTRIBUTE,
+            "create_next_worker_view": "(tensor_page_size)",
+            "create_next_canonical_view": "(tensor_page_size)",
+            "cleanup": "()",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.cpu.gpu_worker:CPUOffloadingWorker": Used(attributes("_mmap_region"), "0.32"),
+    f"{OFFLOAD}.tiering.spec:TieringOffloadingSpec": Used(
+        attributes("secondary_tier_configs _scheduler_mmap")
+        | {
+            "__init__": "(config)",
+            "get_manager": "()",
+            "_validate_canonical_refs": "(kv_caches)",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.tiering.base:SecondaryTierManager": Used(
+        {
+            "__init__": "(offloading_spec, primary_kv_view, tier_type, backpressure_detector=)",
+            "medium": ATTRIBUTE,
+            "cache_hit_source": ATTRIBUTE,
+            "lookup": "abstract (key, req_context)",
+            "submit_store": "abstract (job_metadata)",
+            "submit_load": "abstract (job_metadata)",
+            "get_finished_jobs": "abstract ()",
+            "has_pending_work": "()",
+            "take_events": "()",
+            "on_new_request": "abstract (req_context)",
+            "on_request_finished": "(req_context)",
+            "on_schedule_end": "(context)",
+            "drain_jobs": "abstract ()",
+            "shutdown": "()",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.tiering.base:TransferJob": Used(
+        attributes("job_id keys chunk_ids req_context"), "0.32"
+    ),
+    f"{OFFLOAD}.tiering.base:JobResult": Used(
+        attributes("job_id success successful_keys transfer_time transfer_bytes"), "0.32"
+    ),
+    f"{OFFLOAD}.tiering.factory:SecondaryTierFactory": Used(
+        {
+            "create_secondary_tier": "class (tier_config, primary_kv_view, offloading_spec)",
+            "get_tier_class": "class (tier_config)",
+        },
+        "0.32",
+    ),
+    f"{OFFLOAD}.factory:OffloadingSpecFactory": Used(
+        {"get_spec_cls": "class (extra_config)", "create_spec": "class (config)"}, "0.32"
+    ),
+    f"{CONNECTOR}.v1.offloading.canonical_mapping:canonical_format_id": Used(
+        {"": "(kv_cache_layout)"}, "0.32"
+    ),
+    f"{CONNECTOR}.v1.offloading_connector:OffloadingConnector": Used(
+        {"__init__": "(vllm_config, role, kv_cache_config)"}, "0.32"
+    ),
+}

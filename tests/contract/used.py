@@ -1,0 +1,25 @@
+"""How a symbol of vLLM that kvlake uses is written down, in the words of `reading.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+ATTRIBUTE: Final = "attribute"
+PROPERTY: Final = "property"
+CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
+OFFLOAD: Final = "vllm.v1.kv_offload"
+"""vLLM's own offloading. kvlake serves it from 0.32 on."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """One symbol. `members` as in `reading.py`; `since` is the first release that has it."""
+
+    members: dict[str, str] = field(default_factory=dict[str, str])
+    since: str = "0"
+
+
+def attributes(names: str) -> dict[str, str]:
+    """Members, named in one line, that are read and not called."""
+    return dict.fromkeys(names.split(), ATTRIBUTE)
