@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pytest
@@ -20,11 +21,13 @@ from tests.e2e.arms import (
     Call,
     Measured,
     blocks_of,
+    check_equal,
     check_hit,
     counters,
     empty,
     fresh_salt,
     idle,
+    own_hit,
     words,
 )
 from tiers.catalog.names import parse_name
@@ -142,3 +145,37 @@ def test_what_one_stored_the_other_loads(place: Place, writer: int) -> None:
     again = theirs.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
     assert again.cached_tokens == WHOLE_TOKENS
     assert (again.tokens, again.logprobs) == (generation.tokens, generation.logprobs)
+
+
+def test_aborts_of_a_load(place: Place) -> None:
+    """One request at a time: of several at once vLLM's MLA on CPUs computes something else."""
+    engine, call = place.one, Call(words(TOKENS, 50))
+    expected = own_hit(engine, call, before=[call])
+    for part in range(5):
+        empty(engine)
+        handle = engine.begin(call.prompt, cache_salt=expected.salt)
+        time.sleep(part * expected.generation.ttft_ms / 4000)
+        engine.abort(handle)
+        engine.finish(handle)
+    place.sidecar.wait("everything ended", idle)
+    empty(engine)
+    generation = call.generate(engine, expected.salt)
+    check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+    assert generation.cached_tokens == WHOLE_TOKENS
+
+
+def test_the_store_serves_a_sidecar_that_knows_nothing(place: Place) -> None:
+    engine, sidecar = place.one, place.sidecar
+    call = Call(words(TOKENS, 60))
+    expected = own_hit(engine, call, before=[call])
+    empty(engine)
+    sidecar.wait("everything ended", idle)
+    assert sidecar.drain() == 0
+    sidecar.start()
+    sidecar.wait("both engines attach", lambda now: len(now["sessions"]) == SESSIONS)
+    sidecar.wait("the store is listed", lambda now: now["tiers"]["store"]["chunks"] >= CHUNKS)
+    empty(engine)
+    generation = call.generate(engine, expected.salt)
+    check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+    assert generation.cached_tokens == WHOLE_TOKENS
+    assert counters(sidecar)["chunks_read"] >= CHUNKS
