@@ -2,8 +2,9 @@
 
 Such a layer keeps a state of constant size instead of keys and values of each token. In its cache
 mode `align` vLLM leaves the state that a layer had at the end of a block in that block, and tells
-connectors of those that it keeps: by default where prompts end, and where they part. A state is all
-that a hit needs of the layer, so it is a chunk of one block, under a key over all tokens before it.
+connectors once of those that it keeps, by default where prompts end and where they part; later they
+are found in its prefix cache (`storing.states_held`). A state is all that a hit needs of the layer,
+so it is a chunk of one block, under a key over all tokens before it.
 
 Owns which engines with such layers are served, and what makes states of one engine right in
 another. A state is bytes here, a convolution's inputs and a matrix, of the rank's own part of the

@@ -102,6 +102,9 @@ class RequestState:
     tenant: bytes
     """Whose it is, as the sidecar is told: made from the cache salt, which stays here."""
     local_tokens: int = 0
+    """The engine's own hit."""
+    begins_tokens: int = 0
+    """The own hit that it goes on from in the step being scheduled."""
     lookup: PendingLookup | None = None
     asked_tokens: int = -1
     """The engine's own hit for which the store was last asked about."""

@@ -38,7 +38,7 @@ from connector.requests import (
     Settings,
     Stats,
 )
-from connector.storing import Part, Stores, state_parts
+from connector.storing import Part, Stores, blocks_cached, state_parts, states_held
 from connector.wishes import EXPECT, PARAMS
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -92,6 +92,7 @@ class SchedulerRole:
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
         full = [number for number, each in enumerate(geometries) if each.attention.full]
         self._main = full[0] if full else 0
+        self._recurrent = [one for one, each in enumerate(geometries) if each.attention.recurrent]
         self._settings = settings
         self._clock = clock
         self._requests = Requests(groups, ahead_tokens=drafting.ahead_tokens)
@@ -226,14 +227,9 @@ class SchedulerRole:
 
     def _engine_holds_start(self, state: RequestState) -> bool:
         """Whether the engine's own prefix cache has a request's first block."""
-        pool, hashes = self._block_pool, state.request.block_hashes
-        if pool is None:
-            return False
-        # Hashes may be of smaller blocks: of a block it is that of its last part.
-        first = state.groups[self._main].geometry.block_tokens // pool.hash_block_size - 1
-        if first >= len(hashes):
-            return False
-        return pool.get_cached_block(hashes[first], [self._main]) is not None
+        first_tokens = state.groups[self._main].geometry.block_tokens
+        held = blocks_cached(self._block_pool, state.request, first_tokens, [self._main])
+        return held is not None
 
     def _lookup_over(self, state: RequestState) -> bool:
         lookup = state.lookup
@@ -258,6 +254,7 @@ class SchedulerRole:
         if state is None:
             return
         if external_tokens <= 0:
+            state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted
             state.counted = True
             return
@@ -351,8 +348,19 @@ class SchedulerRole:
                 state.undrafted = True
         for state, num_tokens in requests:
             if state.wishes.writes and not (state.void or state.undrafted):
-                handed = states.get(state.request.request_id, ())
+                handed = [
+                    *states.get(state.request.request_id, ()),
+                    *self._states_held(state),
+                ]
                 self._store_scheduled(state, num_tokens, block_ids_of, handed)
+
+    def _states_held(self, state: RequestState) -> list[State]:
+        """States that a request begins with: the engine never hands these over again.
+
+        Of what a sidecar lost, attention is stored again with every request that has it.
+        """
+        num_tokens, state.begins_tokens = state.begins_tokens, 0
+        return states_held(self._block_pool, state.request, num_tokens, self._recurrent)
 
     def _store_scheduled(
         self,

@@ -59,6 +59,38 @@ def state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[P
     return parts
 
 
+def blocks_cached(
+    block_pool: Any, request: Any, num_tokens: int, groups: Sequence[int]
+) -> Sequence[Any] | None:
+    """The block that ends behind so many tokens in the engine's own prefix cache, of each group.
+
+    Nothing where it lacks one of them.
+    """
+    if block_pool is None:
+        return None
+    # Hashes may be of smaller blocks: of a block it is that of its last part.
+    last = num_tokens // block_pool.hash_block_size - 1
+    hashes = request.block_hashes
+    if not 0 <= last < len(hashes):
+        return None
+    blocks: Sequence[Any] | None = block_pool.get_cached_block(hashes[last], list(groups))
+    return blocks
+
+
+def states_held(
+    block_pool: Any, request: Any, num_tokens: int, groups: Sequence[int]
+) -> list[State]:
+    """States behind so many tokens that the engine itself has kept, of groups of states.
+
+    A cached block is not written again; it is kept only if a reference is taken at once.
+    """
+    blocks = blocks_cached(block_pool, request, num_tokens, groups) if groups else None
+    return [
+        (group, block.block_id, num_tokens)
+        for group, block in zip(groups, blocks or (), strict=blocks is not None)
+    ]
+
+
 @dataclass(slots=True)
 class _StoreJob:
     blocks: list[Any]

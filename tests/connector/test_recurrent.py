@@ -28,7 +28,7 @@ from connector.groups import whole_blocks
 from connector.keys import KeyChain, root_key
 from connector.namespace import digest_of
 from connector.vllm import KVLakeConnector
-from sidecar.protocol import Pin
+from sidecar.protocol import Pin, Submit
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
@@ -66,6 +66,12 @@ def stored(engine: Engine, tokens: list[int]) -> list[int]:
     return [
         number * BLOCK_TOKENS for number, key in enumerate(keys, 1) if key in engine.sidecar.parts
     ]
+
+
+def chunks_sent(engine: Engine) -> int:
+    """Chunks that the engine had stored."""
+    submits = engine.ranks[0].client.sent_of(Submit)
+    return sum(len(store.chunks) for submit in submits for store in submit.stores)
 
 
 class TestStores:
@@ -120,6 +126,30 @@ class TestStores:
         engine.forget()
         engine.run(request_of("b", PROMPT, max_tokens=1))
         assert engine.computed["b"] == len(PROMPT)
+        engine.check_idle()
+
+    @pytest.mark.parametrize("lost", ["states", "everything"])
+    def test_what_vllm_holds_and_the_sidecar_lost_is_stored_again(
+        self, engine: Engine, lost: str
+    ) -> None:
+        """With the attention up to there; vLLM itself hands a state over once."""
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        states = state_keys(engine, PROMPT)
+        for key in list(engine.sidecar.parts):
+            if key in states or lost == "everything":
+                engine.sidecar.evict(key)
+        longer = [*PROMPT, *prompt_of(10, 2)]
+        engine.run(request_of("b", longer, max_tokens=1))
+        assert len(longer) - engine.computed["b"] == 288
+        assert 288 in stored(engine, PROMPT)
+        engine.check_idle()
+        engine.forget()
+        engine.run(request_of("c", PROMPT, max_tokens=1))
+        assert len(PROMPT) - engine.computed["c"] == 288
+        # What is there is not stored once more.
+        before = chunks_sent(engine)
+        engine.run(request_of("d", PROMPT, max_tokens=1))
+        assert chunks_sent(engine) == before
         engine.check_idle()
 
     def test_a_pin_keeps_the_state(self, engine: Engine) -> None:
