@@ -18,12 +18,15 @@ from tests.e2e.native import NativeEngine
 from tests.e2e.test_lifecycle import (  # noqa: F401 (the tests, and their fixture)
     ENGINE_ARGS,
     oracle,
+    test_abort_of_a_request_that_stores,
+    test_abort_while_the_load_hangs,
     test_aborts_at_any_time_of_a_load,
     test_damaged_host_memory_is_never_used,
     test_engine_restarted,
     test_pool_of_four_chunks,
     test_preemption,
     test_reset_of_the_connector_forgets,
+    test_sidecar_killed_at_any_time,
     test_sidecar_killed_with_a_load_outstanding,
     test_sidecar_killed_with_stores_outstanding,
     test_sidecar_restarted,
@@ -31,6 +34,7 @@ from tests.e2e.test_lifecycle import (  # noqa: F401 (the tests, and their fixtu
     test_sidecar_stopped_and_continued_in_time,
     test_sidecar_stopped_during_a_load,
     test_sidecar_stopped_during_a_store,
+    test_without_a_sidecar,
 )
 from tests.e2e.test_warm_restart import (  # noqa: F401 (the tests)
     outlived,

@@ -1,29 +1,37 @@
-"""vLLM's own offloading: hits from an object store, and from one that lies or is full, as in
+"""vLLM's own offloading: hits from an object store, and from one that lies, fails or is full, as in
 `test_store.py`.
 
-Its tests run here as they are, on one engine with `OffloadingConnector`; not those of a bucket
-whose network fails, which is far below what tells one engine from another.
+Its tests run here as they are, on one engine with `OffloadingConnector`; not every fault of a
+bucket's network, which is far below what tells one engine from another.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import test_store
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_store import (  # noqa: F401 (the tests, and their fixtures)
     ENGINE_ARGS,
+    portal,
+    proxy,
     server,
+    sidecar,
     test_bucket_serves_another_cluster,
     test_damaged_objects_are_never_served,
     test_folder_serves_an_empty_sidecar,
     test_folder_that_takes_no_large_file,
     test_full_folder,
     test_head_in_the_engine_middle_in_host_tail_in_the_store,
+    test_store_that_is_only_read_or_only_written,
+    test_two_sidecars_on_one_bucket,
+    written,
 )
+from tests.faulty_proxy import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,3 +47,9 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
     socket = SidecarProcess(folder / "s", {}).socket
     with NativeEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
+
+
+class TestUnreliableBucket(test_store.TestUnreliableBucket):
+    """Its prompts are many small chunks: one of them is enough to open the breaker."""
+
+    faults: ClassVar = (Fault.STALL, Fault.WRONG_BYTES)
