@@ -1,7 +1,7 @@
 """Rules over the whole of a sidecar, compared after every event: slots, pins, queues, the index.
 
 Owns the comparison, and the shadow of whose each slot is. What was asked and how it ended is
-`conduct.py`'s, which bytes are where is `checks.py`'s.
+`conduct.py`'s, which bytes are where is `images.py`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the sidecar owes to whoever asks it: outcomes that are true, and nothing done in vain.
 
 Owns the shadow of what was asked, by whom and when, and how each piece of it ended. Does not own
-bytes, slots and queues (`checks.py`, `balance.py`). Rules are named as there.
+bytes, slots and queues (`images.py`, `balance.py`). Rules are named as there.
 """
 
 from __future__ import annotations

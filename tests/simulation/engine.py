@@ -99,7 +99,7 @@ class SimEngine:
         self._really_plan_store: Callable[..., Store | None] = self.role._stores.plan
         setattr(self.role._stores, "plan", self._plan_store)  # noqa: B010 (mypy)
         self.role.bind_block_pool(self.pool)
-        checks.engines.append(self)
+        checks.images.engines.append(self)
 
     def attach_message(self, role: Role, rank: int, **parts: Any) -> Attach:
         layouts = [
@@ -298,7 +298,7 @@ class SimEngine:
         if any(block.is_null for block in request.blocks):
             self.world.saw("several groups: a window moved on")
         if fresh:
-            self.checks.blocks_taken(self, [block.block_id for block in fresh])
+            self.checks.copying.blocks_taken(self, [block.block_id for block in fresh])
             for rank in self.ranks:
                 rank.kv[[block.block_id for block in fresh]] = POISON
         return True
@@ -350,7 +350,7 @@ class SimEngine:
             digests = request.digests[group](request.all_token_ids[:end])
             for rank in self.ranks:
                 rank.compute(group, digests, table, start, request.request_id)
-            self.checks.blocks_written(self, table[start // BLOCK_TOKENS :])
+            self.checks.copying.blocks_taken(self, table[start // BLOCK_TOKENS :])
 
     def _update(self, scheduled: dict[Request, int], results: list[TransferResults]) -> None:
         """As `Scheduler.update_from_output`."""
@@ -447,7 +447,7 @@ class SimEngine:
             # Each has blocks of its own: nobody fills a block from two loads at a time.
             blocks = self.pool.allocate(num_blocks)
             ids = [block.block_id for block in blocks]
-            self.checks.blocks_taken(self, ids)
+            self.checks.copying.blocks_taken(self, ids)
             job_id = self.role._new_id()
             self._freed_late[f"load {job_id}"] = blocks
             piece = LoadPiece(key, 0, ids, group)

@@ -18,7 +18,7 @@ from tests.simulation.objects import Bucket, damaged
 from tiers.catalog.names import object_name, parse_name
 
 if TYPE_CHECKING:
-    from tests.simulation.checks import Place
+    from tests.simulation.images import Place
     from tests.simulation.life import Life
     from tests.simulation.process import SidecarProcess
 
@@ -176,7 +176,7 @@ class Faults:
         process = self._life.process
         if process is None or process.dead:
             return b""
-        places = self._life.checks.sealed_payloads(process)
+        places = self._life.checks.images.sealed_payloads(process)
         partial = [place for place in places if place.partial]
         places = partial or places
         if not places:
@@ -188,11 +188,11 @@ class Faults:
         return place.key
 
     def _flip(self, process: SidecarProcess, place: Place) -> None:
-        if place.slot in self._life.checks.damaged:
+        if place.slot in self._life.checks.images.damaged:
             # The same bit again would mend it.
             return
         process.pool.memory[place.offset] ^= 1 << self._random.randrange(8)
-        self._life.checks.damaged.add(place.slot)
+        self._life.checks.images.damaged.add(place.slot)
 
     def _damage_and_load(self) -> None:
         key = self._damage()
@@ -207,7 +207,7 @@ class Faults:
             return
         if process is not None and not process.dead:
             waiting = {chunk.key for chunk in process.hub.engine._writes._pending}
-            places = self._life.checks.sealed_payloads(process)
+            places = self._life.checks.images.sealed_payloads(process)
             places = [place for place in places if place.key in waiting]
             if places:
                 self._world.saw("damage before a write")
@@ -271,7 +271,7 @@ class Faults:
     def _damage_partial(self) -> None:
         process = self._life.process
         if process is not None and not process.dead and not self._life.healing:
-            places = self._life.checks.sealed_payloads(process)
+            places = self._life.checks.images.sealed_payloads(process)
             if any(place.partial for place in places):
                 self._damage_and_load()
 

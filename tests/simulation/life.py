@@ -370,7 +370,7 @@ def simulate(
         stack.enter_context(real_sockets_replaced())
         life = Life(node, directory, models, without, often)
         stack.enter_context(_noting_transitions(life.checks))
-        stack.enter_context(life.checks.around_copies())
+        stack.enter_context(life.checks.copying.watched())
         try:
             life.run()
         except StepsOver:

@@ -1,0 +1,62 @@
+"""Blocks of an engine do not change hands while a copy reads or writes them.
+
+Owns which copies stand in the middle of their work. Does not own what they copy (`images.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import sidecar.copies
+from tests.simulation.clock import Violation
+
+if TYPE_CHECKING:
+    from sidecar.copyqueue import Group
+    from tests.simulation.engine import SimEngine
+
+
+class Copying:
+    """The copies of all sidecars that live while `watched` lasts."""
+
+    def __init__(self) -> None:
+        self._running: list[Group] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Know which copies stand in the middle of their work."""
+        real = {name: getattr(sidecar.copies, name) for name in ("_gather", "_scatter")}
+
+        def watched_copy(name: str) -> Any:
+            def copy(group: Group, pool: Any) -> Any:
+                self._running.append(group)
+                try:
+                    return real[name](group, pool)
+                finally:
+                    self._running.remove(group)
+
+            return copy
+
+        try:
+            for name in real:
+                setattr(sidecar.copies, name, watched_copy(name))
+            yield
+        finally:
+            for name, function in real.items():
+                setattr(sidecar.copies, name, function)
+
+    def blocks_taken(self, engine: SimEngine, block_ids: list[int]) -> None:
+        """Blocks got a new owner, or new content: nobody may be copying from or to them."""
+        if not self._running:
+            return
+        taken = set(block_ids)
+        wires = {rank.wire for rank in engine.ranks}
+        for group in self._running:
+            connection = cast("Any", group.session.connection)
+            if connection.wire not in wires:
+                continue
+            for command in group.commands:
+                both = taken.intersection(command.block_ids)
+                if both:
+                    raise Violation("a block is not reused under a copy", f"{both} of {command}")
