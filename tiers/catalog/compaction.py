@@ -28,7 +28,7 @@ from tiers.catalog import manifest as manifests
 from tiers.catalog.census import Holding, held_by_tenant, word_of
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
-from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name
+from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rounds import Plan, Report, Work
 from tiers.catalog.shards import State, Superseded, load
@@ -255,8 +255,11 @@ class _Round:
                 names.append(found.name)
         # Those of the manifest before too: it is what holds if the newest is damaged.
         used = {*manifest.snapshots, *state.manifest.snapshots}
+        abandoned = work.now_seconds - ABANDONED_SECONDS
         for name, found in contents.snapshots.items():
-            if name not in used and found.modified_seconds < work.now_seconds - ABANDONED_SECONDS:
+            # One of a generation to come may just have been written again, and be what that needs.
+            begun = (parse_snapshot(work.folder, name) or 0) <= manifest.generation
+            if begun and name not in used and found.modified_seconds < abandoned:
                 names.append(name)
         if names:
             await work.tier.delete(names)

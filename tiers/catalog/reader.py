@@ -164,6 +164,8 @@ class CatalogReader:
         self._names_known = 0
         self._doubt = False
         self._looked = False
+        self._unfinished = False
+        """Whether log files that the manifest has merged may not have been read, and go unread."""
         self._broken_told: set[str] = set()
         # Writer -> the last file before a gap, as seen by the refresh before.
         self._gaps: dict[str, int] = {}
@@ -185,13 +187,18 @@ class CatalogReader:
         if self._fresh and not contents.manifests and not contents.logs:
             self._doubt = not self._looked
         self._looked = True
+        if -1 < max(contents.manifests, default=-1) < self.generation:
+            # All of them were lost, and compaction has begun to count anew.
+            self._manifest, self._doubt = NOTHING, True
         newer = await self._files.manifest(contents, self.generation)
-        if newer is not None:
-            if self._missed(newer, contents):
-                async for snapshot in self._reload(newer):
+        if newer is not None or self._unfinished:
+            manifest = newer or self._manifest
+            if self._missed(manifest, contents):
+                async for snapshot in self._reload(manifest):
                     yield snapshot
-            self._manifest = newer
+            self._manifest = manifest
             self._forget(contents)
+        self._unfinished = True
         gaps, self._gaps = self._gaps, {}
         for file in contents.logs:
             writer, before = file.log.writer, self._position(file.log.writer)
@@ -206,7 +213,7 @@ class CatalogReader:
             try:
                 rows = await self._files.rows(file.found.name, file.found.size_bytes)
             except ChunkMissing:
-                # Merged and deleted since the listing: the next manifest has its rows.
+                # Merged and deleted since the listing: a manifest has its rows.
                 return
             if rows is not None:
                 yield rows
@@ -215,6 +222,7 @@ class CatalogReader:
                 async for snapshot in self._reload(self._manifest):
                     yield snapshot
             self._positions[writer] = file
+        self._unfinished = False
 
     @property
     def names_known(self) -> int:

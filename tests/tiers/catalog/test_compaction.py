@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
+from tests.tiers.catalog.bucket import START_SECONDS, Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots
@@ -27,9 +26,6 @@ from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, Rows
 from tiers.errors import TierUnavailable
 from tiers.layout import Segment
-
-if TYPE_CHECKING:
-    pass
 
 SEGMENT = Segment(0, 8, 0, 4)
 GRACE, KEEP = 100.0, 200.0
@@ -344,13 +340,41 @@ async def test_of_two_rounds_at_once_one_creates_the_manifest(
 
 async def test_files_of_rounds_that_died_are_removed(world: World) -> None:
     await world.write(1)
-    stray = f"{FOLDER}/snapshot/000000000005-00000-{'0' * 32}.arrow"
+    stray = f"{FOLDER}/snapshot/000000000000-00005-{'0' * 32}.arrow"
     await world.tier.write(stray, image_of(100))
     await world.compact()
     assert stray in world.bucket.objects
     world.bucket.now += compaction.ABANDONED_SECONDS + 1
     await world.compact(whole=False)
     assert stray not in world.bucket.objects
+    assert await world.offered() == {1}
+
+
+async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows make the same file: it is old in a listing, and then the new manifest's."""
+    await world.write(1)
+    await world.compact(whole=False)
+    plan = Plan(Bounds(), GRACE, KEEP, whole=True)
+    killed = View(world.bucket, steps=4)
+    with pytest.raises(Killed):
+        await compact(killed, PREFIX, plan, world.bucket.now)
+    [begun] = [name for name in world.bucket.objects if parse_snapshot(FOLDER, name) == 1]
+    world.bucket.now += compaction.ABANDONED_SECONDS + 1
+    idle = View(world.bucket)
+    inner = idle.delete
+
+    async def delete(names: Sequence[str]) -> None:
+        # Whoever tidies has listed; now another compacts, and then the files go.
+        await world.compact()
+        await inner(names)
+
+    monkeypatch.setattr(idle, "delete", delete)
+    await compact(idle, PREFIX, plan._replace(whole=False), world.bucket.now)
+    if not world.bucket.names(f"{FOLDER}/manifest")[1:]:
+        await world.compact()
+    assert begun in world.bucket.objects
     assert await world.offered() == {1}
 
 

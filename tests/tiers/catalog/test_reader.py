@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING, TypeVar
+
 import pytest
 
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
@@ -20,7 +23,14 @@ from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
 from tiers.objects import ObjectTier
-from tiers.wrap import FaultRates, Faulty, Metered
+from tiers.wrap import FaultRates, Faulty, Metered, Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tiers.wrap import Verb
+
+T = TypeVar("T")
 
 
 async def put_snapshot(tier: ObjectTier, manifest: Manifest, rows: list[Row]) -> Manifest:
@@ -346,3 +356,62 @@ async def test_snapshots_in_place_of_a_damaged_log_file_are_read_again_after_a_f
         await new_rows(one)
     await tier.write(snapshot, body)
     assert await new_rows(one) == [row(0), row(1)]
+
+
+class Vanishing(Wrapper):
+    """Where files are deleted between a listing and the read of them, which may fail as well."""
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.doomed: list[str] = []
+        self.fails = False
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        if verb == "read" and name in self.doomed:
+            await self._inner.delete([name])
+            if self.fails:
+                raise TierUnavailable("away", retryable=True)
+        return await call()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_merged_files_that_vanish_before_they_are_read_are_read_from_the_snapshots(
+    *, fails: bool
+) -> None:
+    """No newer manifest comes that would tell that they were not read, but a newer file."""
+    tier = Vanishing(memory())
+    tier.fails = fails
+    log, one = writer(tier), reader(tier)
+    for number in range(2):
+        log.append(row(number))
+        await log.flush()
+        if not number:
+            assert await new_rows(one) == [row(0)]
+    [*_, last] = sorted(found.name for found in await tier.list(FOLDER))
+    both = [row(0), row(1)]
+    await put_snapshot(tier, Manifest(0, merged={log.writer: Merged(1, 0)}), both)
+    tier.doomed = [last]
+    with contextlib.suppress(TierUnavailable):
+        assert await new_rows(one) == []
+    log.append(row(2))
+    await log.flush()
+    assert await new_rows(one) == [*both, row(2)]
+    assert await new_rows(one) == []
+    assert not one.take_doubt()
+
+
+async def test_manifests_that_are_counted_anew_are_followed() -> None:
+    tier = memory()
+    log, one = writer(tier), reader(tier)
+    await put_snapshot(tier, Manifest(5), [row(0)])
+    assert await new_rows(one) == [row(0)]
+    await tier.delete([found.name for found in await tier.list(FOLDER)])
+    log.append(row(1))
+    await log.flush()
+    await put_snapshot(tier, Manifest(0, merged={log.writer: Merged(0, 0)}), [row(0), row(1)])
+    await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
+    assert await new_rows(one) == [row(0), row(1)]
+    assert one.generation == 0
+    assert one.take_doubt()
+    assert await new_rows(one) == []
+    assert not one.take_doubt()
