@@ -356,7 +356,8 @@ class SimEngine:
         """As `Scheduler.update_from_output`."""
         report = StepReport()
         for result in results:
-            self._loaded.update(result.loaded)
+            # A set of names has another order in each process.
+            self._loaded.update(sorted(result.loaded))
             self._failed.update(result.failed)
             report = report.add(result.report)
         ended = [name for name, ranks in self._loaded.items() if ranks >= len(self.ranks)]

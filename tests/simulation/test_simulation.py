@@ -105,7 +105,7 @@ def test_the_same_seed_is_the_same_life() -> None:
 @pytest.mark.parametrize("hash_seed", ["0", "12345"])
 def test_a_life_does_not_depend_on_its_process(hash_seed: str) -> None:
     """Neither on how Python hashes strings, nor on what else ran there."""
-    script = "from tests.simulation.life import simulate; print(simulate(5).trace_hash)"
+    script = "from tests.simulation.life import simulate; print(simulate(15).trace_hash)"
     told = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
@@ -114,7 +114,7 @@ def test_a_life_does_not_depend_on_its_process(hash_seed: str) -> None:
         text=True,
         timeout=120,
     )
-    assert told.stdout.strip() == simulate(5).trace_hash
+    assert told.stdout.strip() == simulate(15).trace_hash
 
 
 def test_a_life_can_be_followed_for_some_steps() -> None:
