@@ -184,10 +184,13 @@ class Client:
         if self.session is not None and self._dealer is not None:
             self._dealer.poll(milliseconds, zmq.POLLIN)
 
-    def poll(self) -> list[ServerMessage]:
-        """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits."""
+    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+        """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits.
+
+        Where a session is named, none that are of another one: the live one may have changed.
+        """
         session = self.session
-        if session is None or self._dealer is None:
+        if session is None or self._dealer is None or (of is not None and of is not session):
             return []
         messages: list[ServerMessage] = []
         for _ in range(MESSAGES_PER_POLL_MAX):

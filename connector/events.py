@@ -1,6 +1,7 @@
 """What the tiers gain and lose, in the words of vLLM's KV events; and where vLLM publishes its own.
 
-Does not own the joined stream, which is the sidecar's (`docs/events.md`).
+Does not own which events those are (`tierevents.py`), nor the joined stream, which is the sidecar's
+(`docs/events.md`).
 """
 
 from __future__ import annotations
@@ -9,59 +10,76 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, ZmqEventPublisher
 
+from connector.tierevents import EVENT_NAME_BYTES
+from sidecar.protocol import StoredEvent
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
-    from sidecar.protocol import RemovedEvent, StoredEvent
+    from connector.tierevents import TierEvent
 
 MEDIUM_STORAGE: Final = "STORAGE"
-EVENT_NAME_BYTES: Final = 16
-"""Of a chunk's key, as in the sidecar's own stream."""
+HASHES_PER_EVENT_MAX: Final = 4096
 
 
 def events_of(
-    stored: Iterable[StoredEvent],
-    removed: Iterable[RemovedEvent],
-    owner: Callable[[int], str],
-    *,
-    several: bool,
+    events: Iterable[TierEvent], owner: Callable[[int], str], *, several: bool
 ) -> list[KVCacheEvent]:
-    """These chunks as vLLM's events, less their tokens.
+    """These chunks as vLLM's events, in their order, less their tokens.
 
     `owner` says of a KV cache group whose chunks they are; where there are `several`, its number
-    is told.
+    is told. What follows on each other is one event: chunks that went from one tier, those that
+    only a listing named, and the chunks of one chain.
     """
-    events: list[KVCacheEvent] = []
-    for event in stored:
-        medium, locality = _medium(event.tier)
-        events.append(
-            BlockStored(
-                block_hashes=[event.key[:EVENT_NAME_BYTES]],
-                parent_block_hash=event.parent[:EVENT_NAME_BYTES] if any(event.parent) else None,
-                token_ids=[],
-                block_size=event.num_tokens,
-                lora_id=None,
-                medium=medium,
-                lora_name=None,
-                locality=locality,
-                ownership=owner(event.group),
-                group_idx=event.group if several else None,
-            )
+    runs: list[list[TierEvent]] = []
+    for event in events:
+        if runs and len(runs[-1]) < HASHES_PER_EVENT_MAX and _goes_on(runs[-1][-1], event):
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return [_event_of(run, owner, several=several) for run in runs]
+
+
+def _goes_on(last: TierEvent, event: TierEvent) -> bool:
+    """Whether an event says of the next chunk what the last one said of its own."""
+    if (event.tier, event.group) != (last.tier, last.group):
+        return False
+    if isinstance(event, StoredEvent):
+        if not isinstance(last, StoredEvent) or event.num_tokens != last.num_tokens:
+            return False
+        named_only = len(event.key) == len(last.key) == EVENT_NAME_BYTES
+        return named_only or event.parent == last.key
+    return not isinstance(last, StoredEvent)
+
+
+def _event_of(run: list[TierEvent], owner: Callable[[int], str], *, several: bool) -> KVCacheEvent:
+    first = run[0]
+    names: list[ExternalBlockHash] = [event.key[:EVENT_NAME_BYTES] for event in run]
+    medium, locality = _medium(first.tier)
+    group_idx = first.group if several else None
+    if isinstance(first, StoredEvent):
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=first.parent[:EVENT_NAME_BYTES] if any(first.parent) else None,
+            token_ids=[],
+            block_size=first.num_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            locality=locality,
+            ownership=owner(first.group),
+            group_idx=group_idx,
         )
-    for gone in removed:
-        medium, locality = _medium(gone.tier)
-        events.append(
-            BlockRemoved(
-                block_hashes=[gone.key[:EVENT_NAME_BYTES]],
-                medium=medium,
-                locality=locality,
-                ownership=owner(gone.group),
-                group_idx=gone.group if several else None,
-            )
-        )
-    return events
+    return BlockRemoved(
+        block_hashes=names,
+        medium=medium,
+        locality=locality,
+        ownership=owner(first.group),
+        group_idx=group_idx,
+    )
 
 
 def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:

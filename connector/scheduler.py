@@ -39,6 +39,7 @@ from connector.requests import (
     Stats,
 )
 from connector.storing import Part, Stores, blocks_cached, state_parts, states_held
+from connector.tierevents import TierEvents
 from connector.wishes import EXPECT, PARAMS
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -48,8 +49,6 @@ from sidecar.protocol import (
     LookupDone,
     Pin,
     Release,
-    RemovedEvent,
-    StoredEvent,
 )
 
 if TYPE_CHECKING:
@@ -58,10 +57,10 @@ if TYPE_CHECKING:
     from connector.client import Client, Session
     from connector.groups import CachedGroup
     from connector.storing import State
+    from connector.tierevents import TierEvent
 
 logger = logging.getLogger("vllm.kvlake")
 
-EVENTS_KEPT_MAX: Final = 65_536
 SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn: a sidecar that comes and goes holds no request up."""
 
@@ -105,8 +104,7 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._expecting: set[str] = set()
         self._block_pool: Any = None
-        self._stored: list[StoredEvent] = []
-        self._removed: list[RemovedEvent] = []
+        self._tiers = TierEvents()
         self._stale_told = 0
         self.stats = Stats()
 
@@ -511,11 +509,9 @@ class SchedulerRole:
             # Nobody will ask for those keys again.
             self._client.send(session, Release(session.epoch, [], [], pins=True))
 
-    def take_events(self) -> tuple[list[StoredEvent], list[RemovedEvent]]:
+    def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""
-        stored, removed = self._stored, self._removed
-        self._stored, self._removed = [], []
-        return stored, removed
+        return self._tiers.take()
 
     def take_stats(self) -> Stats:
         """Counts since the last call."""
@@ -529,15 +525,13 @@ class SchedulerRole:
         self._client.close()
 
     def _poll(self) -> None:
-        for message in self._client.poll():
+        session = self._client.session
+        self._tiers.follow(session)
+        for message in self._client.poll(session):
             if isinstance(message, LookupDone):
                 self._lookup_done(message)
             elif isinstance(message, Events):
-                self._stored.extend(message.stored)
-                self._removed.extend(message.removed)
-                # A reader of events that stopped reading must not make this process grow.
-                del self._stored[:-EVENTS_KEPT_MAX]
-                del self._removed[:-EVENTS_KEPT_MAX]
+                self._tiers.heard(message)
 
     def _lookup_done(self, message: LookupDone) -> None:
         state = self._lookups.get(message.lookup_id)

@@ -32,6 +32,7 @@ from connector.chunknames import ChunkNames, namespace_of
 from connector.client import Attempt, Client
 from connector.keys import NO_PARENT
 from connector.options import default_socket, seconds_of
+from connector.tierevents import TierEvents
 from connector.wishes import Wishes, WishReader
 from connector.worker import WorkerRole
 from sidecar.protocol import (
@@ -44,6 +45,7 @@ from sidecar.protocol import (
     Memory,
     Release,
     Role,
+    StoredEvent,
 )
 from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
 
@@ -60,12 +62,12 @@ if TYPE_CHECKING:
 
     from connector.client import Session
     from connector.export import ExportedMemory
+    from connector.tierevents import TierEvent
 
 TOPOLOGY: Final = "offloading"
 """Of chunks that vLLM put together from all of its ranks."""
 BOUNCE_BYTES: Final = 256 * 1024 * 1024
 BOUNCE_ROWS_MIN: Final = 8
-EVENTS_KEPT_MAX: Final = 65_536
 WITHOUT_SIDECAR_SECONDS: Final = 5.0
 """How long a transfer may take that was begun with a sidecar that is gone again."""
 
@@ -167,7 +169,9 @@ class KVLakeTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
-        self._events: list[OffloadingEvent] = []
+        self._tiers = TierEvents()
+        self._told: dict[tuple[bytes, str], OffloadKey] = {}
+        """What vLLM calls the chunks that it was told of, by key and tier."""
         self._next_id = 1
         self._socket = socket or default_socket()
         # Before the first request: a sidecar that is there should serve the first one too.
@@ -402,7 +406,18 @@ class KVLakeTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What the sidecar's tiers gained and lost of the chunks that this engine knows."""
-        events, self._events = self._events, []
+        events: list[OffloadingEvent] = []
+        for event in self._tiers.take():
+            place = (event.key, event.tier)
+            if isinstance(event, StoredEvent):
+                name = self._names.of_key(event.key)
+                if name is not None:
+                    self._told[place] = name
+            else:
+                name = self._told.pop(place, None)
+            # Of another engine's chunk, vLLM's words for it are not known here.
+            if name is not None:
+                events.append(self._event_of(event, name))
         return events
 
     def shutdown(self) -> None:
@@ -411,28 +426,21 @@ class KVLakeTier(SecondaryTierManager):
         self._client.close()
 
     def _poll(self) -> None:
-        for message in self._client.poll():
+        session = self._client.session
+        self._tiers.follow(session)
+        for message in self._client.poll(session):
             if isinstance(message, LookupDone):
                 self._read_ended(message.lookup_id)
             elif isinstance(message, Events):
-                for event in message.stored:
-                    self._tell(event.key, event.tier, removed=False)
-                for gone in message.removed:
-                    self._tell(gone.key, gone.tier, removed=True)
-                del self._events[:-EVENTS_KEPT_MAX]
+                self._tiers.heard(message)
         self._reads_ended()
 
-    def _tell(self, key: bytes, tier: str, *, removed: bool) -> None:
-        name = self._names.of_key(key)
-        if name is None:
-            # Another engine's, of which vLLM's words for it are not known here.
-            return
-        host = tier == "host"
-        event = OffloadingEvent(
+    def _event_of(self, event: TierEvent, name: OffloadKey) -> OffloadingEvent:
+        host = event.tier == "host"
+        return OffloadingEvent(
             keys=[name],
             medium=Medium.CPU if host else Medium.STORAGE,
-            removed=removed,
+            removed=not isinstance(event, StoredEvent),
             locality=Locality.LOCAL if host else Locality.REMOTE,
             ownership=self._names.owner,
         )
-        self._events.append(event)

@@ -333,9 +333,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """What the tiers gained and lost, as the sidecar's own stream calls it, less the tokens."""
         if self._scheduler is None or not self._wants_events:
             return ()
-        stored, removed = self._scheduler.take_events()
         several = len(self._engine.groups) > 1
-        return events_of(stored, removed, self._engine.owner, several=several)
+        return events_of(self._scheduler.take_events(), self._engine.owner, several=several)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts of the scheduler role since the last call."""

@@ -54,7 +54,7 @@ class SilentClient:
         encode(message)
         return session is self.session
 
-    def poll(self) -> list[ServerMessage]:
+    def poll(self, of: Session | None = None) -> list[ServerMessage]:
         """Nothing ever comes."""
         return []
 

@@ -56,7 +56,9 @@ class DoubleClient:
     def wait(self, milliseconds: int) -> None:
         self.waited_ms += milliseconds
 
-    def poll(self) -> list[ServerMessage]:
+    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+        if of is not None and of is not self.live:
+            return []
         messages, self.inbox = self.inbox, []
         return messages
 

@@ -82,11 +82,10 @@ class TestEvents:
         session = engine.client.session
         assert session is not None
         stored = StoredEvent(b"k" * 32, bytes(32), 64, "host")
-        removed = RemovedEvent(b"k" * 32, "store")
-        engine.client.inbox.append(Events(session.epoch, [stored], [removed]))
+        engine.client.inbox.append(Events(session.epoch, [stored], []))
         engine.step()
-        assert engine.role.take_events() == ([stored], [removed])
-        assert engine.role.take_events() == ([], [])
+        assert engine.role.take_events() == [stored]
+        assert engine.role.take_events() == []
 
     def test_vllms_words_for_them(self, engine: Engine) -> None:
         engine.connector._wants_events = True
@@ -96,13 +95,48 @@ class TestEvents:
             StoredEvent(b"a" * 32, bytes(32), 64, "host"),
             StoredEvent(b"b" * 32, b"a" * 32, 16, "store"),
         ]
-        engine.client.inbox.append(Events(session.epoch, events, [RemovedEvent(b"a" * 32, "host")]))
+        engine.client.inbox.append(Events(session.epoch, events, []))
         engine.role.build_plan({}, lambda _: [])
-        first, second, gone = list(engine.connector.take_events())
+        first, second = list(engine.connector.take_events())
         assert (first.parent_block_hash, first.block_size) == (None, 64)
         assert (second.parent_block_hash, second.medium) == (b"a" * 16, "STORAGE")
         assert (second.locality, first.locality) == ("REMOTE", "LOCAL")
+        removed = [RemovedEvent(b"a" * 32, "host")]
+        engine.client.inbox.append(Events(session.epoch, [], removed))
+        engine.role.build_plan({}, lambda _: [])
+        (gone,) = engine.connector.take_events()
         assert gone.block_hashes == [b"a" * 16]
         assert {one.ownership for one in (first, second, gone)} == {
             engine.connector._engine.owner(0)
         }
+
+    def test_a_chunk_that_went_and_came_again_is_there(self, engine: Engine) -> None:
+        engine.connector._wants_events = True
+        session = engine.client.session
+        assert session is not None
+        stored = StoredEvent(b"a" * 32, bytes(32), 64, "host")
+        engine.client.inbox.append(Events(session.epoch, [stored], []))
+        engine.role.build_plan({}, lambda _: [])
+        held = {name for event in engine.connector.take_events() for name in event.block_hashes}
+        # Evicted and stored again before the engine's next step.
+        engine.client.inbox += [
+            Events(session.epoch, [], [RemovedEvent(b"a" * 32, "host")]),
+            Events(session.epoch, [stored], []),
+        ]
+        engine.role.build_plan({}, lambda _: [])
+        for event in engine.connector.take_events():
+            names = set(event.block_hashes)
+            held = held - names if "Removed" in type(event).__name__ else held | names
+        assert held == {b"a" * 16}
+
+    def test_what_was_told_is_removed_with_its_session(self, engine: Engine) -> None:
+        session = engine.client.session
+        assert session is not None
+        stored = StoredEvent(b"a" * 32, bytes(32), 64, "host")
+        engine.client.inbox.append(Events(session.epoch, [stored], []))
+        engine.role.build_plan({}, lambda _: [])
+        assert engine.role.take_events() == [stored]
+        engine.client.attach(None)
+        engine.role.build_plan({}, lambda _: [])
+        assert engine.role.take_events() == [RemovedEvent(b"a" * 32, "host")]
+        assert engine.role.take_events() == []

@@ -119,9 +119,9 @@ class Wire:
     def wait(self, milliseconds: int) -> None:
         return
 
-    def poll(self) -> list[ServerMessage]:
+    def poll(self, of: Session | None = None) -> list[ServerMessage]:
         session = self.session
-        if session is None or not self.reading:
+        if session is None or not self.reading or (of is not None and of is not session):
             return []
         messages: list[ServerMessage] = []
         while self._inbox:

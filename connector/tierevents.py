@@ -1,0 +1,95 @@
+"""What vLLM's publisher has been told of the sidecar's tiers, and what it is told next.
+
+Owns the blocks that were told of and still hold, by their place (name, tier, group), and the
+changes that wait for vLLM to take them. Does not own vLLM's words for them (`events.py`).
+
+Invariants:
+
+* Whoever applies everything that `take` gave never has a block that is gone: of each place the last
+  change counts, a block is told as removed exactly if it was told as stored, and the end of a
+  session with the sidecar is the end of all that was told of.
+* At most `told_max` blocks are told of at a time. One that is forgotten for that, the oldest, is
+  told as removed; what waits is bounded by the same number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sidecar.protocol import RemovedEvent, StoredEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sidecar.protocol import Events
+
+TOLD_MAX: Final = 1 << 18
+EVENT_NAME_BYTES: Final = 16
+"""Of a chunk's key, as in the sidecar's own stream."""
+
+Place = tuple[bytes, str, int]
+TierEvent = StoredEvent | RemovedEvent
+
+
+class TierEvents:
+    """The tiers of one session after the other, as vLLM's subscribers know them."""
+
+    def __init__(self, *, told_max: int = TOLD_MAX) -> None:
+        self._told_max = told_max
+        self._session: object = None
+        self._told: dict[Place, bytes] = {}
+        """The key (or its name, where no more is known) of each block that was told of."""
+        self._came: dict[Place, StoredEvent] = {}
+        self._went: dict[Place, RemovedEvent] = {}
+
+    def follow(self, session: object) -> None:
+        """Say which session is the live one, None for none: with another one nothing holds."""
+        if session is not self._session:
+            self._session = session
+            self._forget()
+
+    def heard(self, message: Events) -> None:
+        """Take a message of the live session."""
+        for stored in message.stored:
+            place = _place(stored)
+            self._went.pop(place, None)
+            # Taken out first, so that the newest is last.
+            self._came.pop(place, None)
+            self._came[place] = stored
+            if len(self._came) > self._told_max:
+                # It was not told of, or still holds as it was told.
+                del self._came[next(iter(self._came))]
+        for removed in message.removed:
+            place = _place(removed)
+            self._came.pop(place, None)
+            if place in self._told:
+                self._went[place] = removed
+
+    def take(self) -> list[TierEvent]:
+        """What to tell: what went, then what came, each in the order in which it did."""
+        events: list[TierEvent] = [*self._went.values(), *self._came.values()]
+        for place in self._went:
+            del self._told[place]
+        for place, stored in self._came.items():
+            self._told.pop(place, None)
+            self._told[place] = stored.key
+        self._went, self._came = {}, {}
+        too_many = len(self._told) - self._told_max
+        if too_many > 0:
+            oldest = list(self._told.items())[:too_many]
+            events += _removals(oldest)
+            for place, _ in oldest:
+                del self._told[place]
+        return events
+
+    def _forget(self) -> None:
+        self._came = {}
+        self._went = dict(zip(self._told, _removals(self._told.items()), strict=True))
+
+
+def _place(event: TierEvent) -> Place:
+    return (event.key[:EVENT_NAME_BYTES], event.tier, event.group)
+
+
+def _removals(told: Iterable[tuple[Place, bytes]]) -> list[RemovedEvent]:
+    return [RemovedEvent(key, tier, group) for (_, tier, group), key in told]
