@@ -5,6 +5,8 @@ Owns both sockets, the order of batches and the filling of gaps. Does not own wh
 
 Invariants:
 
+* All that the engine still has of before is asked for at once, so that an idle engine's blocks are
+  known without its doing anything.
 * Batches are applied in the order of their numbers, each once. Where one is missing and the engine
   does not give it again, within `REPLAY_SECONDS_MAX`, all of the engine's blocks are forgotten:
   a subscriber may be told too little, never something that is long gone.
@@ -44,6 +46,8 @@ class EngineFeed:
     Args:
         endpoint, replay_endpoint: of the engine's publisher; the second may be empty.
         tell: takes what to tell subscribers, and the engine's data-parallel rank.
+
+    Raises `zmq.ZMQError` where there are no sockets to be had, or an endpoint is none.
     """
 
     def __init__(
@@ -61,21 +65,38 @@ class EngineFeed:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._replaying: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context(io_threads=1)
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        self._dealer: zmq.Socket[bytes] | None = None
-        if replay_endpoint:
-            self._dealer = self._context.socket(zmq.DEALER)
         self._scheduled: dict[int, asyncio.Handle] = {}
-        for sock, place in ((self._sub, endpoint), (self._dealer, replay_endpoint)):
-            if sock is not None:
-                sock.setsockopt(zmq.LINGER, 0)
-                sock.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
-                sock.setsockopt(zmq.IPV6, int("[" in place))
-                sock.connect(place)
-                self._loop.add_reader(int(sock.getsockopt(zmq.FD)), self._drain, sock)
-                self._check(sock)
+        self._replay_endpoint = replay_endpoint
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self._sub = self._open(zmq.SUB, endpoint)
+            self._ask()
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, kind: int, place: str) -> zmq.Socket[bytes]:
+        sock: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(sock)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
+        sock.setsockopt(zmq.IPV6, int("[" in place))
+        if kind == zmq.SUB:
+            sock.setsockopt(zmq.SUBSCRIBE, b"")
+        sock.connect(place)
+        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), self._drain, sock)
+        self._check(sock)
+        return sock
+
+    def _shut(self, sock: zmq.Socket[bytes]) -> None:
+        self._sockets.remove(sock)
+        fd = int(sock.getsockopt(zmq.FD))
+        self._loop.remove_reader(fd)
+        if fd in self._scheduled:
+            self._scheduled.pop(fd).cancel()
+        sock.close(linger=0)
 
     def _check(self, sock: zmq.Socket[bytes]) -> None:
         """The descriptor rings once: ask the socket itself whether there is more."""
@@ -106,17 +127,42 @@ class EngineFeed:
         if self._replaying is not None:
             self._waiting.append((number, payload))
             if len(self._waiting) > BATCHES_WAITING_MAX:
-                self._replayed()
-        elif number > self._last + 1 and self._dealer is not None:
+                self._late()
+        elif number > self._last + 1 and self._asked():
             self._waiting.append((number, payload))
-            self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
-            self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._replayed)
-            self._check(self._dealer)
         else:
             self._follow(number, payload)
 
+    def _asked(self) -> bool:
+        """Ask for what is missing; False where that cannot be done."""
+        try:
+            self._ask()
+        except zmq.ZMQError as error:
+            _logger.warning(
+                "an engine cannot be asked for what was missed",
+                extra=fields(owner=self.blocks.owner, error=error),
+            )
+        return self._replaying is not None
+
+    def _ask(self) -> None:
+        """Ask for all that follows the last batch, where the engine says of whom."""
+        if not self._replay_endpoint:
+            return
+        if self._dealer is None:
+            self._dealer = self._open(zmq.DEALER, self._replay_endpoint)
+        self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
+        self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._late)
+        self._check(self._dealer)
+
+    def _late(self) -> None:
+        """What was asked for took too long: its answers would be taken for those of the next."""
+        if self._dealer is not None:
+            self._shut(self._dealer)
+            self._dealer = None
+        self._replayed()
+
     def _replayed(self) -> None:
-        """The replay is over, or took too long: go on with what has come since."""
+        """The replay is over, or is not waited for: go on with what has come since."""
         if self._replaying is None:
             return
         self._replaying.cancel()
@@ -148,14 +194,13 @@ class EngineFeed:
 
     def close(self) -> None:
         """Follow no more. The engine's blocks went with it."""
+        self._end()
+        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+
+    def _end(self) -> None:
         if self._replaying is not None:
             self._replaying.cancel()
             self._replaying = None
-        for sock in (self._sub, self._dealer):
-            if sock is not None:
-                fd = int(sock.getsockopt(zmq.FD))
-                self._loop.remove_reader(fd)
-                if fd in self._scheduled:
-                    self._scheduled.pop(fd).cancel()
+        for sock in list(self._sockets):
+            self._shut(sock)
         self._context.destroy(linger=0)
-        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)

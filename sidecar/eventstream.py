@@ -15,9 +15,12 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import zmq
 
 from sidecar.directory import ZERO_KEY, SegmentState
 from sidecar.engineblocks import EngineBlocks
@@ -35,6 +38,7 @@ from sidecar.kvevents import (
     name_of,
 )
 from sidecar.listed import key_list
+from sidecar.logs import fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
 EVENTS_PER_BATCH_MAX: Final = 512
 HASHES_PER_EVENT_MAX: Final = 4096
 OWNER: Final = "kvlake"
+
+_logger = logging.getLogger("kvlake.events")
 _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
 
 
@@ -153,9 +159,17 @@ class EventStream:
             self.tell([self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX)])
 
     def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
-        """Join an engine's own stream with this one."""
+        """Join an engine's own stream with this one; where it cannot be, it is told once."""
         blocks = EngineBlocks(engine_id)
-        self.engines[session_id] = EngineFeed(endpoint, replay_endpoint, blocks, self.tell)
+        try:
+            feed = EngineFeed(endpoint, replay_endpoint, blocks, self.tell)
+        except zmq.ZMQError as error:
+            _logger.warning(
+                "an engine's events are not followed",
+                extra=fields(engine=engine_id, endpoint=endpoint, error=error),
+            )
+            return
+        self.engines[session_id] = feed
 
     def leave(self, session_id: int) -> None:
         """An engine is gone, and so are its blocks."""

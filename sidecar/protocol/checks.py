@@ -24,8 +24,10 @@ from sidecar.protocol.limits import (
 from sidecar.protocol.messages import ClientMessage, Lease, Lookup, Pin, Release, Submit
 
 _HERE: Final = re.compile(
-    r"^(ipc:///[^\0]{1,107}|tcp://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5})\Z"
+    r"^(ipc:///[^\0]+|tcp://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5})\Z", re.DOTALL
 )
+_ENDPOINT_BYTES_MAX: Final = len("ipc://") + 107
+"""What a Unix socket's address has room for."""
 
 
 class ProtocolError(ValueError):
@@ -103,7 +105,10 @@ def check_attach(message: Attach) -> None:
         ("events_replay", message.events_replay),
     ):
         _require(
-            not place or bool(_HERE.match(place)), field, place, "ipc:///PATH, or TCP on loopback"
+            not place or (bool(_HERE.match(place)) and len(place.encode()) <= _ENDPOINT_BYTES_MAX),
+            field,
+            place,
+            "ipc:///PATH of at most 107 bytes, or TCP on loopback",
         )
     if message.memory is not None:
         _check_memory(message.memory)

@@ -5,6 +5,7 @@ The subscriber is in `subscriber.py`.
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -450,8 +451,56 @@ def test_what_an_engine_cannot_replay_is_forgotten(
         assert sidecar.status()["events"]["engines"][0]["gaps"] == 1
 
 
+def test_an_idle_engines_blocks_are_known_at_once(
+    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
+) -> None:
+    """It tells nothing more, and is asked by every sidecar that it attaches to."""
+    publish(publisher, stored(1, 2))
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    for _ in range(2):
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, **attach),
+        ):
+            sidecar.wait_until(
+                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [2]
+            )
+            late = subscribe(sidecar)
+            for number, payload in late.ask(SNAPSHOT):
+                late._apply(number, payload)
+            assert late.names("GPU") == {1, 2}
+            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
+
+
+def test_an_engine_that_cannot_be_followed_is_served(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_sockets(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with RunningSidecar(with_events(short_directory)) as sidecar:
+        monkeypatch.setattr("sidecar.eventstream.EngineFeed", no_sockets)
+        attach = {"events_endpoint": f"ipc://{short_directory}/engine"}
+        with Scheduler(sidecar.path, **attach), Worker(sidecar.path) as worker:
+            assert worker.store(1, key_of("chunk"), [0, 1]) is Outcome.OK
+            assert sidecar.status()["events"]["engines"] == []
+    assert "an engine's events are not followed" in caplog.text
+
+
 @pytest.mark.parametrize(
-    "place", ["tcp://10.0.0.1:1", "tcp://*:1", "ipc://relative", "inproc://x", "tcp://127.0.0.1"]
+    "place",
+    [
+        "tcp://10.0.0.1:1",
+        "tcp://*:1",
+        "ipc://relative",
+        "inproc://x",
+        "tcp://127.0.0.1",
+        "ipc:///" + 107 * "x",
+        "ipc:///" + 54 * "\u00e9",
+    ],
 )
 def test_an_engine_elsewhere_is_refused(short_directory: Path, place: str) -> None:
     with (
