@@ -22,23 +22,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
 from tiers.catalog.census import Holding, held_by_tenant, word_of
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.manifest import TENANTS_MAX, Counts, Manifest, Merged
+from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manifest, Merged
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rounds import Plan, Report, Work
 from tiers.catalog.shards import State, Superseded, load
 from tiers.catalog.snapshots import Snapshots
+from tiers.catalog.turns import in_turns
 from tiers.catalog.whole import ANNOUNCED_ROWS, WholeMerge
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Generator, Mapping
 
+    from tiers.catalog.bounds import Bounds
     from tiers.catalog.rounds import Tell
     from tiers.catalog.rows import Rows
     from tiers.objects import ObjectTier
@@ -106,7 +109,7 @@ class _Round:
         again = work.plan.reconcile_seconds
         if again is not None and state.manifest.reconciled_seconds + again < work.now_seconds:
             work.plan = work.plan._replace(reconcile=True)
-        self._report.whole = work.plan.whole or self._is_due(state)
+        self._report.whole = work.plan.whole or await self._is_due(state)
         if self._report.whole:
             manifest = await self._whole(state)
         elif state.logs:
@@ -123,7 +126,7 @@ class _Round:
 
     # --- when ------------------------------------------------------------------------------
 
-    def _is_due(self, state: State) -> bool:
+    async def _is_due(self, state: State) -> bool:
         """Whether there is more to do than to merge logs."""
         manifest, plan, now_seconds = state.manifest, self._work.plan, self._work.now_seconds
         base_rows = max(0, manifest.rows - (len(state.fresh) - len(state.log_rows)))
@@ -135,7 +138,7 @@ class _Round:
         if manifest.base_withdrawn:
             # Withdrawing more before these are deleted would make them wait again, for ever.
             return self._deletes(manifest)
-        held, tenants = _held(manifest, state.log_rows)
+        held, tenants = await _held(manifest, state.log_rows)
         if plan.bounds.exceeded(held.size_bytes, held.objects, held.oldest, now_seconds):
             return True
         if len(manifest.tenants) >= TENANTS_MAX and plan.bounds.tenant.exceeded(
@@ -143,13 +146,7 @@ class _Round:
         ):
             # It may be one of those that the manifest does not name.
             return True
-        limits = plan.bounds.of_tenants()
-        return any(
-            limits.limits(word_of(tenant)).exceeded(
-                own.size_bytes, own.objects, own.oldest, now_seconds
-            )
-            for tenant, own in tenants.items()
-        )
+        return await in_turns(_any_exceeds(plan.bounds, tenants, now_seconds))
 
     def _deletes(self, manifest: Manifest) -> bool:
         """Whether what the base withdraws may be deleted now."""
@@ -162,15 +159,14 @@ class _Round:
         generation = state.next_generation
         out = self._snapshots(generation)
         await out.write(rows)
-        held, tenants = _held(before, rows)
-        largest = sorted(tenants.items(), key=lambda one: -one[1].size_bytes)[:TENANTS_MAX]
+        held, tenants = await _held(before, rows)
         return before.after(
             generation=generation,
             snapshots=(*before.snapshots, *await out.close()),
             rows=before.rows + len(rows),
             merged=self._merged(state, generation),
             held=held,
-            tenants={tenant.hex(): own for tenant, own in largest},
+            tenants=await in_turns(_largest(tenants)),
             reconciled_seconds=0.0 if state.doubt else before.reconciled_seconds,
         )
 
@@ -207,7 +203,7 @@ class _Round:
             or not state.manifest.base_withdrawn
             or bool(np.any(state.fresh.size_bytes == 0))
         )
-        tenants = {who.hex(): own for who, own in census.largest(TENANTS_MAX).items()}
+        largest = await anyio.to_thread.run_sync(census.largest, TENANTS_MAX)
         reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
         return Manifest(
             generation=generation,
@@ -218,7 +214,7 @@ class _Round:
             rows=held.objects + census.withdrawn,
             held=held,
             merged=written,
-            tenants=tenants,
+            tenants=await in_turns(_largest(largest)),
             reconciled_seconds=work.now_seconds if work.plan.reconcile else reconciled,
         )
 
@@ -228,7 +224,7 @@ class _Round:
         work = self._work
         await work.check_alive()
         name = manifest_name(work.folder, manifest.generation)
-        body = manifests.encode(manifest)
+        body = await in_turns(manifests.encoding(manifest))
         try:
             await work.tier.write(name, body, create=True)
         except ObjectExists:
@@ -266,14 +262,58 @@ class _Round:
             self._report.files_removed = len(names)
 
 
-def _held(manifest: Manifest, rows: Rows) -> tuple[Holding, dict[bytes, Holding]]:
+async def _held(manifest: Manifest, rows: Rows) -> tuple[Holding, dict[bytes, Holding]]:
     """What a manifest and the rows of newer logs come to, in all and by tenant: an estimate."""
-    tenants = {bytes.fromhex(name): held for name, held in manifest.tenants.items()}
-    whole = manifest.held
-    for tenant, held in held_by_tenant(rows).items():
+    added = await anyio.to_thread.run_sync(held_by_tenant, rows)
+    return await in_turns(_sums(manifest, added))
+
+
+def _sums(
+    manifest: Manifest, added: Mapping[bytes, Holding]
+) -> Generator[None, None, tuple[Holding, dict[bytes, Holding]]]:
+    whole, tenants = manifest.held, dict[bytes, Holding]()
+    for number, (name, held) in enumerate(manifest.tenants.items()):
+        tenants[bytes.fromhex(name)] = held
+        if number % TENANTS_PER_SLICE == 0:
+            yield
+    for number, (tenant, held) in enumerate(added.items()):
         tenants[tenant] = tenants.get(tenant, Holding()).plus(held)
         whole = whole.plus(held)
+        if number % TENANTS_PER_SLICE == 0:
+            yield
     return whole, tenants
+
+
+def _any_exceeds(
+    bounds: Bounds, tenants: Mapping[bytes, Holding], now_seconds: float
+) -> Generator[None, None, bool]:
+    """Whether a tenant has more than it may."""
+    limits = bounds.of_tenants()
+    for number, (tenant, own) in enumerate(tenants.items()):
+        most = limits.limits(word_of(tenant))
+        if most.exceeded(own.size_bytes, own.objects, own.oldest, now_seconds):
+            return True
+        if number % TENANTS_PER_SLICE == 0:
+            yield
+    return False
+
+
+def _largest(tenants: Mapping[bytes, Holding]) -> Generator[None, None, dict[str, Holding]]:
+    """As a manifest names them: those that hold most bytes."""
+    sizes: list[int] = []
+    found: dict[str, Holding] = {}
+    for number, (tenant, own) in enumerate(tenants.items()):
+        sizes.append(own.size_bytes)
+        found[tenant.hex()] = own
+        if number % TENANTS_PER_SLICE == 0:
+            yield
+    if len(sizes) > TENANTS_MAX:
+        names = list(found)
+        yield
+        smallest = np.argsort(sizes, kind="stable")[: len(sizes) - TENANTS_MAX].tolist()
+        for number in smallest:
+            del found[names[number]]
+    return found
 
 
 def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:

@@ -1,7 +1,8 @@
 """Manifests: which snapshots hold the catalog, and which logs are merged into them.
 
 Owns the record and its bytes: a line with the xxh3_128 of the rest, then JSON. Does not own when
-one is written (`compaction.py`) or I/O.
+one is written (`compaction.py`) or I/O. It may name 65,536 tenants, so its bytes are made and read
+slice by slice, in turns with whatever else the event loop has to do (`turns.py`).
 
 A manifest's name is its generation and it is only ever created, never replaced: of two compactions
 that began from one generation, one succeeds. That is the fence; the lease only spares the other
@@ -15,6 +16,7 @@ reader that is at most so far behind finds out what it has missed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +26,11 @@ import numpy as np
 from tiers.catalog.census import Holding
 from tiers.catalog.names import parse_log, parse_snapshot
 from tiers.catalog.rows import CatalogCorrupt, digest_of
+from tiers.catalog.turns import at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from tiers.catalog.rows import Bytes
 
 MANIFEST_FORMAT: Final = 1
@@ -33,6 +38,9 @@ MANIFEST_BYTES_MAX: Final = 8 << 20
 SNAPSHOTS_MAX: Final = 4096
 WRITERS_MAX: Final = 65_536
 TENANTS_MAX: Final = 65_536
+TENANTS_PER_SLICE: Final = 512
+NAMES_PER_SLICE: Final = 256
+_SLICE_BYTES: Final = 60 * TENANTS_PER_SLICE
 _TENANT = re.compile(r"[0-9a-f]{16}")
 HISTORY: Final = 8
 _DIGEST_CHARACTERS: Final = 32
@@ -47,8 +55,8 @@ class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest that merged it."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One state of a catalog: its snapshots, and all log files that are not merged."""
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of a manifest but its tenants."""
 
     generation: int
     snapshots: tuple[str, ...] = ()
@@ -63,11 +71,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held: Holding = Holding()
     """What is offered. Since the last whole merge, an estimate: duplicates count."""
     merged: dict[str, Merged] = {}
-    tenants: dict[str, Holding] = {}
-    """The same by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
     reconciled_seconds: float = 0.0
     """When rows and objects were last compared, by the store's clock; 0 for never."""
     format: int = MANIFEST_FORMAT
+
+
+class Manifest(_Fields, frozen=True, forbid_unknown_fields=True):
+    """One state of a catalog: its snapshots, and all log files that are not merged."""
+
+    tenants: dict[str, Holding] = {}
+    """`held` by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
 
     def after(self, **changes: Any) -> Manifest:
         """A manifest of the next generation."""
@@ -78,41 +91,98 @@ NOTHING: Final = Manifest(generation=-1)
 """What holds before the first manifest: every log file counts."""
 
 
+class _Image(_Fields, frozen=True, forbid_unknown_fields=True):
+    """As it is in the bytes: with its tenants not looked at."""
+
+    tenants: msgspec.Raw = msgspec.Raw(b"{}")
+
+
 def encode(manifest: Manifest) -> Bytes:
     """The bytes of a manifest."""
-    text = msgspec.json.encode(manifest)
+    return at_once(encoding(manifest))
+
+
+def encoding(manifest: Manifest) -> Generator[None, None, Bytes]:
+    """`encode`, in slices."""
+    names = iter(manifest.tenants.items())
+    pieces: list[bytes] = []
+    while some := dict(itertools.islice(names, TENANTS_PER_SLICE)):
+        pieces.append(msgspec.json.encode(some)[1:-1])
+        yield
+    tenants = msgspec.Raw(b"{%b}" % b",".join(pieces))
+    text = msgspec.json.encode(_Image(**{**_fields_of(manifest), "tenants": tenants}))
+    yield
     digest = digest_of(np.frombuffer(text, dtype=np.uint8))
     return np.frombuffer(digest.encode() + b"\n" + text, dtype=np.uint8)
 
 
 def decode(body: Bytes, folder: str, generation: int) -> Manifest:
     """The manifest in foreign bytes, named `generation`. Raises `CatalogCorrupt`."""
+    return at_once(decoding(body, folder, generation))
+
+
+def decoding(body: Bytes, folder: str, generation: int) -> Generator[None, None, Manifest]:
+    """`decode`, in slices."""
     digest, line, text = body[: _DIGEST_CHARACTERS + 1], body[-1:], body[_DIGEST_CHARACTERS + 1 :]
     if not line.size or digest.tobytes() != digest_of(text).encode() + b"\n":
         raise CatalogCorrupt("its first line is not the digest of the rest")
+    yield
     try:
-        manifest = msgspec.json.decode(text.tobytes(), type=Manifest, strict=True)
+        image = msgspec.json.decode(text.tobytes(), type=_Image, strict=True)
+        yield
+        tenants = yield from _tenants_in(bytes(image.tenants))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CatalogCorrupt(f"not a manifest: {error}") from error
-    if manifest.format != MANIFEST_FORMAT or manifest.generation != generation:
+    yield from _check(image, folder, generation)
+    return Manifest(**{**_fields_of(image), "tenants": tenants})
+
+
+def _fields_of(record: _Fields) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _Fields.__struct_fields__}
+
+
+def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Holding]]:
+    """The tenants in a JSON object of lists of numbers, as `encode` makes it."""
+    if not text.startswith(b"{"):
+        raise CatalogCorrupt("tenants: not an object")
+    found: dict[str, Holding] = {}
+    first, last = 1, len(text) - 1
+    while first < last:
+        # To the end of some tenant's list.
+        end = text.find(b"]", min(first + _SLICE_BYTES, last - 1)) + 1 or last
+        some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Holding], strict=True)
+        if not all(map(_TENANT.fullmatch, some)):
+            raise CatalogCorrupt("tenants: one is not called by 16 hexadecimal digits")
+        found.update(some)
+        if len(found) > TENANTS_MAX:
+            raise CatalogCorrupt(f"tenants: more than {TENANTS_MAX}")
+        first = end + 1
+        yield
+    return found
+
+
+def _check(image: _Fields, folder: str, generation: int) -> Generator[None]:
+    if image.format != MANIFEST_FORMAT or image.generation != generation:
         raise CatalogCorrupt(
-            f"format={manifest.format}, generation={manifest.generation}: expected "
+            f"format={image.format}, generation={image.generation}: expected "
             f"{MANIFEST_FORMAT} and {generation}"
         )
-    if len(manifest.snapshots) > SNAPSHOTS_MAX or len(manifest.merged) > WRITERS_MAX:
+    if len(image.snapshots) > SNAPSHOTS_MAX or len(image.merged) > WRITERS_MAX:
         raise CatalogCorrupt(f"more than {SNAPSHOTS_MAX} snapshots or {WRITERS_MAX} writers")
-    if not 0 <= manifest.base <= len(manifest.snapshots):
-        raise CatalogCorrupt(f"base={manifest.base}: it has {len(manifest.snapshots)} snapshots")
-    if len(manifest.tenants) > TENANTS_MAX or not all(map(_TENANT.fullmatch, manifest.tenants)):
-        raise CatalogCorrupt(f"tenants: at most {TENANTS_MAX}, of 16 hexadecimal digits")
-    if any(parse_snapshot(folder, name) is None for name in manifest.snapshots):
-        raise CatalogCorrupt("a snapshot has another name than snapshots have")
+    if not 0 <= image.base <= len(image.snapshots):
+        raise CatalogCorrupt(f"base={image.base}: it has {len(image.snapshots)} snapshots")
+    for number, name in enumerate(image.snapshots):
+        if parse_snapshot(folder, name) is None:
+            raise CatalogCorrupt("a snapshot has another name than snapshots have")
+        if number % NAMES_PER_SLICE == 0:
+            yield
     probe = "0" * _DIGEST_CHARACTERS
-    for writer, merged in manifest.merged.items():
-        number = max(merged.number, 0)
-        if parse_log(folder, f"{folder}/log/{writer}/{number:012d}-{probe}.arrow") is None:
+    for number, (writer, merged) in enumerate(image.merged.items()):
+        last = max(merged.number, 0)
+        if parse_log(folder, f"{folder}/log/{writer}/{last:012d}-{probe}.arrow") is None:
             raise CatalogCorrupt(f"writer {writer[:64]!r}: not a writer's name and number")
-    return manifest
+        if number % NAMES_PER_SLICE == 0:
+            yield
 
 
 @dataclasses.dataclass(slots=True)

@@ -35,6 +35,7 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.rows import FILE_BYTES_MAX, CatalogCorrupt, Rows, decode
+from tiers.catalog.turns import in_turns
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Files:
             if body is None:
                 continue
             try:
-                return manifests.decode(body, self.folder, generation)
+                return await in_turns(manifests.decoding(body, self.folder, generation))
             except CatalogCorrupt as error:
                 self._broken(found.name, error)
         return None

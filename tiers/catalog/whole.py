@@ -73,7 +73,7 @@ class WholeMerge:
         """What is offered before the round, by age; only where a bound needs to know."""
         work = self._work
         ages = Ages(work.plan.bounds, work.now_seconds)
-        if self._needs_ages():
+        if await anyio.to_thread.run_sync(self._needs_ages):
             async for _, rows, _ in Shards(work.files, self._state).rows():
                 await work.check_alive()
                 await anyio.to_thread.run_sync(ages.add, rows)

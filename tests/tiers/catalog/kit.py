@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
 
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
@@ -14,6 +18,8 @@ from tiers.objects import UrlObjects
 from tiers.wrap import Metered
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
     from tiers.objects import ObjectTier
 
 NAMESPACE = bytes(range(32))
@@ -51,3 +57,20 @@ def reader(tier: ObjectTier, *, page_names: int = 1000) -> CatalogReader:
 
 async def new_rows(of: CatalogReader) -> list[Row]:
     return [rows.row(index) async for rows in of.changes() for index in range(len(rows))]
+
+
+@contextlib.asynccontextmanager
+async def others_turns() -> AsyncGenerator[Callable[[], int]]:
+    """A task beside the test's: how many turns of the event loop it has had."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+        yield lambda: turns
+        tasks.cancel_scope.cancel()

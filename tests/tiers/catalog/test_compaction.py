@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
 
 from tests.tiers.catalog.bucket import START_SECONDS, Bucket, Killed, View
-from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
+from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows, others_turns
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots
+from tiers.catalog import manifest as manifests
 from tiers.catalog.bounds import Bounds, Limits, Why, Whys
+from tiers.catalog.census import Holding
 from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.manifest import Counts
+from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,
     manifest_name,
@@ -219,6 +222,43 @@ async def test_a_tenants_bound_makes_a_round_due_and_takes_its_own(
     world.bucket.now += 1
     # Nothing more is due before what was withdrawn can be deleted.
     assert not (await world.compact(bounds, whole=False)).whole
+
+
+async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_tasks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def exceeded(*_: object) -> bool:
+        asked.append(turns())
+        return False
+
+    named = {f"{number:016x}": Holding(number, 1, 7, 1) for number in range(3 * TENANTS_PER_SLICE)}
+    body = manifests.encode(Manifest(0, tenants=named))
+    await world.tier.write(manifest_name(FOLDER, 0), body)
+    await world.write(1, 2)
+    monkeypatch.setattr(Limits, "exceeded", exceeded)
+    async with others_turns() as turns:
+        await world.compact(whole=False)
+    assert len(asked) > len(named)
+    assert max(Counter(asked).values()) <= TENANTS_PER_SLICE + 2
+    newest = world.reader()
+    await new_rows(newest)
+    tenants = {name: held for name, held in newest.manifest.tenants.items() if name in named}
+    assert tenants == {**named, "0" * 16: Holding(2000, 3, 7, 3)}
+
+
+async def test_a_manifest_names_the_tenants_that_hold_most(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "TENANTS_MAX", 3)
+    for number in (4, 2, 5, 3, 1):
+        await world.write(number, size_bytes=1000 * number, tenant=bytes(7) + bytes([number]))
+    for whole in (False, True):
+        await world.compact(whole=whole)
+        newest = world.reader()
+        await new_rows(newest)
+        assert set(newest.manifest.tenants) == {f"{number:016x}" for number in (3, 4, 5)}
 
 
 async def test_what_was_announced_or_written_again_is_not_deleted(world: World) -> None:
