@@ -16,7 +16,7 @@ from connector.drafting import drafting_of
 from connector.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
 from connector.options import count_of, default_socket, seconds_of
-from connector.refusals import attention_of, cut_of, num_heads_of, refusal_of
+from connector.refusals import attention_of, cut_of, media_refusal, num_heads_of, refusal_of
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class ServedEngine:
         except (WeightsUnknown, OSError) as error:
             self.refusal = str(error)
             return
+        self.media_refusal = media_refusal(vllm_config)
         self.replicas = self.cut.tensors if self.groups[0].latent else 1
         self.topology = self.cut.topology(self.replicas)
 

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import WeightsUnknown, offloading_identity
+from connector.refusals import media_refusal
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
@@ -104,6 +105,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     if reason := drafting_refusal(vllm_config):
         return {"refusal": reason}
+    if reason := media_refusal(vllm_config):
+        # A request's blocks are all that is seen here, and not which of them hold an image.
+        return {"refusal": f"it takes images, audio or video, and {reason}"}
     try:
         drafter = drafting_of(vllm_config).drafter
         identity = offloading_identity(vllm_config, block_tokens)

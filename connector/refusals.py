@@ -92,6 +92,22 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
     return ""
 
 
+def media_refusal(vllm_config: Any) -> str:
+    """Why requests with images, audio or video cannot be cached, or nothing."""
+    media = vllm_config.model_config.multimodal_config
+    if (
+        media is None
+        or media.mm_processor_cache_gb > 0
+        or vllm_config.cache_config.enable_prefix_caching
+    ):
+        return ""
+    # vLLM needs no hash of them then, and makes none: `_process_mm_uuids` of its renderer.
+    return (
+        "with --mm-processor-cache-gb 0 and without prefix caching vLLM does not hash them, and "
+        "calls them by numbers that begin anew with each process; leave one of the two on"
+    )
+
+
 def attention_of(spec: Any) -> Attention | None:
     """What layers of a KV cache group still read of their past; None of a kind not known here."""
     # Not subclasses: they may keep other things in a block than keys and values of its tokens.

@@ -33,11 +33,13 @@ class Settings:
     """What the operator decided in vLLM's configuration for this engine.
 
     `load_tokens_min`: a load shorter than this is not worth its extra scheduler step.
+    `caches_media`: whether what vLLM calls an image stands for what is in it.
     """
 
     reads: bool
     writes: bool
     load_tokens_min: int = 64
+    caches_media: bool = True
 
 
 @dataclass(slots=True)
@@ -149,8 +151,11 @@ class RequestState:
 class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
-    def __init__(self, groups: Sequence[CachedGroup], *, ahead_tokens: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[CachedGroup], settings: Settings, *, ahead_tokens: int = 0
+    ) -> None:
         super().__init__()
+        self._caches_media = settings.caches_media
         self._ahead_tokens = ahead_tokens
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
@@ -165,6 +170,8 @@ class Requests(dict[str, RequestState]):
             if request.prompt_embeds is not None or request.resumable:
                 # Embeddings have no token ids to make a key of; the next input of a streaming
                 # session replaces tokens that were hashed already.
+                return None
+            if request.mm_features and not self._caches_media:
                 return None
             adapter = self._adapter(request.lora_request)
             if adapter is None:

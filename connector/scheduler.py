@@ -94,7 +94,7 @@ class SchedulerRole:
         self._recurrent = [one for one, each in enumerate(geometries) if each.attention.recurrent]
         self._settings = settings
         self._clock = clock
-        self._requests = Requests(groups, ahead_tokens=drafting.ahead_tokens)
+        self._requests = Requests(groups, settings, ahead_tokens=drafting.ahead_tokens)
         self._finder = HitFinder(geometries)
         self._rate = PrefillRate()
         self._stores = Stores(geometries, world_size, clock=clock)

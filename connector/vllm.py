@@ -104,10 +104,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         client = Client(engine.socket, lambda: attempt)
         # Before the first request: a sidecar that is there should serve the first one too.
         client.wait_attached(engine.attach_seconds)
+        if engine.media_refusal:
+            logger.warning(
+                "kvlake: requests with images, audio or video are not cached, because %s",
+                engine.media_refusal,
+            )
         settings = Settings(
             reads=transfer.is_kv_consumer,
             writes=transfer.is_kv_producer,
             load_tokens_min=engine.load_tokens_min,
+            caches_media=not engine.media_refusal,
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
         return SchedulerRole(client, groups, settings, engine.world_size, drafting=engine.drafting)

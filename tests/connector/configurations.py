@@ -19,6 +19,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.config.multimodal import MultiModalConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -75,12 +76,14 @@ def vllm_config(
     policy: str = "fcfs",
     others: Sequence[str] = (),
     speculative: dict[str, Any] | None = None,
+    media_cache_gb: float | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A real configuration of a CPU engine with our connector.
 
     With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`.
-    `speculative` is what a user gives as `--speculative-config`.
+    `speculative` is what a user gives as `--speculative-config`. With `media_cache_gb` the model
+    is said to take images, and that is `--mm-processor-cache-gb`.
     """
     transfer: dict[str, Any] = {
         "kv_connector": "KVLakeConnector",
@@ -134,6 +137,8 @@ def vllm_config(
         device_config=DeviceConfig("cpu"),
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    if media_cache_gb is not None:
+        model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache_gb)
     return config
 
 

@@ -57,8 +57,16 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 class Engine:
     """vLLM's scheduler and one rank."""
 
-    def __init__(self, model: Path, socket: str, *, num_blocks: int = 128, **extra: Any) -> None:
-        config = vllm_config(model, num_blocks=num_blocks)
+    def __init__(
+        self,
+        model: Path,
+        socket: str,
+        *,
+        num_blocks: int = 128,
+        configured: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> None:
+        config = vllm_config(model, num_blocks=num_blocks, **(configured or {}))
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
@@ -275,6 +283,16 @@ def test_an_engine_that_nothing_tells_from_others(
         assert engine.run("b", tokens) == 96
     finally:
         engine.close()
+
+
+def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its blocks do not tell which of them hold an image, so none leaves vLLM's own tier."""
+
+    unhashed = {"media_cache_gb": 0, "prefix_caching": False}
+    engine = Engine(model, "/nowhere/attach.sock", configured=unhashed, attach_seconds=0)
+    engine.close()
+    assert not engine.manager.secondary_tiers
+    assert "--mm-processor-cache-gb 0" in caplog.text
 
 
 class TestNotes:

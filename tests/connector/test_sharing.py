@@ -82,6 +82,29 @@ class TestWhoShares:
         keys = {first_key("a", "cat"), first_key("b", "dog"), chain_of(engine, PROMPT).keys[0]}
         assert len(keys) == 3
 
+    @pytest.mark.parametrize("caching", [True, False])
+    @pytest.mark.parametrize("cache_gb", [0.0, 4.0])
+    def test_images_that_vllm_only_counts_are_not_cached(
+        self,
+        make: Callable[..., Engine],
+        caplog: pytest.LogCaptureFixture,
+        cache_gb: float,
+        caching: bool,
+    ) -> None:
+        """Without its two caches vLLM hashes no image: the first of each process has one name."""
+        engine = make(media_cache_gb=cache_gb, prefix_caching=caching)
+        counted = not cache_gb and not caching
+        feature = MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier="renderer0-mm-1-image-0",
+            mm_position=PlaceholderRange(offset=10, length=20),
+        )
+        for name, features in (("image", [feature]), ("text", [])):
+            engine.role.new_request(request_of(name, PROMPT, mm_features=features))
+        assert set(engine.role._requests) == ({"text"} if counted else {"image", "text"})
+        assert ("images, audio or video are not cached" in caplog.text) == counted
+
     def test_embeddings_and_streams_are_not_cached(self, engine: Engine) -> None:
         embeds = request_of("e", PROMPT)
         embeds.prompt_embeds = torch.zeros(1)

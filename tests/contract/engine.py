@@ -90,7 +90,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.model:ModelConfig": Used(
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
-            "max_model_len use_mla"
+            "max_model_len use_mla multimodal_config"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
@@ -118,8 +118,12 @@ ENGINE: Final[dict[str, Used]] = {
         }
     ),
     "vllm.config.cache:CacheConfig": Used(
-        attributes("cache_dtype block_size prefix_caching_hash_algo prefix_match_unit")
+        attributes(
+            "cache_dtype block_size prefix_caching_hash_algo prefix_match_unit "
+            "enable_prefix_caching"
+        )
     ),
+    "vllm.config.multimodal:MultiModalConfig": Used(attributes("mm_processor_cache_gb")),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),
     "vllm.config.load:LoadConfig": Used(attributes("load_format")),
