@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -83,6 +84,8 @@ class Catalog(RuleBasedStateMachine):
         self.patch.setattr(snapshots, "SNAPSHOT_ROWS", 5)
         self.patch.setattr(compaction, "OVERLAY_ROWS", 8)
         self.patch.setattr(compaction, "new_writer", self._new_writer)
+        self.patch.setattr(anyio.to_thread, "run_sync", self._in_its_turn)
+        self.waits: Iterator[int] = itertools.repeat(0)
         self.logs = [self._log() for _ in range(WRITERS)]
         self.readers = [CatalogReader(View(self.bucket), FOLDER, Counts()) for _ in range(READERS)]
         self.seen: list[Held] = [{} for _ in range(READERS)]
@@ -94,6 +97,12 @@ class Catalog(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.settle()
         self.patch.undo()
+
+    async def _in_its_turn(self, work: Callable[..., Any], *args: Any) -> Any:
+        """In place of a thread, which ends when the machine's load says so, and not the example."""
+        for _ in range(next(self.waits)):
+            await anyio.lowlevel.checkpoint()
+        return work(*args)
 
     def _new_writer(self, kind: str = "s") -> str:
         return f"{kind}{next(self.names):015x}"
@@ -236,6 +245,7 @@ class Catalog(RuleBasedStateMachine):
     @rule(
         whole=st.tuples(st.booleans(), st.booleans()), ttl=st.booleans(),
         steps=st.tuples(steps, steps), number=numbers, late=st.integers(0, 20),
+        waits=st.lists(st.integers(0, 30), min_size=1, max_size=12),
     )  # fmt: skip
     def at_once(
         self,
@@ -244,6 +254,7 @@ class Catalog(RuleBasedStateMachine):
         steps: tuple[int, int],
         number: int,
         late: int,
+        waits: list[int],
     ) -> None:
         """Two compactors, a reader and a writer side by side."""
 
@@ -264,7 +275,9 @@ class Catalog(RuleBasedStateMachine):
                 tasks.start_soon(later, lambda: self._refresh(0))
                 tasks.start_soon(later, write)
 
+        self.waits = itertools.cycle(waits)
         anyio.run(run)
+        self.waits = itertools.repeat(0)
 
     # --- the world -----------------------------------------------------------------------------
 
@@ -295,7 +308,10 @@ class Catalog(RuleBasedStateMachine):
         for log in self.logs:
             anyio.run(log.flush)
         self.refresh_all()
-        self.bucket.now += 1000
+        for _ in range(5):
+            # As often as those look that look often enough.
+            self.bucket.now += 200
+            self.refresh_all()
         self.compact(True, True, False, False, NO_KILL, False)
         for _ in range(3):
             self.refresh_all()
