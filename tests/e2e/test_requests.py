@@ -27,6 +27,7 @@ from tests.e2e.arms import (
     empty,
     external_hit,
     fresh_salt,
+    has_host_tier,
     idle,
     own_hit,
     words,
@@ -125,8 +126,9 @@ def test_requests_of_adapters_are_preempted_and_aborted(
         generation = engine.finish(handle)
         assert len(generation.tokens) == 150
         oracle.check_close(generation)
-    # Nothing was stored under these salts before: only who was preempted can load.
-    assert counters(sidecar)["chunks_loaded"] > loaded
+    # Nothing was stored under these salts before: only who was preempted can load. An engine with a
+    # host tier of its own finds it there.
+    assert has_host_tier(engine) or counters(sidecar)["chunks_loaded"] > loaded
     empty(engine)
     again = [
         engine.begin(one.prompt, max_tokens=1, cache_salt=salt, **one.options)

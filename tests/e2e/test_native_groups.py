@@ -1,0 +1,109 @@
+"""vLLM's own offloading: a model of several KV cache groups (gemma 3), cut over two ranks, with an
+adapter.
+
+What chunks are and how ranks share their rows is vLLM's business; what comes back must be what the
+engine had, on each rank and in each group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.demo.engine import EngineSpec
+from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import adapters
+from tests.e2e.arms import (
+    PATIENT,
+    Call,
+    Measured,
+    attach,
+    blocks_of,
+    counters,
+    empty,
+    external_hit,
+    idle,
+    own_hit,
+    same_output,
+    words,
+)
+from tests.e2e.native import NativeEngine
+from tests.e2e.test_hybrid import ENGINE_ARGS, check_bytes, whole, write_gemma
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.demo.engine import Engine
+
+pytestmark = pytest.mark.engine
+
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = tmp_path_factory.mktemp("gemma")
+    write_gemma(model)
+    socket = SidecarProcess(folder / "s", {}).socket
+    spec = EngineSpec(str(model), socket, {**ENGINE_ARGS, **RANKS}, threads_bind="0|1")
+    with NativeEngine(spec, folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    """An empty sidecar with a folder that outlives it; at its end everything is written."""
+    (folder / "store").mkdir(exist_ok=True)
+    url = f"file://{folder / 'store'}"
+    config = {
+        "host": {"size": "256MiB"},
+        "store": {"url": url, "refresh_seconds": "100ms", "recompute": "never"},
+        "limits": PATIENT,
+    }
+    with SidecarProcess(folder / "s", config) as sidecar:
+        attach(engine, sidecar)
+        yield sidecar
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        assert sidecar.drain() == 0
+
+
+def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
+    """From host memory, and from the object store for a sidecar that is empty."""
+    call = Call(words(900, 1), max_tokens=1)
+    with cluster(folder, engine) as sidecar:
+        oracle = own_hit(engine, call, before=[call])
+        assert oracle.blocks[0] != oracle.blocks[1], "ranks hold different heads"
+        measured = external_hit(engine, call, before=[call])
+        assert measured.generation.cached_tokens == whole(900)
+        assert same_output(measured.generation, oracle.generation)
+        check_bytes(measured, oracle)
+        empty(engine)
+        sidecar.wait("everything ended", idle)
+        written = counters(sidecar)["chunks_written"]
+    with cluster(folder, engine) as sidecar:
+        sidecar.wait("the store is listed", lambda now: now["tiers"]["store"]["chunks"] >= written)
+        empty(engine)
+        generation = engine.generate(call.prompt, max_tokens=1, cache_salt=oracle.salt)
+        again = Measured(generation, blocks_of(engine), oracle.salt)
+        assert same_output(generation, oracle.generation)
+        check_bytes(again, oracle)
+        assert counters(sidecar)["chunks_read"] >= whole(900) // 32
+
+
+def test_an_adapter_has_its_own_chunks(folder: Path, engine: Engine) -> None:
+    adapters.write_adapter(folder / "adapter", 1)
+    options = {"adapter": ("adapter", 1, str(folder / "adapter"))}
+    call, plain = Call(words(700, 2), options=options), Call(words(700, 2))
+    with cluster(folder, engine):
+        oracle = own_hit(engine, call, before=[call])
+        measured = external_hit(engine, call, before=[call])
+        assert measured.generation.cached_tokens == whole(700)
+        assert same_output(measured.generation, oracle.generation)
+        empty(engine)
+        other = plain.generate(engine, measured.salt)
+        assert other.cached_tokens == 0
+        assert not same_output(other, measured.generation)
