@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.processing import overrides_of, plain, processing_of
 from connector.recurrent import recurrent, state_description, state_encoding
 from tiers.packing import BY_TOKEN, regroups
 
@@ -142,12 +144,12 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
         ),
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
         "dummy_weights": dummy,
-        "hf_overrides": _plain(model.hf_overrides),
+        "hf_overrides": overrides_of(model),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "rope": _plain(getattr(hf_config, "rope_parameters", None)),
+        "rope": plain(getattr(hf_config, "rope_parameters", None)),
         "quantization": str(model.quantization),
         "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
-    }
+    } | processing_of(vllm_config)
 
 
 def _latent(spec: Any) -> bool:
@@ -238,14 +240,45 @@ def model_identity(
     return {"name": model, "revision": str(commit or revision or "")}
 
 
-def adapter_identity(name: str, path: str) -> str:
-    """What tells a LoRA adapter from others: its files, or its name where they are not local.
+def adapter_identity(path: str) -> str:
+    """What tells a LoRA adapter from others: its files.
 
     Raises:
+        WeightsUnknown: it is not known which files vLLM loads.
         OSError: its files are there and cannot be read.
     """
-    folder = Path(path)
-    return folder_digest(folder) if folder.is_dir() else f"{name}\0{path}"
+    # As vLLM finds them, `get_adapter_absolute_path`, but for its download.
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        folder = _downloaded(path)
+    if not _weights_in(folder):
+        raise WeightsUnknown(
+            f"there are no weights in {folder} that kvlake knows ({', '.join(_WEIGHTS)})"
+        )
+    return folder_digest(folder)
+
+
+def _downloaded(hub_id: str) -> Path:
+    """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
+
+    vLLM may load it at any time, and then loads what the hub has by then. Only offline, with one
+    snapshot there, does the scheduler know what a worker has loaded, or will.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode() and not os.environ.get("VLLM_USE_MODELSCOPE"):
+        try:
+            folder = Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+            snapshots = list(folder.parent.iterdir())
+        except (OSError, ValueError):
+            snapshots = []
+        if len(snapshots) == 1:
+            return snapshots[0]
+    raise WeightsUnknown(
+        f"{hub_id!r} is no folder on this machine, and the name may mean other weights tomorrow; "
+        "give the folder that `hf download` prints, or set HF_HUB_OFFLINE=1 with one revision "
+        "downloaded"
+    )
 
 
 def folder_digest(folder: Path) -> str:
@@ -311,8 +344,3 @@ def _hash_opaque(hasher: Any, path: Path) -> None:
         hasher.update(file.read(_SAMPLE_BYTES))
         file.seek(max(0, status.st_size - _SAMPLE_BYTES))
         hasher.update(file.read(_SAMPLE_BYTES))
-
-
-def _plain(value: Any) -> Any:
-    """A JSON-able copy of a configuration value; what JSON cannot hold becomes its repr."""
-    return json.loads(json.dumps(value, sort_keys=True, default=repr))

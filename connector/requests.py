@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.keys import KeyChain, MediaItem, root_key
-from connector.namespace import adapter_identity
+from connector.namespace import WeightsUnknown, adapter_identity
 from connector.wishes import Wishes, WishReader
 from sidecar.protocol import tenant_id
 
@@ -159,6 +159,7 @@ class Requests(dict[str, RequestState]):
         self._ahead_tokens = ahead_tokens
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
+        self._adapters_refused: set[tuple[str, str, int]] = set()
         self._reader = WishReader()
         self.generation = b""
         """Part of every key made from now on; a new one makes everything older unknown."""
@@ -213,7 +214,7 @@ class Requests(dict[str, RequestState]):
         return states
 
     def _adapter(self, lora: Any) -> str | None:
-        """What tells a LoRA adapter's KV from others'; None if its files cannot be read."""
+        """What tells a LoRA adapter's KV from others'; None if nothing does."""
         if lora is None:
             return ""
         place = (lora.lora_name, lora.lora_path, lora.lora_int_id)
@@ -221,8 +222,10 @@ class Requests(dict[str, RequestState]):
         # One that is reloaded in place may have changed since it was last read.
         if identity is None or lora.load_inplace:
             try:
-                identity = self._adapters[place] = adapter_identity(lora.lora_name, lora.lora_path)
-            except OSError as error:
-                logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
+                identity = self._adapters[place] = adapter_identity(lora.lora_path)
+            except (WeightsUnknown, OSError) as error:
+                if place not in self._adapters_refused:
+                    self._adapters_refused.add(place)
+                    logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
                 return None
         return identity

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.namespace import (
@@ -141,10 +142,41 @@ class TestNames:
     def test_an_adapter_is_its_files(self, tmp_path: Path) -> None:
         one = write_weights(tmp_path / "one")
         other = write_weights(tmp_path / "other")
-        assert adapter_identity("a", str(one)) == adapter_identity("b", str(other))
+        assert adapter_identity(str(one)) == adapter_identity(str(other))
         (other / "adapter_config.json").write_text('{"lora_alpha": 32}')
-        assert adapter_identity("a", str(one)) != adapter_identity("a", str(other))
-        assert adapter_identity("a", "org/x") != adapter_identity("a", "org/y")
+        assert adapter_identity(str(one)) != adapter_identity(str(other))
+
+    def test_an_adapter_in_the_users_home_is_its_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        before = adapter_identity(str(write_weights(tmp_path / "a", fill=1)))
+        assert adapter_identity("~/a") == before
+        write_weights(tmp_path / "a", fill=2)
+        assert adapter_identity("~/a") != before
+
+    def test_an_adapter_of_a_hub_is_its_only_snapshot(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whichever vLLM may have loaded, and whenever: there is no other."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        repository = tmp_path / "models--org--x"
+        snapshot = write_weights(repository / "snapshots" / ("a" * 40))
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40)
+        with pytest.raises(WeightsUnknown, match="HF_HUB_OFFLINE"):
+            adapter_identity("org/x")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert adapter_identity("org/x") == adapter_identity(str(snapshot))
+        write_weights(repository / "snapshots" / ("b" * 40))
+        for path in ("org/x", "org/unknown", "no/hub/id", "/nowhere"):
+            with pytest.raises(WeightsUnknown, match="may mean other weights"):
+                adapter_identity(path)
+
+    def test_an_adapter_without_weights_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(WeightsUnknown, match="no weights in"):
+            adapter_identity(str(tmp_path))
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
@@ -159,9 +191,23 @@ def config_of(folder: Path, **changes: Any) -> Any:
         "load_format": "auto",
         "hf_overrides": {},
         "rope": {"rope_theta": 10000.0},
+        "architecture": "LlamaForCausalLM",
+        "model_dtype": torch.bfloat16,
+        "runner": "generate",
+        "max_model_len": 2048,
+        "skip_layers": [],
+        "media": None,
+        "lora_dtype": None,
+        "quantization_config": None,
+        "hf_config_path": None,
         **changes,
     }
-    text_config = SimpleNamespace(rope_parameters=values["rope"], max_position_embeddings=2048)
+    text_config = SimpleNamespace(
+        rope_parameters=values["rope"],
+        max_position_embeddings=2048,
+        to_dict=lambda: {"rms_norm_eps": values.get("made", 0.2)},
+    )
+    media, lora_dtype = values["media"], values["lora_dtype"]
     model = SimpleNamespace(
         model=values["model"],
         revision=values["revision"],
@@ -169,13 +215,25 @@ def config_of(folder: Path, **changes: Any) -> Any:
         hf_overrides=values["hf_overrides"],
         hf_config=text_config,
         hf_text_config=text_config,
+        architecture=values["architecture"],
+        architectures=["LlamaForCausalLM"],
+        dtype=values["model_dtype"],
+        runner_type=values["runner"],
+        convert_type="none",
+        max_model_len=values["max_model_len"],
+        quantization_config=values["quantization_config"],
+        hf_config_path=values["hf_config_path"],
+        multimodal_config=None if media is None else MultiModalConfig(**media),
         get_total_num_hidden_layers=lambda: values["layers"],
         get_total_num_kv_heads=lambda: values["kv_heads"],
     )
     return SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
+        cache_config=SimpleNamespace(
+            cache_dtype=values["cache_dtype"], kv_cache_dtype_skip_layers=values["skip_layers"]
+        ),
         load_config=SimpleNamespace(load_format=values["load_format"]),
+        lora_config=lora_dtype and SimpleNamespace(lora_dtype=lora_dtype),
     )
 
 
@@ -210,6 +268,15 @@ class TestNamespace:
             {"rope": {"rope_theta": 500000.0}},
             {"hf_overrides": {"rms_norm_eps": 0.1}},
             {"load_format": "dummy"},
+            {"quantization_config": {"linear": "fp8"}},
+            {"architecture": "TransformersForCausalLM"},
+            {"runner": "pooling"},
+            {"lora_dtype": torch.float16},
+            {"hf_config_path": "org/other"},
+            {"media": {"mm_processor_kwargs": {"num_crops": 4}}},
+            {"media": {"media_io_kwargs": {"video": {"num_frames": 40}}}},
+            {"media": {"video_pruning_rate": 0.5}},
+            {"media": {"mm_encoder_attn_dtype": "fp8"}},
         ],
     )
     def test_whatever_changes_the_bytes_is_in_it(
@@ -217,6 +284,58 @@ class TestNamespace:
     ) -> None:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
+
+    def test_the_dtype_of_the_model_counts_beside_a_quantized_cache(self, tmp_path: Path) -> None:
+        write_weights(tmp_path)
+        fp8 = namespace(tmp_path, cache_dtype="fp8")
+        assert namespace(tmp_path, cache_dtype="fp8", model_dtype=torch.float16) != fp8
+        assert namespace(tmp_path, cache_dtype="fp8", skip_layers=["0"]) != fp8
+
+    def test_how_the_engine_prepares_media_is_in_it_and_its_cache_is_not(
+        self, tmp_path: Path
+    ) -> None:
+        write_weights(tmp_path)
+        assert namespace(tmp_path, media={}) == namespace(tmp_path)
+        assert namespace(tmp_path, media={"mm_processor_cache_gb": 1}) == namespace(tmp_path)
+        scales = tmp_path / "scales.json"
+        found = set[bytes]()
+        for text in ("{}", '{"a": 1}'):
+            scales.write_text(text)
+            media = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales)}
+            found.add(namespace(tmp_path, media=media))
+        assert len(found) == 2
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_long_rope_is_scaled_by_the_longest_context(self, tmp_path: Path, nested: bool) -> None:
+        """vLLM takes the long factors for all positions where `max_model_len` is long."""
+        write_weights(tmp_path)
+        rope: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+        rope = {"full_attention": rope} if nested else rope
+
+        def of(max_model_len: int) -> bytes:
+            return namespace(tmp_path, rope=rope, max_model_len=max_model_len)
+
+        assert of(2048) == of(4096) != of(4097) == of(131072)
+        assert namespace(tmp_path, max_model_len=131072) == namespace(tmp_path)
+
+    def test_a_function_that_overrides_is_what_it_makes(self, tmp_path: Path) -> None:
+        """Its name may mean another one tomorrow, and its address is another in each process."""
+        write_weights(tmp_path)
+
+        def to_overridden(config: Any) -> Any:
+            return config
+
+        def of(made: float) -> bytes:
+            return namespace(tmp_path, hf_overrides=to_overridden, made=made)
+
+        assert of(0.1) == of(0.1) != of(0.3)
+
+    def test_another_configuration_file_is_what_it_holds(self, tmp_path: Path) -> None:
+        write_weights(tmp_path)
+        other = write_weights(tmp_path / "other", config='{"rope_theta": 5}')
+        before = namespace(tmp_path, hf_config_path=str(other))
+        (other / "config.json").write_text('{"rope_theta": 6}')
+        assert namespace(tmp_path, hf_config_path=str(other)) != before
 
     def test_blocks_of_another_size_share_where_they_can_be_made_of_each_other(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

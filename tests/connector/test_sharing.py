@@ -37,7 +37,10 @@ class TestWhoShares:
 
     def test_adapters_do_not(self, engine: Engine, tmp_path: Path) -> None:
         keys: list[bytes] = []
-        for name, path in (("a", "org/a"), ("b", "org/b"), ("c", str(tmp_path))):
+        for name in ("a", "b", "c"):
+            path = str(tmp_path / name)
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "adapter_model.bin").write_bytes(name.encode() * 100)
             request = request_of(name, PROMPT, lora_request=LoRARequest(name, 1, path))
             engine.role.new_request(request)
             keys.append(engine.role._requests[name].chain.keys[0])
@@ -63,10 +66,12 @@ class TestWhoShares:
     ) -> None:
         (tmp_path / "adapter_config.json").symlink_to(tmp_path / "adapter_config.json")
         (tmp_path / "adapter_model.bin").symlink_to(tmp_path / "adapter_model.bin")
-        lora = LoRARequest("a", 1, str(tmp_path))
-        engine.role.new_request(request_of("a", PROMPT, lora_request=lora))
+        unread = LoRARequest("a", 1, str(tmp_path))
+        unknown = LoRARequest("b", 2, "org/b")
+        for number, lora in enumerate((unread, unknown, unread, unknown)):
+            engine.role.new_request(request_of(f"r{number}", PROMPT, lora_request=lora))
         assert not engine.role._requests
-        assert "is not cached" in caplog.text
+        assert caplog.text.count("is not cached") == 2, "told once of each"
 
     def test_images_do_not(self, engine: Engine) -> None:
         def first_key(name: str, identifier: str) -> bytes:

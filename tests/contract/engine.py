@@ -84,17 +84,21 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.vllm:VllmConfig": Used(
         attributes(
             "attention_config cache_config kv_events_config kv_transfer_config load_config "
+            "lora_config "
             "mamba_config model_config parallel_config scheduler_config speculative_config"
         )
     ),
     "vllm.config.model:ModelConfig": Used(
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
-            "max_model_len use_mla multimodal_config"
+            "max_model_len use_mla multimodal_config quantization_config code_revision "
+            "hf_config_path runner_type convert_type"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
             "dtype": ATTRIBUTE,
+            "architecture": PROPERTY,
+            "architectures": PROPERTY,
             "get_head_size": "()",
             "get_total_num_kv_heads": "()",
             "get_total_num_hidden_layers": "()",
@@ -120,10 +124,17 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.cache:CacheConfig": Used(
         attributes(
             "cache_dtype block_size prefix_caching_hash_algo prefix_match_unit "
-            "enable_prefix_caching"
+            "enable_prefix_caching "
+            "kv_cache_dtype_skip_layers"
         )
     ),
-    "vllm.config.multimodal:MultiModalConfig": Used(attributes("mm_processor_cache_gb")),
+    "vllm.config.multimodal:MultiModalConfig": Used(
+        attributes(
+            "mm_processor_cache_gb mm_processor_kwargs media_io_kwargs video_pruning_rate "
+            "mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
+        )
+    ),
+    "vllm.config.lora:LoRAConfig": Used(attributes("lora_dtype")),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),
     "vllm.config.load:LoadConfig": Used(attributes("load_format")),

@@ -1,0 +1,115 @@
+"""What else of vLLM's configuration changes the KV of equal tokens and equal weights.
+
+Owns the reading of settings that are seldom given: how images are prepared and encoded, what a
+model is run as, which of its positions are scaled. A setting that is not given is not in the
+description, so that engines without it go on sharing with those of earlier versions. Settings that
+change rounding alone (kernels, cuts, attention backends of encoders) are left out on purpose: so
+does the number of ranks, and such engines share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MEDIA_SETTINGS: Final = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "mm_encoder_attn_dtype",
+)
+_MODEL_SETTINGS: Final = ("quantization_config", "code_revision")
+
+
+def processing_of(vllm_config: Any) -> dict[str, Any]:
+    """Settings beyond weights, dtypes and geometry that KV depends on, where they are given.
+
+    Raises:
+        OSError: a file that a setting names cannot be read.
+    """
+    model = vllm_config.model_config
+    description: dict[str, Any] = {
+        name: plain(value) for name in _MODEL_SETTINGS if (value := getattr(model, name, None))
+    }
+    if model.hf_config_path:
+        description["hf_config_path"] = _configuration(model)
+    if model.runner_type != "generate":
+        description["runner"] = [str(model.runner_type), str(model.convert_type)]
+    if model.architecture not in model.architectures:
+        # As Transformers' own classes in place of vLLM's.
+        description["architecture"] = str(model.architecture)
+    cache = vllm_config.cache_config
+    if cache.cache_dtype != "auto":
+        # With "auto" it is the dtype of the cache itself.
+        description["dtype"] = str(model.dtype).removeprefix("torch.")
+    if cache.kv_cache_dtype_skip_layers:
+        description["unquantized_layers"] = sorted(cache.kv_cache_dtype_skip_layers)
+    if (long := long_rope(model)) is not None:
+        description["long_rope"] = long
+    if vllm_config.lora_config is not None and vllm_config.lora_config.lora_dtype != model.dtype:
+        description["lora_dtype"] = str(vllm_config.lora_config.lora_dtype)
+    if media := media_settings(model.multimodal_config):
+        description["media"] = media
+    return description
+
+
+def _configuration(model: Any) -> list[str]:
+    """What tells a configuration beside the model's own from others."""
+    config = Path(model.hf_config_path) / "config.json"
+    if config.is_file():
+        return [hashlib.sha256(config.read_bytes()).hexdigest()]
+    return [model.hf_config_path, str(getattr(model.hf_config, "_commit_hash", None) or "")]
+
+
+def media_settings(multimodal_config: Any) -> dict[str, Any]:
+    """How images, audio and video are read, prepared and encoded, as far as it was given.
+
+    vLLM's hash of an image covers what its request says of this, and not what the engine was
+    started with.
+
+    Raises:
+        OSError: the encoder's scales cannot be read.
+    """
+    if multimodal_config is None:
+        return {}
+    description = {
+        name: plain(value)
+        for name in _MEDIA_SETTINGS
+        if (value := getattr(multimodal_config, name, None))
+    }
+    if "video_pruning_rate" in description:
+        method = getattr(multimodal_config, "video_pruning_method", "evs")
+        description["video_pruning_method"] = str(method)
+    if scales := multimodal_config.mm_encoder_fp8_scale_path:
+        description["encoder_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+    return description
+
+
+def long_rope(model: Any) -> bool | None:
+    """Whether a LongRoPE model uses its long factors; None of other models.
+
+    vLLM decides it for all positions at once, by `max_model_len`.
+    """
+    parameters: Mapping[str, Any] = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    # Either of the model, or of each kind of its layers.
+    for one in (parameters, *parameters.values()):
+        if isinstance(one, dict) and one.get("rope_type") == "longrope":
+            return int(model.max_model_len) > int(one["original_max_position_embeddings"])
+    return None
+
+
+def overrides_of(model: Any) -> Any:
+    """`hf_overrides`; where they are a function, all of the configuration that it made."""
+    if callable(model.hf_overrides):
+        return {"made": plain(model.hf_config.to_dict())}
+    return plain(model.hf_overrides)
+
+
+def plain(value: Any) -> Any:
+    """A JSON-able copy of a configuration value; what JSON cannot hold becomes its repr."""
+    return json.loads(json.dumps(value, sort_keys=True, default=repr))
