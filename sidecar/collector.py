@@ -30,7 +30,7 @@ from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
-from tiers.errors import TierError
+from tiers.errors import TierError, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,15 +121,28 @@ async def namespaces(store: ObjectTier) -> list[str]:
 async def collect(
     store: ObjectTier, lease: Lease, plan: Plan, prefixes: Sequence[str], counts: Counts
 ) -> list[Report]:
-    """One round on each namespace, under a lease that is held. Raises as `compact` does."""
+    """One round on each namespace, under a lease that is held. Raises as `compact` does.
+
+    A namespace where only a person can help does not keep the others from theirs: the error is
+    raised after all of them.
+    """
     reports: list[Report] = []
+    failure: TierUnavailable | None = None
     for prefix in prefixes:
         if not await lease.renew(at_once=True):
             raise Superseded("the lease is somebody else's")
-        report = await compact(
-            store, prefix, plan, lease.store_seconds, alive=lease.renew, counts=counts
-        )
-        reports.append(report)
+        try:
+            report = await compact(
+                store, prefix, plan, lease.store_seconds, alive=lease.renew, counts=counts
+            )
+        except TierUnavailable as error:
+            if error.retryable:
+                raise
+            failure = failure or error
+        else:
+            reports.append(report)
+    if failure is not None:
+        raise failure
     return reports
 
 

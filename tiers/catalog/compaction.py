@@ -20,6 +20,7 @@ compared with another was given by the store's clock, except for when rows were 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 import anyio.to_thread
@@ -66,6 +67,7 @@ async def compact(
     alive: Callable[[], Awaitable[bool]] | None = None,
     counts: Counts | None = None,
     tell: Tell | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Report:
     """One round on the namespace in folder `prefix`.
 
@@ -77,20 +79,23 @@ async def compact(
         alive: asked now and then; False ends the round, because the lease is somebody else's.
         counts: where to count what is read.
         tell: hears of what is withdrawn, as merged rows and what each falls to.
+        clock: monotonic seconds: how long the round has taken.
 
     Raises the tier's errors, and `Superseded`; either way nothing is lost and it may be tried
     again.
     """
     files = Files(tier, catalog_folder(prefix), counts or Counts())
     work = Work(tier, prefix, plan, now_seconds, files, Report(prefix), alive, tell)
-    return await _Round(work).run()
+    return await _Round(work, clock).run()
 
 
 class _Round:
     """State of one round."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, clock: Callable[[], float]) -> None:
         self._work = work
+        self._clock = clock
+        self._began = clock()
         self._report = work.report
         self._log = LogWriter(
             work.tier, work.folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
@@ -197,6 +202,8 @@ class _Round:
         written = self._merged(state, generation)
         if self._log.files:
             written[self._log.writer] = Merged(self._log.files - 1, generation)
+        # Readers could not hear of it before now: a round may take longer than the grace.
+        since = work.now_seconds + self._clock() - self._began
         # What was withdrawn by the manifest before does not begin to wait again.
         anew = (
             bool(self._report.withdrawn or self._report.lost)
@@ -209,7 +216,7 @@ class _Round:
             generation=generation,
             snapshots=tuple(names),
             base=len(names),
-            base_seconds=work.now_seconds if anew else state.manifest.base_seconds,
+            base_seconds=since if anew else state.manifest.base_seconds,
             base_withdrawn=census.withdrawn,
             rows=held.objects + census.withdrawn,
             held=held,

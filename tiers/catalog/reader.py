@@ -5,7 +5,8 @@ rows come to (the engine's directory, or `merge.py`), nor when it is asked.
 
 A refresh lists the catalog's folder. While its files fit in one page of a listing, which
 compaction sees to, that is one request whatever the number of writers; beyond it, the writers'
-folders are listed one by one from their positions on, where that takes fewer requests. A new
+folders are listed one by one from their positions on, where that takes fewer requests, and all of
+it now and then, to count what was removed. A new
 manifest costs one read. Snapshots are read at the first refresh, and when log files that were not
 seen have been merged and then deleted or damaged.
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 PAGE_NAMES: Final = 1000
 """Names in one request of a listing, of S3 and of most others."""
+PAGED_MAX: Final = 64
+"""Refreshes after which all names are listed again: some may have been removed."""
 BROKEN_KEPT_MAX: Final = 1024
 
 _log = logging.getLogger(__name__)
@@ -163,6 +166,8 @@ class CatalogReader:
         self._positions: dict[str, LogFile] = {}
         self._merged: dict[str, int] = {}
         self._names_known = 0
+        self._paged = 0
+        """Refreshes since all names were listed."""
         self._doubt = False
         self._looked = False
         self._unfinished = False
@@ -192,6 +197,9 @@ class CatalogReader:
             # All of them were lost, and compaction has begun to count anew.
             self._manifest, self._doubt = NOTHING, True
         newer = await self._files.manifest(contents, self.generation)
+        if newer is not None:
+            # Who made it has removed files: how many there are is counted anew.
+            self._paged = PAGED_MAX
         if newer is not None or self._unfinished:
             manifest = newer or self._manifest
             if self._missed(manifest, contents):
@@ -300,10 +308,12 @@ class CatalogReader:
 
     async def _list(self) -> Contents:
         whole = 1 + self._names_known // self._page_names
-        if whole <= 2 + len(self._positions):
+        if self._paged >= PAGED_MAX or whole <= 2 + len(self._positions):
+            self._paged = 0
             listing = await self._tier.list(self._folder)
             self._names_known = len(listing)
             return sort_out(self._folder, listing)
+        self._paged += 1
         found = await self._tier.list(f"{self._folder}/manifest")
         for entry in await self._tier.list(f"{self._folder}/log", deep=False):
             if not entry.name.endswith("/"):

@@ -78,7 +78,9 @@ class World:
         tell: Callable[[Rows, Whys], Awaitable[None]] | None = None,
     ) -> Report:
         plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, None, dry_run)
-        return await compact(self.tier, PREFIX, plan, self.bucket.now, tell=tell)
+        return await compact(
+            self.tier, PREFIX, plan, self.bucket.now, tell=tell, clock=lambda: self.bucket.now
+        )
 
     async def offered(self, reader: CatalogReader | None = None) -> set[int]:
         """What a reader that starts now offers."""
@@ -165,6 +167,19 @@ async def test_what_is_too_old_is_withdrawn_then_deleted(world: World) -> None:
     report = await world.compact(bounds, whole=False)
     assert (report.whole, report.deleted, report.waiting) == (True, 2, 0)
     assert world.there() == {3} == await world.offered()
+
+
+async def test_the_grace_begins_when_readers_can_have_heard(world: World) -> None:
+    async def slowly(*_: object) -> None:
+        world.bucket.now += 2 * GRACE
+
+    await world.write(1)
+    world.bucket.now += LATER
+    bounds = Bounds(ttl_seconds=LATER / 2)
+    assert (await world.compact(bounds, tell=slowly)).withdrawn == 1
+    assert (await world.compact(bounds)).deleted == 0
+    world.bucket.now += GRACE
+    assert (await world.compact(bounds)).deleted == 1
 
 
 async def test_the_byte_cap_takes_the_oldest(world: World) -> None:

@@ -228,7 +228,7 @@ class Catalog(RuleBasedStateMachine):
     async def _compact(self, plan: Plan, alive_for: int, *, after: bool) -> None:
         view = View(self.bucket, steps=alive_for, after=after)
         try:
-            await compact(view, PREFIX, plan, self.bucket.now)
+            await compact(view, PREFIX, plan, self.bucket.now, clock=lambda: self.bucket.now)
         except (Killed, Superseded):
             return
 

@@ -102,6 +102,23 @@ async def test_many_files_are_listed_from_where_each_writer_was() -> None:
     assert (lists(tier), reads(tier)) == (before[0] + 5, before[1])
 
 
+async def test_files_that_were_removed_are_not_counted_for_ever() -> None:
+    tier = memory()
+    log = writer(tier)
+    one = reader(tier, page_names=2)
+    for number in range(20):
+        log.append(row(number))
+        await log.flush()
+    await new_rows(one)
+    assert one.names_known == 20
+    rows = [row(number) for number in range(20)]
+    await put_snapshot(tier, Manifest(0, merged={log.writer: Merged(19, 0)}), rows)
+    await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
+    for _ in range(2):
+        await new_rows(one)
+    assert one.names_known == 2
+
+
 async def test_broken_and_foreign_files_are_skipped_and_counted_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
