@@ -2,19 +2,76 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY: Final = Path(__file__).parents[1]
+PAGES: Final = sorted(
+    [
+        *(REPOSITORY / "docs").rglob("*.md"),
+        *(REPOSITORY / "examples").rglob("*.md"),
+        *REPOSITORY.glob("*.md"),
+    ]
+)
+# Decisions say what held on their day.
+TODAYS: Final = [page for page in PAGES if page.parent.name != "adr"]
+# What the soak measures has names like those of settings.
+OF_SETTINGS: Final = [page for page in TODAYS if page.name != "soak.md"]
 
 
-@pytest.mark.parametrize("page", ["testing.md", "security.md", "support.md"])
-def test_tests_that_a_page_names_exist(page: str) -> None:
-    text = (REPOSITORY / "docs" / page).read_text()
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::\w+)*::(\w+)`", text):
+def name_of(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("page", TODAYS, ids=name_of)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::\w+)*::(\w+)`", page.read_text()):
         assert f"def {name}(" in (REPOSITORY / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are made of them where it is shown."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", OF_SETTINGS, ids=name_of)
+def test_settings_that_a_page_names_exist(page: Path) -> None:
+    schema = json.loads((REPOSITORY / "configs" / "schema.json").read_text())
+    files = (".py", ".json", ".yaml", ".md")
+    for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", page.read_text()):
+        section, *rest = name.split(".")
+        if section in schema["properties"] and not name.endswith(files):
+            assert is_setting(schema, schema["properties"][section], rest), name
+
+
+def is_setting(schema: dict[str, Any], node: dict[str, Any], path: list[str]) -> bool:
+    """Whether the part of the schema at `node` knows what `path` leads to."""
+    if not path:
+        return True
+    if "$ref" in node:
+        return is_setting(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], path)
+    choices: list[dict[str, Any]] = node.get("anyOf", [])
+    below = node.get("properties", {}).get(path[0])
+    return any(is_setting(schema, choice, path) for choice in choices) or (
+        below is not None and is_setting(schema, below, path[1:])
+    )
 
 
 def test_every_feature_has_a_test_or_says_that_it_has_none() -> None:

@@ -22,6 +22,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     Call,
     Oracle,
     attach,
@@ -53,7 +54,6 @@ BLOCKS = 160
 ENGINE_ARGS: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 4096}
 PROMPT_TOKENS = 3000
 WHOLE_TOKENS = PROMPT_TOKENS // 32 * 32
-PATIENT = {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"}
 HASTY = {"load_deadline": "1s", "lease_ttl": "2s", "store_deadline": "1s"}
 SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 

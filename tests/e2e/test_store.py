@@ -24,6 +24,7 @@ from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PATIENT,
     Call,
     Measured,
     Oracle,
@@ -49,12 +50,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-PATIENT: Final = {
-    "lookup_wait": "60s",
-    "load_deadline": "60s",
-    "lease_ttl": "60s",
-    "store_deadline": "60s",
-}
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
 
 

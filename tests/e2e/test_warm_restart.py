@@ -16,6 +16,7 @@ import pytest
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
+    PATIENT,
     Call,
     Measured,
     Oracle,
@@ -46,7 +47,7 @@ WHOLE_TOKENS = PROMPT_TOKENS // 32 * 32
 ENGINE_ARGS: dict[str, Any] = {"num_gpu_blocks_override": 160, "max_model_len": 4096}
 CONFIG: dict[str, Any] = {
     "host": {"size": "256MiB", "after_stop": "keep"},
-    "limits": {"load_deadline": "60s", "lease_ttl": "60s", "store_deadline": "60s"},
+    "limits": PATIENT,
 }
 
 
