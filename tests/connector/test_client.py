@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import resource
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from connector import client as client_module
 from connector.client import Attempt, Client, Session
@@ -24,7 +19,6 @@ from sidecar.protocol import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
     Attach,
-    Attached,
     Done,
     Error,
     IndexMoved,
@@ -32,24 +26,15 @@ from sidecar.protocol import (
     Release,
     Role,
     ServerMessage,
-    decode_attach,
     decode_client,
     encode,
     frame_stream,
 )
 from tests.connector.double import LIMITS, SALT
+from tests.connector.listening import WAIT_SECONDS_MAX, Sidecar, until
 from tiers.index import FLAG_HOST, IndexWriter, tag_of, tags_of
 
-WAIT_SECONDS_MAX = 60.0
 KEY = b"k" * 32
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + WAIT_SECONDS_MAX
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {WAIT_SECONDS_MAX} s"
-        time.sleep(0.005)
 
 
 def attach_of(role: Role = Role.SCHEDULER) -> Attach:
@@ -65,97 +50,6 @@ def attach_of(role: Role = Role.SCHEDULER) -> Attach:
         blocks_per_chunk=4,
         pid=os.getpid(),
     )
-
-
-class Peer:
-    """The sidecar's end of one Unix connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        connection.settimeout(WAIT_SECONDS_MAX)
-        header, self.fds, _, _ = socket.recv_fds(connection, 4, 8)
-        (length,) = struct.unpack("<I", header)
-        body = b""
-        while len(body) < length:
-            body += connection.recv(length - len(body))
-        self.attach = decode_attach(body)
-
-    def reply(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
-        socket.send_fds(self.connection, [payload], list(fds))
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
-        self.connection.close()
-
-
-class Sidecar:
-    """A listener, a ROUTER and an index. The test says what is answered, and when."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = str(directory / "attach.sock")
-        self.endpoint = f"ipc://{directory}/jobs.sock"
-        self.index = IndexWriter(64)
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.LINGER, 0)
-        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.router.bind(self.endpoint)
-        self.listener: socket.socket | None = None
-        self.peers: list[Peer] = []
-        self.tokens = itertools.count(1)
-        self.listen()
-
-    def listen(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.path)
-        self.listener.listen(4)
-        self.listener.settimeout(WAIT_SECONDS_MAX)
-
-    def accept(self) -> Peer:
-        """The next client's connection, its `Attach` received."""
-        assert self.listener is not None
-        connection, _ = self.listener.accept()
-        peer = Peer(connection)
-        self.peers.append(peer)
-        return peer
-
-    def attached(self, epoch: int = 7, **changes: Any) -> Attached:
-        fields: dict[str, Any] = {
-            "version": 1,
-            "epoch": epoch,
-            "token": b"token-%08d" % next(self.tokens),
-            "endpoint": self.endpoint,
-            "limits": LIMITS,
-            "index_salt": SALT,
-            "index_bytes": self.index.size_bytes,
-            **changes,
-        }
-        return Attached(**fields)
-
-    def admit(self, epoch: int = 7, **changes: Any) -> tuple[Peer, Attached]:
-        """Accept a scheduler and give it the index."""
-        peer = self.accept()
-        answer = self.attached(epoch, **changes)
-        peer.reply(frame_stream(encode(answer)), (self.index.fd,))
-        return peer, answer
-
-    def stop(self) -> None:
-        """As if the process had died: every connection ends."""
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
-        for peer in self.peers:
-            peer.close()
-        self.peers.clear()
-
-    def close(self) -> None:
-        self.stop()
-        self.context.destroy(linger=0)
-        self.index.close()
 
 
 @pytest.fixture
