@@ -60,6 +60,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return Scheduling(config, log)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two processes share the tests, what takes longest is handed out first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In a process that only runs tests: give its rows to the one that prints."""
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
