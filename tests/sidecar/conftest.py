@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.sidecar.bench import Bench, new_bench
 from tests.sidecar.client import RunningSidecar, config_in
 
 if TYPE_CHECKING:
@@ -17,3 +18,9 @@ if TYPE_CHECKING:
 def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
     with RunningSidecar(config_in(short_directory)) as running:
         yield running
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with new_bench() as bench:
+        yield bench

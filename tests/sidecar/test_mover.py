@@ -1,14 +1,9 @@
-"""Copies and the mover: order, fences, locks, and how each command ends."""
+"""The mover: what becomes of each command, with a store that works and with one that fails."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,52 +13,31 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
-from sidecar import copies, copyqueue, indexing
+from sidecar import indexing
 from sidecar.catalogs import Catalogs
 from sidecar.commands import (
     Copied,
     CopyOutcome,
     Event,
-    Gather,
     IndexOffer,
     IndexSet,
     Quarantine,
     Read,
     ReadDone,
-    Scatter,
     StoreOutcome,
     Write,
     Written,
 )
 from sidecar.copies import Copies
-from sidecar.copyqueue import Group
-from sidecar.memory import HostRegion, WorkerMemory, take_memory
 from sidecar.mover import Mover
-from sidecar.protocol import Role
-from sidecar.realms import Rank, Realm, Realms
-from sidecar.session import Session, Sessions
-from tests.sidecar.client import attach_message, key_of, layout_of
+from sidecar.realms import Rank
+from tests.sidecar.bench import LAYOUT, Bench, until
+from tests.sidecar.client import key_of
 from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
-from tiers.fence import PAGE_BYTES, WorkerFence
 from tiers.index import IndexWriter
-from tiers.memfd import sealed_memfd
 from tiers.objects import ObjectTier, UrlObjects
-
-SLOTS = 8
-LAYOUT = layout_of(num_blocks=16)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Poll: what is waited for is seen through its effects, as its callers see it."""
-    with anyio.fail_after(10):
-        while not true():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
-
-
-def is_mapped(bench: Bench) -> bool:
-    return bench.memory.mapped
 
 
 def objects_in(directory: Path) -> list[Path]:
@@ -73,254 +47,6 @@ def objects_in(directory: Path) -> list[Path]:
 def rename(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True)
     source.rename(target)
-
-
-@dataclass
-class Bench:
-    """A session with memory and a pool of slots, without sockets."""
-
-    realms: Realms
-    realm: Realm
-    rank: Rank
-    memory: WorkerMemory
-    session: Session
-    fence: WorkerFence
-    bytes: npt.NDArray[np.uint8]
-    pool: npt.NDArray[np.uint8]
-    sessions: Sessions
-    ended: list[Copied] = field(default_factory=list[Copied])
-    told: list[Event] = field(default_factory=list[Event])
-
-    def slot(self, number: int) -> int:
-        return number * self.rank.templates.slot_bytes
-
-    def gather(self, number: int, *, job: int = 1, fence: int = 0, blocks: int = 1) -> Gather:
-        tokens = bytes(4 * blocks * LAYOUT.block_tokens)
-        ids = tuple(range(number, number + blocks))
-        key = key_of(number)
-        return Gather(number, 1, job, fence, 1, 0, self.slot(number), key, bytes(32), tokens, ids)
-
-    def scatter(self, number: int, target: int, *, job: int = 2, fence: int = 0) -> Scatter:
-        return Scatter(
-            100 + number, 1, job, fence, 1, 0, self.slot(number), key_of(number), 1, 0, (target,)
-        )
-
-    def group(self, *commands: Gather | Scatter, seconds: float = 60) -> Group:
-        return Group(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
-
-    async def wait(self, count: int) -> dict[int, CopyOutcome]:
-        await until(lambda: len(self.ended) >= count)
-        return {event.copy_id: event.outcome for event in self.ended}
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    fence = WorkerFence()
-    memory_fd = sealed_memfd("kv", LAYOUT.size_bytes)
-    attach = attach_message(Role.WORKER, LAYOUT)
-    memory = take_memory(attach, [os.dup(memory_fd), os.dup(fence.fd)])
-    assert memory is not None
-    view: npt.NDArray[np.uint8] = np.memmap(f"/proc/self/fd/{memory_fd}", dtype=np.uint8, mode="r+")
-    view[:] = np.random.default_rng(1).integers(0, 256, view.size, dtype=np.uint8)
-    realms = Realms()
-    (realm,) = realms.join(attach.parts)
-    realm.learn(0, LAYOUT.chunk(attach.blocks_per_chunk))
-    sessions = Sessions(8)
-    connection = cast("Any", None)
-    session = sessions.open(attach, connection, (realm,), memory)
-    rank = realm.ranks[0]
-    pool = np.zeros(SLOTS * rank.templates.slot_bytes, dtype=np.uint8)
-    yield Bench(realms, realm, rank, memory, session, fence, view, pool, sessions)
-    sessions.close(session)
-    assert not memory.mapped
-    realms.close()
-    fence.close()
-    os.close(memory_fd)
-
-
-@asynccontextmanager
-async def running(bench: Bench, threads: int = 1) -> AsyncIterator[Copies]:
-    work = Copies(bench.pool, threads, bench.ended.extend)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(work.run)
-        yield work
-        tasks.cancel_scope.cancel()
-
-
-async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0, blocks=4), bench.gather(4, blocks=2)))
-        assert set((await bench.wait(2)).values()) == {CopyOutcome.OK}
-        template = bench.rank.templates[4]
-        meta = template.verify(bench.pool[: template.image_bytes], key_of(0))
-        assert meta.num_blocks == 4
-        work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), 4, 1, (10, 11, 12))))
-        assert (await bench.wait(3))[9] is CopyOutcome.OK
-        for source, target in ((1, 10), (2, 11), (3, 12)):
-            places = [LAYOUT.offset(2, block, 3, 15) for block in (source, target)]
-            first, second = (bench.bytes[place : place + 64] for place in places)
-            assert np.array_equal(first, second)
-
-
-async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0, fence=3), seconds=0.02))
-        work.add(bench.group(bench.gather(1, fence=3, job=2)))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
-        assert "fence 3" in bench.ended[0].detail
-        bench.fence.signal(3)
-        assert (await bench.wait(2))[1] is CopyOutcome.OK
-        assert work.pending == 0
-
-
-async def test_loads_overtake_stores_but_do_not_starve_them(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copyqueue, "LOADS_IN_A_ROW_MAX", 2)
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0)))
-        await bench.wait(1)
-        # All wait for one fence, so that they become ready together, stores first in the queue.
-        for number in (1, 2):
-            work.add(bench.group(bench.gather(number, fence=1)))
-        for number in range(5):
-            load = Scatter(200 + number, 1, 2, 1, 1, 0, 0, key_of(0), 1, 0, (number + 8,))
-            work.add(bench.group(load))
-        bench.fence.signal(1)
-        await bench.wait(8)
-    order = [event.copy_id for event in bench.ended[1:]]
-    assert order == [200, 201, 1, 202, 203, 2, 204]
-
-
-async def test_sessions_take_turns(bench: Bench) -> None:
-    """One session's backlog delays another's next copy by one copy."""
-    other = bench.sessions.open(
-        attach_message(Role.WORKER, LAYOUT, engine_id="other"),
-        cast("Any", None),
-        (bench.realm,),
-        bench.memory,
-    )
-    async with running(bench) as work:
-        for number in range(6):
-            work.add(bench.group(bench.gather(number, fence=1)))
-        for number in (6, 7):
-            group = bench.group(bench.gather(number, fence=1))
-            group.session = other
-            work.add(group)
-        bench.fence.signal(1)
-        await bench.wait(8)
-    assert [event.copy_id for event in bench.ended] == [0, 6, 1, 7, 2, 3, 4, 5]
-
-
-async def test_a_copy_whose_turn_comes_too_late_does_not_start(bench: Bench) -> None:
-    before = bench.pool.copy()
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0), seconds=-1))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
-    assert np.array_equal(before, bench.pool)
-
-
-async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> None:
-    with bench.memory.fence.copying(1):
-        assert not bench.fence.try_revoke(2)
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0)))
-        work.add(bench.group(bench.gather(1, job=2)))
-        await anyio.sleep(0.02)
-        assert not bench.ended
-        assert bench.fence.try_revoke(2)
-        assert await bench.wait(2) == {0: CopyOutcome.REVOKED, 1: CopyOutcome.OK}
-
-
-async def test_large_stores_are_cut_into_hops(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copies, "HOP_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
-    async with running(bench) as work:
-        work.add(bench.group(*(bench.gather(number) for number in range(5))))
-        assert work.pending == 3
-        assert set((await bench.wait(5)).values()) == {CopyOutcome.OK}
-
-
-async def test_revoked_group_touches_nothing(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0), bench.gather(1)))
-        await bench.wait(2)
-        before = bench.bytes.copy()
-        assert bench.fence.try_revoke(3)
-        work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
-        ended = await bench.wait(4)
-        assert ended[100] is ended[101] is CopyOutcome.REVOKED
-        assert np.array_equal(before, bench.bytes)
-
-
-async def test_worker_stopped_while_it_revokes_holds_up_nobody(bench: Bench) -> None:
-    lock = os.open(f"/proc/self/fd/{bench.fence.fd}", os.O_RDWR)
-    kind = struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, 0, 0, PAGE_BYTES, 0)
-    fcntl.fcntl(lock, 37, kind)
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0), seconds=0.02))
-        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
-        work.add(bench.group(bench.gather(1)))
-        await anyio.sleep(0.02)
-        assert len(bench.ended) == 1
-        os.close(lock)
-        assert (await bench.wait(2))[1] is CopyOutcome.OK
-
-
-async def test_bad_blocks_fail_alone(bench: Bench) -> None:
-    bad = Gather(5, 1, 1, 0, 1, 0, bench.slot(5), key_of(5), bytes(32), bytes(64), (999,))
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0), bad, bench.gather(1)))
-        ended = await bench.wait(3)
-    assert ended == {0: CopyOutcome.OK, 5: CopyOutcome.FAILED, 1: CopyOutcome.OK}
-
-
-async def test_corrupt_chunk_makes_a_miss_of_the_whole_job(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0), bench.gather(1)))
-        await bench.wait(2)
-        bench.pool[bench.slot(1) + 5000] ^= 1
-        work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
-        ended = await bench.wait(4)
-    # Its blocks hold whatever was copied; the engine reads none of them before computing them.
-    assert ended[100] is CopyOutcome.FAILED
-    assert ended[101] is CopyOutcome.CORRUPT
-
-
-async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0, fence=9), bench.gather(1, fence=9)))
-        bench.sessions.close(bench.session)
-        work.drop(bench.session)
-        assert set((await bench.wait(2)).values()) == {CopyOutcome.REVOKED}
-        assert work.pending == 0
-        assert not bench.memory.mapped
-
-
-async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
-    with bench.memory.in_use() as mapped:
-        assert mapped
-        bench.sessions.close(bench.session)
-        assert is_mapped(bench)
-        assert isinstance(bench.memory.region, HostRegion)
-        assert bench.memory.region.view[0] == bench.bytes[0]
-    assert not is_mapped(bench)
-    with bench.memory.in_use() as mapped:
-        assert not mapped
-
-
-async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
-    async with running(bench) as work:
-        work.add(bench.group(bench.gather(0)))
-        work.add(bench.group(bench.gather(1)))
-        await bench.wait(2)
-        await until(lambda: work.pending == 0)
-        bench.sessions.close(bench.session)
-        assert not bench.memory.mapped, "copier and thread are idle, and must have let go"
-
-
-# --- the mover and the store ---------------------------------------------------------------------
 
 
 class Broken:

@@ -1,0 +1,108 @@
+"""A session with memory and a pool of slots, without sockets: what copies and the mover work on.
+
+Owns the commands that are made of block numbers, and waiting for how they end. The fixture `bench`
+(`conftest.py`) makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from sidecar.commands import (
+    Copied,
+    CopyOutcome,
+    Event,
+    Gather,
+    Scatter,
+)
+from sidecar.copyqueue import Group
+from sidecar.memory import WorkerMemory, take_memory
+from sidecar.protocol import Role
+from sidecar.realms import Rank, Realm, Realms
+from sidecar.session import Session, Sessions
+from tests.sidecar.client import attach_message, key_of, layout_of
+from tiers.fence import WorkerFence
+from tiers.memfd import sealed_memfd
+
+SLOTS = 8
+LAYOUT = layout_of(num_blocks=16)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Poll: what is waited for is seen through its effects, as its callers see it."""
+    with anyio.fail_after(10):
+        while not true():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+@dataclass
+class Bench:
+    """A session with memory and a pool of slots, without sockets."""
+
+    realms: Realms
+    realm: Realm
+    rank: Rank
+    memory: WorkerMemory
+    session: Session
+    fence: WorkerFence
+    bytes: npt.NDArray[np.uint8]
+    pool: npt.NDArray[np.uint8]
+    sessions: Sessions
+    ended: list[Copied] = field(default_factory=list[Copied])
+    told: list[Event] = field(default_factory=list[Event])
+
+    def slot(self, number: int) -> int:
+        return number * self.rank.templates.slot_bytes
+
+    def gather(self, number: int, *, job: int = 1, fence: int = 0, blocks: int = 1) -> Gather:
+        tokens = bytes(4 * blocks * LAYOUT.block_tokens)
+        ids = tuple(range(number, number + blocks))
+        key = key_of(number)
+        return Gather(number, 1, job, fence, 1, 0, self.slot(number), key, bytes(32), tokens, ids)
+
+    def scatter(self, number: int, target: int, *, job: int = 2, fence: int = 0) -> Scatter:
+        return Scatter(
+            100 + number, 1, job, fence, 1, 0, self.slot(number), key_of(number), 1, 0, (target,)
+        )
+
+    def group(self, *commands: Gather | Scatter, seconds: float = 60) -> Group:
+        return Group(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
+
+    async def wait(self, count: int) -> dict[int, CopyOutcome]:
+        await until(lambda: len(self.ended) >= count)
+        return {event.copy_id: event.outcome for event in self.ended}
+
+
+@contextmanager
+def new_bench() -> Iterator[Bench]:
+    """One that is taken down in the end, when nothing may be mapped any more."""
+    fence = WorkerFence()
+    memory_fd = sealed_memfd("kv", LAYOUT.size_bytes)
+    attach = attach_message(Role.WORKER, LAYOUT)
+    memory = take_memory(attach, [os.dup(memory_fd), os.dup(fence.fd)])
+    assert memory is not None
+    view: npt.NDArray[np.uint8] = np.memmap(f"/proc/self/fd/{memory_fd}", dtype=np.uint8, mode="r+")
+    view[:] = np.random.default_rng(1).integers(0, 256, view.size, dtype=np.uint8)
+    realms = Realms()
+    (realm,) = realms.join(attach.parts)
+    realm.learn(0, LAYOUT.chunk(attach.blocks_per_chunk))
+    sessions = Sessions(8)
+    connection = cast("Any", None)
+    session = sessions.open(attach, connection, (realm,), memory)
+    rank = realm.ranks[0]
+    pool = np.zeros(SLOTS * rank.templates.slot_bytes, dtype=np.uint8)
+    yield Bench(realms, realm, rank, memory, session, fence, view, pool, sessions)
+    sessions.close(session)
+    assert not memory.mapped
+    realms.close()
+    fence.close()
+    os.close(memory_fd)

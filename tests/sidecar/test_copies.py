@@ -1,0 +1,213 @@
+"""Copies between engines and slots: order, fences, locks, and how each ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import anyio
+import numpy as np
+import pytest
+
+from sidecar import copies, copyqueue
+from sidecar.commands import (
+    CopyOutcome,
+    Gather,
+    Scatter,
+)
+from sidecar.copies import Copies
+from sidecar.memory import HostRegion
+from sidecar.protocol import Role
+from tests.sidecar.bench import LAYOUT, Bench, until
+from tests.sidecar.client import attach_message, key_of
+from tiers.fence import PAGE_BYTES
+
+
+def is_mapped(bench: Bench) -> bool:
+    return bench.memory.mapped
+
+
+@asynccontextmanager
+async def running(bench: Bench, threads: int = 1) -> AsyncIterator[Copies]:
+    work = Copies(bench.pool, threads, bench.ended.extend)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(work.run)
+        yield work
+        tasks.cancel_scope.cancel()
+
+
+async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0, blocks=4), bench.gather(4, blocks=2)))
+        assert set((await bench.wait(2)).values()) == {CopyOutcome.OK}
+        template = bench.rank.templates[4]
+        meta = template.verify(bench.pool[: template.image_bytes], key_of(0))
+        assert meta.num_blocks == 4
+        work.add(bench.group(Scatter(9, 1, 2, 0, 1, 0, 0, key_of(0), 4, 1, (10, 11, 12))))
+        assert (await bench.wait(3))[9] is CopyOutcome.OK
+        for source, target in ((1, 10), (2, 11), (3, 12)):
+            places = [LAYOUT.offset(2, block, 3, 15) for block in (source, target)]
+            first, second = (bench.bytes[place : place + 64] for place in places)
+            assert np.array_equal(first, second)
+
+
+async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0, fence=3), seconds=0.02))
+        work.add(bench.group(bench.gather(1, fence=3, job=2)))
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+        assert "fence 3" in bench.ended[0].detail
+        bench.fence.signal(3)
+        assert (await bench.wait(2))[1] is CopyOutcome.OK
+        assert work.pending == 0
+
+
+async def test_loads_overtake_stores_but_do_not_starve_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copyqueue, "LOADS_IN_A_ROW_MAX", 2)
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0)))
+        await bench.wait(1)
+        # All wait for one fence, so that they become ready together, stores first in the queue.
+        for number in (1, 2):
+            work.add(bench.group(bench.gather(number, fence=1)))
+        for number in range(5):
+            load = Scatter(200 + number, 1, 2, 1, 1, 0, 0, key_of(0), 1, 0, (number + 8,))
+            work.add(bench.group(load))
+        bench.fence.signal(1)
+        await bench.wait(8)
+    order = [event.copy_id for event in bench.ended[1:]]
+    assert order == [200, 201, 1, 202, 203, 2, 204]
+
+
+async def test_sessions_take_turns(bench: Bench) -> None:
+    """One session's backlog delays another's next copy by one copy."""
+    other = bench.sessions.open(
+        attach_message(Role.WORKER, LAYOUT, engine_id="other"),
+        cast("Any", None),
+        (bench.realm,),
+        bench.memory,
+    )
+    async with running(bench) as work:
+        for number in range(6):
+            work.add(bench.group(bench.gather(number, fence=1)))
+        for number in (6, 7):
+            group = bench.group(bench.gather(number, fence=1))
+            group.session = other
+            work.add(group)
+        bench.fence.signal(1)
+        await bench.wait(8)
+    assert [event.copy_id for event in bench.ended] == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+async def test_a_copy_whose_turn_comes_too_late_does_not_start(bench: Bench) -> None:
+    before = bench.pool.copy()
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), seconds=-1))
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+    assert np.array_equal(before, bench.pool)
+
+
+async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> None:
+    with bench.memory.fence.copying(1):
+        assert not bench.fence.try_revoke(2)
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0)))
+        work.add(bench.group(bench.gather(1, job=2)))
+        await anyio.sleep(0.02)
+        assert not bench.ended
+        assert bench.fence.try_revoke(2)
+        assert await bench.wait(2) == {0: CopyOutcome.REVOKED, 1: CopyOutcome.OK}
+
+
+async def test_large_stores_are_cut_into_hops(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "HOP_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
+    async with running(bench) as work:
+        work.add(bench.group(*(bench.gather(number) for number in range(5))))
+        assert work.pending == 3
+        assert set((await bench.wait(5)).values()) == {CopyOutcome.OK}
+
+
+async def test_revoked_group_touches_nothing(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), bench.gather(1)))
+        await bench.wait(2)
+        before = bench.bytes.copy()
+        assert bench.fence.try_revoke(3)
+        work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
+        ended = await bench.wait(4)
+        assert ended[100] is ended[101] is CopyOutcome.REVOKED
+        assert np.array_equal(before, bench.bytes)
+
+
+async def test_worker_stopped_while_it_revokes_holds_up_nobody(bench: Bench) -> None:
+    lock = os.open(f"/proc/self/fd/{bench.fence.fd}", os.O_RDWR)
+    kind = struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, 0, 0, PAGE_BYTES, 0)
+    fcntl.fcntl(lock, 37, kind)
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), seconds=0.02))
+        assert await bench.wait(1) == {0: CopyOutcome.EXPIRED}
+        work.add(bench.group(bench.gather(1)))
+        await anyio.sleep(0.02)
+        assert len(bench.ended) == 1
+        os.close(lock)
+        assert (await bench.wait(2))[1] is CopyOutcome.OK
+
+
+async def test_bad_blocks_fail_alone(bench: Bench) -> None:
+    bad = Gather(5, 1, 1, 0, 1, 0, bench.slot(5), key_of(5), bytes(32), bytes(64), (999,))
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), bad, bench.gather(1)))
+        ended = await bench.wait(3)
+    assert ended == {0: CopyOutcome.OK, 5: CopyOutcome.FAILED, 1: CopyOutcome.OK}
+
+
+async def test_corrupt_chunk_makes_a_miss_of_the_whole_job(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0), bench.gather(1)))
+        await bench.wait(2)
+        bench.pool[bench.slot(1) + 5000] ^= 1
+        work.add(bench.group(bench.scatter(0, 9), bench.scatter(1, 8)))
+        ended = await bench.wait(4)
+    # Its blocks hold whatever was copied; the engine reads none of them before computing them.
+    assert ended[100] is CopyOutcome.FAILED
+    assert ended[101] is CopyOutcome.CORRUPT
+
+
+async def test_end_of_session_revokes_what_has_not_started(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0, fence=9), bench.gather(1, fence=9)))
+        bench.sessions.close(bench.session)
+        work.drop(bench.session)
+        assert set((await bench.wait(2)).values()) == {CopyOutcome.REVOKED}
+        assert work.pending == 0
+        assert not bench.memory.mapped
+
+
+async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
+    with bench.memory.in_use() as mapped:
+        assert mapped
+        bench.sessions.close(bench.session)
+        assert is_mapped(bench)
+        assert isinstance(bench.memory.region, HostRegion)
+        assert bench.memory.region.view[0] == bench.bytes[0]
+    assert not is_mapped(bench)
+    with bench.memory.in_use() as mapped:
+        assert not mapped
+
+
+async def test_idle_copier_holds_no_memory(bench: Bench) -> None:
+    async with running(bench) as work:
+        work.add(bench.group(bench.gather(0)))
+        work.add(bench.group(bench.gather(1)))
+        await bench.wait(2)
+        await until(lambda: work.pending == 0)
+        bench.sessions.close(bench.session)
+        assert not bench.memory.mapped, "copier and thread are idle, and must have let go"
