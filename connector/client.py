@@ -34,7 +34,6 @@ from sidecar.protocol import (
     Limits,
     ProtocolError,
     Refused,
-    Release,
     Role,
     ServerMessage,
     decode_attach_reply,
@@ -250,9 +249,6 @@ class Client:
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
             dealer.connect(session.endpoint)
-            if session.wants_events:
-                # Events come unasked, to a peer that has spoken. This gives back nothing.
-                dealer.send(encode(Release(session.epoch, [], [])), zmq.NOBLOCK)
         except (zmq.ZMQError, ValueError) as error:
             # We are in the middle of an engine's step. Without its jobs channel a session is none.
             session.dead = True

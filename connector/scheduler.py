@@ -43,7 +43,6 @@ from connector.tierevents import TierEvents
 from connector.wishes import EXPECT, PARAMS
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
-    Events,
     Lease,
     Lookup,
     LookupDone,
@@ -525,13 +524,9 @@ class SchedulerRole:
         self._client.close()
 
     def _poll(self) -> None:
-        session = self._client.session
-        self._tiers.follow(session)
-        for message in self._client.poll(session):
+        for message in self._tiers.poll(self._client):
             if isinstance(message, LookupDone):
                 self._lookup_done(message)
-            elif isinstance(message, Events):
-                self._tiers.heard(message)
 
     def _lookup_done(self, message: LookupDone) -> None:
         state = self._lookups.get(message.lookup_id)

@@ -39,7 +39,6 @@ from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
     PROTOCOL_VERSION,
     Attach,
-    Events,
     Lookup,
     LookupDone,
     Memory,
@@ -426,13 +425,9 @@ class KVLakeTier(SecondaryTierManager):
         self._client.close()
 
     def _poll(self) -> None:
-        session = self._client.session
-        self._tiers.follow(session)
-        for message in self._client.poll(session):
+        for message in self._tiers.poll(self._client):
             if isinstance(message, LookupDone):
                 self._read_ended(message.lookup_id)
-            elif isinstance(message, Events):
-                self._tiers.heard(message)
         self._reads_ended()
 
     def _event_of(self, event: TierEvent, name: OffloadKey) -> OffloadingEvent:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from sidecar.protocol import RemovedEvent, StoredEvent
+from sidecar.protocol import Events, Release, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sidecar.protocol import Events
+    from connector.client import Client
+    from sidecar.protocol import ServerMessage
 
 TOLD_MAX: Final = 1 << 18
 EVENT_NAME_BYTES: Final = 16
@@ -37,19 +38,45 @@ class TierEvents:
     def __init__(self, *, told_max: int = TOLD_MAX) -> None:
         self._told_max = told_max
         self._session: object = None
+        self._taken = 0
+        """Messages of the session that were taken, and how many it was told that were."""
+        self._said = -1
         self._told: dict[Place, bytes] = {}
         """The key (or its name, where no more is known) of each block that was told of."""
         self._came: dict[Place, StoredEvent] = {}
         self._went: dict[Place, RemovedEvent] = {}
 
+    def poll(self, client: Client) -> list[ServerMessage]:
+        """Take what has arrived; what is not of the tiers is returned.
+
+        Says how far the events were taken: the sidecar tells no more than it was asked for.
+        """
+        session = client.session
+        self.follow(session)
+        others: list[ServerMessage] = []
+        for message in client.poll(session):
+            if isinstance(message, Events):
+                self.heard(message)
+            else:
+                others.append(message)
+        if session is not None and session.wants_events and self._said != self._taken:
+            release = Release(session.epoch, [], [], heard=self._taken)
+            if client.send(session, release):
+                self._said = self._taken
+        return others
+
     def follow(self, session: object) -> None:
         """Say which session is the live one, None for none: with another one nothing holds."""
         if session is not self._session:
             self._session = session
+            self._taken, self._said = 0, -1
             self._forget()
 
     def heard(self, message: Events) -> None:
         """Take a message of the live session."""
+        self._taken += 1
+        if message.anew:
+            self._forget()
         for stored in message.stored:
             place = _place(stored)
             self._went.pop(place, None)

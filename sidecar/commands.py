@@ -137,12 +137,16 @@ class LeaseTaken:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A scheduler gives leases and lookups back, and with `pins` all that it pinned."""
+    """A scheduler gives leases and lookups back, and with `pins` all that it pinned.
+
+    With `heard`, it has taken so many messages of events, and listens for more.
+    """
 
     session_id: int
     lease_ids: tuple[int, ...]
     lookup_ids: tuple[int, ...]
     pins: bool = False
+    heard: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ from sidecar.outbox import Outbox
 from sidecar.pins import Pins
 from sidecar.protocol import Error, JobOutcome, Role
 from sidecar.store import StoreTier
+from sidecar.telling import Telling
 from sidecar.tenants import Tenants, TenantSnapshot
 from sidecar.writes import WritePolicy, Writes
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.listed import Keys
+    from sidecar.protocol import Events
     from sidecar.slotallocator import SlotAllocator
     from tiers.policy.policy import Policy
 
@@ -183,6 +185,7 @@ class Engine:
         self._epoch = epoch
         self._slots = slots
         self._sessions: dict[int, SessionOpened] = {}
+        self._tellings: dict[int, Telling] = {}
         self._draining = False
         self._tell = tell
         self._tell_listed = tell_listed
@@ -341,6 +344,9 @@ class Engine:
                 self._host.adopt(realm, number, group.namespace)
         if event.role is Role.SCHEDULER:
             self._leases.forget_early((event.realm_id, event.engine_id))
+            if event.want_events:
+                realms = [self._directory.realms[group.realm_id] for group in event.groups]
+                self._tellings[event.session_id] = Telling(self._epoch, realms)
         self._sessions[event.session_id] = event
 
     def _handle_session(
@@ -373,6 +379,9 @@ class Engine:
                     self._lookups.release(session.session_id, lookup_id)
                 if event.pins:
                     self._kept.close_session(session.session_id)
+                telling = self._tellings.get(session.session_id)
+                if telling is not None and event.heard >= 0:
+                    self._say(session.session_id, telling.listens(event.heard))
             case _:
                 text = f"{type(event).__name__} is not for a {session.role} session to send"
                 self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
@@ -410,6 +419,7 @@ class Engine:
 
     def _close(self, session: SessionOpened) -> None:
         del self._sessions[session.session_id]
+        self._tellings.pop(session.session_id, None)
         self._lookups.close_session(session.session_id)
         self._kept.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
@@ -419,6 +429,12 @@ class Engine:
         self._outbox.emit(IndexOffer(realm.realm_id, keys))
         if self._tell_listed is not None:
             self._tell_listed(realm, keys)
+        for session_id, telling in self._tellings.items():
+            self._say(session_id, telling.listed(realm, keys))
+
+    def _say(self, session_id: int, messages: list[Events]) -> None:
+        for message in messages:
+            self._outbox.emit(Reply(session_id, message))
 
     def _chunk_complete(self, chunk: Chunk) -> None:
         self._writes.completed(chunk)
@@ -451,10 +467,8 @@ class Engine:
         if changes:
             if self._tell is not None:
                 self._tell(changes)
-            for session in self._sessions.values():
-                if session.want_events and session.role is Role.SCHEDULER:
-                    groups = {one.realm_id: number for number, one in enumerate(session.groups)}
-                    self._outbox.tell(session.session_id, groups, changes)
+            for session_id, telling in self._tellings.items():
+                self._say(session_id, telling.changed(changes))
         return self._outbox.take()
 
     def clear(self) -> list[Command]:

@@ -38,7 +38,7 @@ from sidecar.mover import Mover
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
 from sidecar.realms import Realm, Realms
 from sidecar.router import Router, Sent
-from sidecar.session import EARLY_FRAMES_MAX, Session, Sessions
+from sidecar.session import Session, Sessions
 from sidecar.slots import PoolSlots
 from sidecar.tenants import Tenants
 from sidecar.watch import StoreWatch
@@ -316,16 +316,11 @@ class Hub:
             self._refuse(routing_id, error)
             self.end_session(session, "another client used its token")
             return
-        early = session.speaks()
-        for number, frame in enumerate(early, 1):
-            if not self._deliver(session, frame):
-                self.census.replies_dropped += len(early) - number
-                return
         try:
             event = session.event_of(parts, self.epoch)
         except ProtocolError as error:
             self._refuse(routing_id, error)
-            self._send(session, Error(self.epoch, error.code, str(error)))
+            self._deliver(session, Error(self.epoch, error.code, str(error)))
             return
         self.feed(event)
         if isinstance(event, LookedUp | LeaseTaken):
@@ -353,32 +348,20 @@ class Hub:
         if session is None:
             self.census.replies_dropped += 1
             return
-        self._send(session, message)
+        self._deliver(session, message)
 
-    def _send(self, session: Session, message: ServerMessage) -> None:
-        frame = encode(message)
-        if session.heard:
-            self._deliver(session, frame)
-            return
-        # Only events come unasked. Its DEALER may not have connected, and over TCP it is not
-        # known before it speaks whose connection has its token.
-        # They are sent in one go, so they are no more than a part of what the socket takes.
-        frames_max = min(EARLY_FRAMES_MAX, self.config.limits.replies_queued_max // 2)
-        self.census.replies_dropped += session.keep_early(frame, frames_max)
-
-    def _deliver(self, session: Session, frame: bytes) -> bool:
-        """Send a frame; False where its peer is cut off instead."""
+    def _deliver(self, session: Session, message: ServerMessage) -> None:
+        """Send a message, or cut its peer off. It has spoken: nothing is sent unasked."""
         assert self._router is not None, "messages come only after connect"
-        sent = self._router.send(session.token, frame)
+        sent = self._router.send(session.token, encode(message))
         if sent is Sent.OK:
-            return True
+            return
         self.census.replies_dropped += 1
         what = "does not read its answers" if sent is Sent.FULL else "closed its ZMQ socket"
         _logger.warning(
             "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")
         )
         session.connection.hang_up()
-        return False
 
     async def _index_settled(self, realm: Realm) -> None:
         await self.mover.indexing.settled(realm.indexed_in)

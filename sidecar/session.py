@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -52,10 +51,6 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
-EARLY_BYTES_MAX: Final = 1024 * 1024
-"""Of the frames kept for a client that has not spoken yet; beyond it the oldest go."""
-EARLY_FRAMES_MAX: Final = 256
-"""How many of them are kept: they are sent in one go, which holds up the event loop."""
 _TOKEN_ID_BYTES: Final = 4
 
 
@@ -73,12 +68,8 @@ class Session:
     user: str
     """CURVE key that its frames must come with; empty over a Unix socket."""
     opened: float = field(default_factory=time.monotonic)
-    heard: bool = False
-    """Whether a frame came over ZMQ yet: before that its peer may not have connected."""
     parts: tuple[Attach, ...] = ()
     """What was attached for each group."""
-    _early: deque[bytes] = field(default_factory=deque[bytes], repr=False)
-    _early_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.parts = self.attach.parts
@@ -87,24 +78,6 @@ class Session:
     def realm(self) -> Realm:
         """The realm of the first group, whose index has the chunks of all of them."""
         return self.realms[0]
-
-    def keep_early(self, frame: bytes, frames_max: int) -> int:
-        """Keep a frame for a peer that has not spoken yet. Returns how many went, oldest first."""
-        self._early.append(frame)
-        self._early_bytes += len(frame)
-        dropped = 0
-        while self._early_bytes > EARLY_BYTES_MAX or len(self._early) > frames_max:
-            self._early_bytes -= len(self._early.popleft())
-            dropped += 1
-        return dropped
-
-    def speaks(self) -> list[bytes]:
-        """Its peer has spoken: what was kept for it, the first time."""
-        self.heard = True
-        early = list(self._early)
-        self._early.clear()
-        self._early_bytes = 0
-        return early
 
     def opened_event(self) -> SessionOpened:
         """What the engine is told of this session."""
@@ -167,6 +140,7 @@ class Session:
                     tuple(message.lease_ids),
                     tuple(message.lookup_ids),
                     pins=message.pins,
+                    heard=message.heard,
                 )
 
     def _check_submit(self, message: Submit) -> None:

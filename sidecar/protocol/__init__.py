@@ -23,7 +23,8 @@ The whole conversation::
       | <---------------- Done(outcomes)  |                                     |
       |                                   | <------ Release(lease) on abort     |
       |                                   | <------ Pin(keys) at a request's end|   if it asked
-      |                                   | Events(stored, removed) ----------> |   if asked for
+      |                                   | <------ Release(heard=n)            |   if asked for,
+      |                                   | Events(stored, removed) ----------> |   64 more at most
       | (EOF) --------------------------> |  leases and jobs of the session end |
       | any refused frame: <------- Error |                                     |
 

@@ -190,10 +190,15 @@ class Release(
     lookup_ids: Ids
     pins: bool = False
     """All that this client has pinned, too."""
+    heard: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """`Events` that this client has taken since it attached, for more of them; -1: it says not."""
 
 
 class StoredEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Chunk `key` became available in `tier` ("host" or "store")."""
+    """Chunk `key` became available in `tier` ("host" or "store").
+
+    Of one that only a listing told of, `key` is the first half and `parent` is empty.
+    """
 
     key: bytes
     parent: bytes
@@ -210,12 +215,16 @@ class RemovedEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     group: int = 0
 
 
-class Events(msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True):
+class Events(
+    msgspec.Struct, tag="events", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What the tiers gained and lost for this namespace and topology since the last one."""
 
     epoch: int
     stored: list[StoredEvent]
     removed: list[RemovedEvent]
+    anew: bool = False
+    """From here on all that there is is told: nothing of what was told before holds."""
 
 
 class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True):

@@ -331,17 +331,6 @@ class TestJobs:
         sidecar.router.send_multipart([token, encode(Done(7, []))])
         assert drain(client, 1) == [Done(7, [])]
 
-    def test_one_that_wants_events_speaks_first(
-        self, sidecar: Sidecar, make_client: Callable[..., Client]
-    ) -> None:
-        message = msgspec.structs.replace(attach_of(), want_events=True)
-        client = make_client(lambda: Attempt(message))
-        _, answer = sidecar.admit()
-        live(client)
-        token, frame = sidecar.router.recv_multipart()
-        assert token == answer.token
-        assert decode_client(frame) == Release(7, [], [])
-
     def test_other_lives_and_garbage_are_dropped(
         self,
         sidecar: Sidecar,

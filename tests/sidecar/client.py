@@ -392,7 +392,7 @@ class Scheduler(Client):
 
     def release(self, *lease_ids: int) -> None:
         """Unpin chunks."""
-        self.send(Release(self.epoch, list(lease_ids), []))
+        self.send(Release(self.epoch, list(lease_ids), [], heard=0))
 
 
 class RunningSidecar:

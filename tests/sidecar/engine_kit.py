@@ -30,6 +30,7 @@ from sidecar.commands import (
     Quarantine,
     Read,
     ReadDone,
+    Released,
     Reply,
     Restored,
     RestoredSlot,
@@ -446,6 +447,8 @@ class World:
                 self._adopt(group.realm_id, number, group.layout)
         self.sessions[event.session_id] = event
         self.send(event)
+        if want_events and not worker:
+            self.send(Released(event.session_id, (), (), heard=0))
         return event.session_id
 
     def _adopt(self, realm_id: int, number: int, known: ChunkLayout) -> None:

@@ -145,7 +145,7 @@ class EngineModel(RuleBasedStateMachine):
             self.lookup_done((reply.session_id, message.lookup_id), message)
         else:
             assert isinstance(message, Events)
-            assert message.stored or message.removed
+            assert message.stored or message.removed or message.anew
 
     def job_done(self, job: OwedJob, outcome: Outcome) -> None:
         assert not job.copies, "answered before its last copy ended"

@@ -111,41 +111,6 @@ def test_events_wait_until_their_client_speaks(sidecar: RunningSidecar) -> None:
         assert sidecar.status()["sockets"]["replies_dropped"] == 0
 
 
-def test_what_waits_for_a_silent_client_is_bounded(
-    sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sidecar.session.EARLY_BYTES_MAX", 500)
-    keys = [key_of(number) for number in range(20)]
-    with Worker(sidecar.path) as worker, Scheduler(sidecar.path, want_events=True) as scheduler:
-        for job_id, key in enumerate(keys, 1):
-            assert worker.store(job_id, key, [0]) is Outcome.OK
-        dropped = sidecar.status()["sockets"]["replies_dropped"]
-        assert 0 < dropped < len(keys)
-        scheduler.release()
-        for key in keys[dropped:]:
-            message = scheduler.receive()
-            assert isinstance(message, protocol.Events)
-            assert [event.key for event in message.stored] == [key]
-
-
-def test_what_waits_for_a_silent_client_fits_its_socket(short_directory: Path) -> None:
-    """All of it is sent in one go, and must not be taken for a client that does not read."""
-    keys = [key_of(number) for number in range(40)]
-    with (
-        tcp(short_directory, limits={"replies_queued_max": 16}) as sidecar,
-        Worker(sidecar.path) as worker,
-        Scheduler(sidecar.path, want_events=True) as scheduler,
-    ):
-        for job_id, key in enumerate(keys, 1):
-            assert worker.store(job_id, key, [0]) is Outcome.OK
-        assert sidecar.status()["sockets"]["replies_dropped"] == len(keys) - 8
-        scheduler.release()
-        for key in keys[-8:]:
-            message = scheduler.receive()
-            assert isinstance(message, protocol.Events)
-            assert [event.key for event in message.stored] == [key]
-
-
 def test_the_connector_brings_its_key(sidecar: RunningSidecar) -> None:
     client = ConnectorClient(
         str(sidecar.path), lambda: Attempt(attach_message(Role.SCHEDULER, engine_id="vllm"))

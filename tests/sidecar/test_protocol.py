@@ -113,7 +113,7 @@ CLIENT_MESSAGES = st.one_of(
     st.builds(Lookup, INT, INT, some(KEYS), SIZE),
     st.builds(Lease, INT, INT, some(KEYS)),
     st.builds(Pin, INT, some(KEYS), st.integers(1, PIN_MS_MAX)),
-    st.builds(Release, INT, some(INT), some(INT), st.booleans()),
+    st.builds(Release, INT, some(INT), some(INT), st.booleans(), st.integers(-1, 9)),
 )
 SERVER_MESSAGES = st.one_of(
     st.builds(Done, INT, some(st.builds(JobOutcome, INT, st.sampled_from(Outcome)))),

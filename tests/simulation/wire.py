@@ -191,6 +191,7 @@ class Wire:
             endpoint=reply.endpoint,
             limits=reply.limits,
             index_salt=reply.index_salt,
+            wants_events=self._attempt.message.want_events,
             index=IndexReader(fds[0], reply.index_bytes) if scheduler else None,
             context=self._attempt.context,
         )
