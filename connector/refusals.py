@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.drafting import drafting_refusal
 from connector.groups import FULL, RECURRENT, Attention
+from connector.nodes import nodes_refusal
 from connector.ranks import Cut, Place
 from connector.recurrent import ALIGNED, recurrent, recurrent_refusal
 from sidecar.protocol import GROUPS_MAX
@@ -42,7 +43,8 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         )
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    if reason := recurrent_refusal(vllm_config, groups) or drafting_refusal(vllm_config):
+    reason = nodes_refusal(vllm_config) or recurrent_refusal(vllm_config, groups)
+    if reason or (reason := drafting_refusal(vllm_config)):
         return reason
     unknown = {
         type(group.kv_cache_spec).__name__

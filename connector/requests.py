@@ -34,12 +34,14 @@ class Settings:
 
     `load_tokens_min`: a load shorter than this is not worth its extra scheduler step.
     `caches_media`: whether what vLLM calls an image stands for what is in it.
+    `beside_others`: other connectors may load, too.
     """
 
     reads: bool
     writes: bool
     load_tokens_min: int = 64
     caches_media: bool = True
+    beside_others: bool = False
 
 
 @dataclass(slots=True)
@@ -107,6 +109,10 @@ class RequestState:
     """The engine's own hit."""
     begins_tokens: int = 0
     """The own hit that it goes on from in the step being scheduled."""
+    known_tokens: int = 0
+    """The own hit, with what we loaded behind it: more than that another connector loads."""
+    scheduled_tokens: int = 0
+    """Since its blocks were last allocated. What vLLM counts as computed before that may not be."""
     lookup: PendingLookup | None = None
     asked_tokens: int = -1
     """The engine's own hit for which the store was last asked about."""
@@ -133,6 +139,20 @@ class RequestState:
     def chain(self) -> KeyChain:
         """Keys of its chunks in the first group, and all of its tokens."""
         return self.groups[0].chain
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Scheduled in steps whose output vLLM has not taken yet."""
+        return int(getattr(self.request, "num_in_flight_tokens", 0))
+
+    @property
+    def step_taken(self) -> bool:
+        """Whether vLLM took the output of a step since the blocks were last allocated.
+
+        With it comes the word on loads that failed in that step, or before. Steps are taken in
+        their order, so what is missing of those in flight was taken.
+        """
+        return self.scheduled_tokens > self.in_flight_tokens
 
     @property
     def attending(self) -> list[GroupState]:

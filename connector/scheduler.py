@@ -12,8 +12,8 @@ Invariants:
   of recurrent layers the state at that end.
 * A block whose store is outstanding has one reference of ours in vLLM's block pool, whatever
   becomes of its request (finished, aborted, preempted), and loses it when all ranks reported.
-* Tokens that were to be loaded but were not are never stored; nor are drafts, before they are
-  known to be the request's own.
+* Tokens that were to be loaded but were not are never stored, whoever was to load them; nor are
+  drafts, before they are known to be the request's own.
 * A request whose tokens may change behind us (streaming input) or that has none (embeddings) is
   not cached at all.
 """
@@ -90,6 +90,7 @@ class SchedulerRole:
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
         full = [number for number, each in enumerate(geometries) if each.attention.full]
         self._main = full[0] if full else 0
+        self._several_groups = len(groups) > 1
         self._recurrent = [one for one, each in enumerate(geometries) if each.attention.recurrent]
         self._settings = settings
         self._clock = clock
@@ -104,6 +105,7 @@ class SchedulerRole:
         self._expecting: set[str] = set()
         self._block_pool: Any = None
         self._tiers = TierEvents()
+        self._beside_others = settings.beside_others
         self._stale_told = 0
         self.stats = Stats()
 
@@ -133,7 +135,7 @@ class SchedulerRole:
         state = self._requests.track(request)
         if state is None or state.void or request.skip_reading_prefix_cache:
             return 0
-        state.local_tokens = local_tokens
+        state.local_tokens = state.known_tokens = local_tokens
         session = self._client.session
         if not self._reads(state) or state.load_failed or session is None:
             return 0
@@ -250,6 +252,7 @@ class SchedulerRole:
         state = self._requests.get(request.request_id)
         if state is None:
             return
+        state.scheduled_tokens = 0
         if external_tokens <= 0:
             state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted
@@ -257,7 +260,7 @@ class SchedulerRole:
             return
         tables = block_ids()
         session = self._client.session
-        end_tokens = state.local_tokens + external_tokens
+        end_tokens = state.known_tokens = state.local_tokens + external_tokens
         pieces: list[LoadPiece] = []
         stored_tokens = 0
         for number, (group, table) in enumerate(zip(state.groups, tables, strict=True)):
@@ -304,6 +307,10 @@ class SchedulerRole:
                 self.stats.tokens_loaded_host += host
                 self.stats.tokens_loaded_store += store
 
+    def blocks_failed(self, block_ids: Iterable[int]) -> None:
+        """Another connector was to load these blocks, and did not: vLLM computes them again."""
+        self._stores.distrust(block_ids)
+
     # --- store ---------------------------------------------------------------------------------
 
     def build_plan(
@@ -343,13 +350,32 @@ class SchedulerRole:
         if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
             for state, _ in requests:
                 state.undrafted = True
+        # Seen before the first of them is stored: requests of one step may share blocks.
+        self._beside_others |= any(
+            not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
+            for state, _ in requests
+        )
         for state, num_tokens in requests:
+            begun = state.step_taken
+            state.scheduled_tokens += num_tokens
+            if self._waits_for_others and not begun:
+                continue
             if state.wishes.writes and not (state.void or state.undrafted):
                 handed = [
                     *states.get(state.request.request_id, ()),
                     *self._states_held(state),
                 ]
                 self._store_scheduled(state, num_tokens, block_ids_of, handed)
+
+    @property
+    def _waits_for_others(self) -> bool:
+        """Whether to store of a request only after its first step, when all loads are known.
+
+        Another connector may load while a step computes, into blocks that vLLM's prefix cache
+        shares at once, and tell with the step's output which of them did not come. Of an engine
+        with several groups vLLM takes no such word: that ends it.
+        """
+        return self._beside_others and not self._several_groups
 
     def _states_held(self, state: RequestState) -> list[State]:
         """States that a request begins with: the engine never hands these over again.
@@ -395,12 +421,13 @@ class SchedulerRole:
         self._plan_store(state, parts, lambda: block_ids_of(request.request_id))
 
     def request_finished(
-        self, request: Any, block_ids: Sequence[Sequence[int]]
+        self, request: Any, block_ids: Sequence[Sequence[int]], *, failed: bool = False
     ) -> dict[str, Any] | None:
         """Store what a finished request computed beyond its last full chunk, and forget it.
 
         `block_ids` cover its computed tokens in each KV cache group. Its blocks are
         freed right after this call; those of outstanding stores stay alive by our references.
+        Of one that vLLM `failed` nothing is stored: what it shares with others may be why.
         Returns what the request's answer is to say, of one that hands its prompt over.
         """
         state = self._requests.pop(request.request_id, None)
@@ -408,7 +435,8 @@ class SchedulerRole:
             return None
         self._expecting.discard(request.request_id)
         self._release(state)
-        self._store_rest(request, state, block_ids)
+        if not failed:
+            self._store_rest(request, state, block_ids)
         session = self._client.session
         if not state.wishes.hand_over or state.void or session is None or session.index is None:
             return None
@@ -422,12 +450,14 @@ class SchedulerRole:
         if state.wishes.pin_ms and not state.void:
             self._pin_prompt(state)
         writes = self._settings.writes and state.wishes.writes and not state.undrafted
-        if state.load is not None or state.void or not writes:
-            # Aborted while loading: vLLM already counts tokens that never came.
+        # Aborted before it was scheduled: vLLM counts tokens that we, or another connector, have
+        # yet to load.
+        begun = state.step_taken if self._waits_for_others else bool(state.scheduled_tokens)
+        if not begun or state.load is not None or state.void or not writes:
             return
         state.extend()
-        in_flight = getattr(request, "num_in_flight_tokens", 0)
-        computed = min(max(0, request.num_computed_tokens - in_flight), state.chain.decided_tokens)
+        computed = max(0, request.num_computed_tokens - state.in_flight_tokens)
+        computed = min(computed, state.chain.decided_tokens)
         parts: list[Part] = []
         for group in state.attending:
             parts += _full_parts(group, computed)

@@ -15,7 +15,7 @@ from connector.plan import Store, StorePiece
 from tiers.index import FLAG_HOST, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from connector.client import Session
     from connector.groups import Geometry
@@ -118,6 +118,7 @@ class Stores:
         self._jobs: dict[int, _StoreJob] = {}
         self._keys: set[bytes] = set()
         self._block_pool: Any = None
+        self._distrusted: dict[int, Any] = {}
         self._blocks_awaited_since: float | None = None
 
     def bind(self, block_pool: Any) -> None:
@@ -151,7 +152,10 @@ class Stores:
         if len(self._jobs) >= session.limits.jobs_inflight_max:
             stats.stores_skipped += len(wanted)
             return None
-        stores = self._pieces(state, wanted, block_ids())
+        tables = block_ids()
+        if self._distrusted and self._distrusts(tables):
+            return None
+        stores = self._pieces(state, wanted, tables)
         if not stores:
             return None
         job_id = new_id()
@@ -186,6 +190,28 @@ class Stores:
             parent = chain.parent(part.chunk)
             pieces.append(StorePiece(part.key, parent, tokens, ids, part.group))
         return pieces
+
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """Store nothing of a request that has one of these in its table.
+
+        They were shared through the engine's prefix cache before it was known that they hold
+        nothing, and stay in it while one of the requests computes them again, maybe in several
+        steps: what others compute on top of them meanwhile is as worthless. So until they are
+        given up or filled with something else.
+        """
+        if self._block_pool is None:
+            return
+        for block_id in block_ids:
+            content = self._block_pool.blocks[block_id].block_hash
+            if content is not None:
+                self._distrusted[block_id] = content
+
+    def _distrusts(self, tables: Sequence[Sequence[int]]) -> bool:
+        blocks = self._block_pool.blocks
+        for block_id, content in list(self._distrusted.items()):
+            if blocks[block_id].block_hash != content:
+                del self._distrusted[block_id]
+        return any(not self._distrusted.keys().isdisjoint(table) for table in tables)
 
     def ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""

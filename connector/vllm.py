@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.request import RequestStatus
 
 from connector.client import Attempt, Client
 from connector.engine import EngineGroup, ServedEngine
@@ -34,6 +35,7 @@ from connector.ranks import this_place
 from connector.recurrent import states_of
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
+from connector.several import outer_transfer
 from connector.sleep import SharedMemory
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
@@ -83,11 +85,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
         transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            # vLLM reads this after it made the connector. With "fail", a chunk that was evicted
-            # between lookup and load would fail the user's request.
-            logger.info("kvlake: kv_load_failure_policy is set to 'recompute'")
-            transfer.kv_load_failure_policy = "recompute"
+        outer = outer_transfer()
+        reads = transfer.is_kv_consumer and _recomputes(transfer, outer)
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
@@ -110,10 +109,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 engine.media_refusal,
             )
         settings = Settings(
-            reads=transfer.is_kv_consumer,
+            reads=reads,
             writes=transfer.is_kv_producer,
             load_tokens_min=engine.load_tokens_min,
             caches_media=not engine.media_refusal,
+            beside_others=outer is not None,
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
         return SchedulerRole(client, groups, settings, engine.world_size, drafting=engine.drafting)
@@ -223,7 +223,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.submit(metadata.plan)
         elif metadata.plan.loads or metadata.plan.stores:
-            self._transfers = _unserved(metadata.plan)
+            self._transfers = _unserved(metadata.plan, self._transfers)
 
     def get_transfer_results(
         self,
@@ -296,6 +296,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.loads_ended(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
+        self._scheduler.blocks_failed(connector_output.invalid_block_ids or ())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVLakeWorkerMetadata):
             self._scheduler.stores_ended(metadata.report)
@@ -312,7 +313,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Store the tail. Never delays the request's blocks: references of ours hold them."""
         if self._scheduler is None:
             return False, None
-        return False, self._scheduler.request_finished(request, block_ids)
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        return False, self._scheduler.request_finished(request, block_ids, failed=failed)
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""
@@ -380,6 +382,28 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
 
+def _recomputes(transfer: Any, outer: Any | None) -> bool:
+    """Whether vLLM computes what could not be loaded; where that is ours to say, it does now.
+
+    With "fail", a chunk that was evicted between lookup and load would fail the user's request.
+    """
+    if outer is None:
+        if transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads this after it made the connector.
+            logger.info("kvlake: kv_load_failure_policy is set to 'recompute'")
+            transfer.kv_load_failure_policy = "recompute"
+        return True
+    if outer.kv_load_failure_policy == "recompute":
+        return True
+    logger.warning(
+        "kvlake: nothing is loaded, only stored, because kv_load_failure_policy=%r of the "
+        "MultiConnector would fail a request whose chunk is evicted while it is loaded; give "
+        'the MultiConnector itself "kv_load_failure_policy": "recompute"',
+        outer.kv_load_failure_policy,
+    )
+    return False
+
+
 def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:
     """Raise `ExportRefused` where attention kernels divide the scheduler's blocks."""
     for layout, group in zip(memory.layouts, groups, strict=True):
@@ -392,8 +416,16 @@ def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:
             )
 
 
-def _unserved(plan: StepPlan) -> TransferResults:
-    """Every job of a step fails on a rank whose memory could not be shared."""
+def _unserved(plan: StepPlan, earlier: TransferResults | None) -> TransferResults:
+    """Every job of a step fails on a rank whose memory could not be shared.
+
+    With drafts, vLLM takes a step's results before it comes here: then the `earlier` ones are not
+    told yet.
+    """
     loads = {load.request_id for load in plan.loads}
     ended = {store.job_id: 1 for store in plan.stores}
-    return TransferResults(loads, set(loads), StepReport(ended, len(ended)))
+    report = StepReport(ended, len(ended))
+    if earlier is not None:
+        loads |= earlier.loaded
+        report = earlier.report.add(report)
+    return TransferResults(loads, set(loads), report)

@@ -211,6 +211,24 @@ class Sessions:
         """The session whose frames carry this routing id."""
         return self._by_token.get(token)
 
+    def lonely(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
+        """Engines that lack ranks though others attached so long ago: id, ranks, world size."""
+        since = time.monotonic() - seconds_max
+        ranks: dict[tuple[str, int], list[int]] = {}
+        waited: set[tuple[str, int]] = set()
+        for session in self.all():
+            attach = session.attach
+            if attach.role is Role.WORKER:
+                engine = (attach.engine_id, attach.world_size)
+                ranks.setdefault(engine, []).append(attach.rank)
+                if session.opened < since:
+                    waited.add(engine)
+        return [
+            (engine_id, sorted(found), world_size)
+            for (engine_id, world_size), found in ranks.items()
+            if (engine_id, world_size) in waited and len(set(found)) < world_size
+        ]
+
     def gone_beside(self, attach: Attach) -> list[Session]:
         """Sessions of the same engine whose peer is gone, though nobody has noticed yet."""
         return [

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 COPY_SECONDS_STUCK: Final = 10.0
 """A copy moves at most 64 MiB: tens of milliseconds, or a second on a machine that swaps."""
+RANKS_SECONDS_MAX: Final = 60.0
+"""An engine's ranks attach within moments of each other, once all of them have their memory."""
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -110,6 +112,15 @@ class Upkeep:
                     "when this sidecar ends, and nothing of it outlives that",
                     serious=False,
                 )
+        for engine_id, ranks, world_size in self._hub.sessions.lonely(RANKS_SECONDS_MAX):
+            here = ", ".join(map(str, ranks))
+            yield Problem(
+                "ranks",
+                f"of {world_size} ranks of engine {engine_id} only {here} attached here, so no "
+                "chunk of it is ever loadable; the log of vLLM says why a rank is served without "
+                "the cache; all ranks of an engine must be on one node",
+                serious=False,
+            )
         watch = self._hub.watch
         if watch is not None and watch.health.state != "ok":
             reason = f"the store is {watch.health.state}: {watch.health.reason}"

@@ -37,7 +37,8 @@ EXTEND_SECONDS: Final = 30.0
 EXTEND_EVERY_SECONDS: Final = 5.0
 
 PROBLEMS: Final = (
-    "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "store",
+    "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
+    "store",
 )  # fmt: skip
 """Every code of a problem, for whoever watches them by name."""
 

@@ -75,15 +75,16 @@ def vllm_config(
     prefix_caching: bool = True,
     policy: str = "fcfs",
     others: Sequence[str] = (),
+    failure_policy: str = "recompute",
     speculative: dict[str, Any] | None = None,
     media_cache_gb: float | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A real configuration of a CPU engine with our connector.
 
-    With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`.
-    `speculative` is what a user gives as `--speculative-config`. With `media_cache_gb` the model
-    is said to take images, and that is `--mm-processor-cache-gb`.
+    With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`,
+    which is given `failure_policy`. `speculative` is what a user gives as `--speculative-config`.
+    With `media_cache_gb` the model is said to take images, and that is `--mm-processor-cache-gb`.
     """
     transfer: dict[str, Any] = {
         "kv_connector": "KVLakeConnector",
@@ -103,7 +104,7 @@ def vllm_config(
         transfer = {
             "kv_connector": "MultiConnector",
             "kv_role": kv_role,
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": failure_policy,
             "kv_connector_extra_config": {"connectors": children},
         }
     model_config = ModelConfig(

@@ -88,6 +88,9 @@ class Engine:
         self._batches: deque[Callable[[], None]] = deque()
         self.sidecar = DoubleSidecar(self)
         self.weights = 0
+        self.garbled = False
+        """Some connector may fail while a step computes: what is computed from nothing is garbage,
+        and it is for vLLM to throw it away."""
         self.sidecar.attach()
         self.computed: Counter[str] = Counter()
         """Tokens that the model computed, by request."""
@@ -186,12 +189,16 @@ class Engine:
                 recur(rank.memory, spec, table, start, end, known)
                 continue
             expected = [*known[self.ahead_tokens :], *[b"rejected"] * count]
+            garbage = False
             for position in range(first_read(spec, start), end):
                 block_id = table[position // spec.block_size]
                 assert block_id, f"{request.request_id} reads the null block at {position}"
                 block, slot = rank.memory[block_id], position % spec.block_size
                 if position >= start:
-                    block[slot] = expected[position]
+                    block[slot] = b"garbage" if garbage else expected[position]
+                    continue
+                if self.garbled and block[slot] != expected[position]:
+                    garbage = True
                     continue
                 assert block[slot] == expected[position], (
                     f"{request.request_id} reads wrong KV at {position} of {end} "

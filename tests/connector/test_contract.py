@@ -54,6 +54,7 @@ READ_OF_A_REQUEST = [
     "request_id",
     "resumable",
     "skip_reading_prefix_cache",
+    "status",
 ]
 
 

@@ -45,7 +45,12 @@ def config_of(
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, engine_id="e"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp_size, pipeline_parallel_size=stages, world_size=tp_size * stages
+            tensor_parallel_size=tp_size,
+            pipeline_parallel_size=stages,
+            world_size=tp_size * stages,
+            nnodes_within_dp=1,
+            distributed_executor_backend="mp",
+            placement_group=None,
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
         speculative_config=None,

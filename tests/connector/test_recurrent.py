@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
@@ -50,6 +51,25 @@ SPECS: list[KVCacheSpec] = [spec_of(), state_of()]
 def engine(make: Callable[..., Engine]) -> Engine:
     """Full attention and recurrent layers."""
     return make(specs=SPECS)
+
+
+@pytest.mark.parametrize("divergent", [False, True])
+def test_a_state_that_only_the_tiers_have(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, divergent: bool
+) -> None:
+    """Of a prompt whose attention vLLM still has: why its divergent hits are not used.
+
+    With them vLLM asks what there is beyond its attention, and of what ends with it takes nothing.
+    """
+    engine.run(request_of("a", PROMPT, max_tokens=1))
+    for block in engine.pool.blocks:
+        if block.block_hash is not None and get_group_id(block.block_hash) == 1:
+            assert engine.pool._maybe_evict_cached_block(block)
+    monkeypatch.setattr(KVLakeConnector, "supports_divergent_local_hybrid_hits", divergent)
+    request = engine.run(request_of("b", PROMPT, max_tokens=1))
+    found = 0 if divergent else len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert engine.computed["b"] == len(PROMPT) - found
+    assert engine.connector.get_loaded_kv_cache_group_ids(request) == (0, 1)
 
 
 def state_keys(engine: Engine, tokens: list[int]) -> list[bytes]:

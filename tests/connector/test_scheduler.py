@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from sidecar.protocol import (
     Events,
     RemovedEvent,
@@ -60,6 +62,26 @@ class TestReset:
         # What is computed from now on, is.
         engine.run(request_of("b", PROMPT, max_tokens=1))
         assert engine.computed["b"] == len(PROMPT) - CACHED
+
+    def test_with_stores_under_way(self, engine: Engine) -> None:
+        """As `docs/operations.md` has it: vLLM raises before it comes to the connector."""
+        request = engine.add(request_of("a", PROMPT, max_tokens=60))
+        engine.step()
+        generation = engine.role._requests.generation
+        with pytest.raises(RuntimeError, match="Failed to reset"):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert engine.role._requests.generation == generation
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+        assert engine.role._requests.generation != generation
+        engine.sidecar.run_all()
+        before = set(engine.sidecar.parts)
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.weights += 1
+        engine.finish(request)
+        engine.settle()
+        assert set(engine.sidecar.parts) == before
+        engine.check_idle()
 
     def test_a_request_of_before_stores_nothing_more(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=60))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from connector.plan import StepReport
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
+from connector.plan import Load, StepPlan, StepReport, Store
 from connector.storing import BLOCKS_WAIT_SECONDS_MAX
+from connector.vllm import KVLakeConnector
 from sidecar.protocol import (
     Limits,
     Outcome,
@@ -14,7 +19,9 @@ from sidecar.protocol import (
 )
 from tests.connector.configurations import (
     CHUNK_TOKENS,
+    kv_cache_config,
     request_of,
+    vllm_config,
 )
 from tests.connector.double import LIMITS, session_of
 from tests.connector.engine import Engine
@@ -148,3 +155,28 @@ class TestStores:
         assert connector.has_pending_block_frees()
         engine.settle()
         assert not connector.has_pending_push_work()
+
+
+def test_a_rank_that_is_not_served_ends_every_job(model: Path) -> None:
+    """With drafts, model runner V1 takes a step's results before it tells of the step's jobs."""
+    rank = KVLakeConnector(vllm_config(model), KVConnectorRole.WORKER, kv_cache_config())
+
+    def told(plan: StepPlan, *, late: bool) -> tuple[set[str], set[int]]:
+        """Requests and stores that ended, of a step with these jobs."""
+        rank.bind_connector_metadata(KVLakeMetadata(plan))
+        if not late:
+            rank.wait_for_save()
+        failed = rank.get_transfer_results(set()).failed_recving
+        metadata = rank.build_connector_worker_meta()
+        if late:
+            rank.wait_for_save()
+        rank.clear_connector_metadata()
+        assert metadata is None or isinstance(metadata, KVLakeWorkerMetadata)
+        return set(failed), set() if metadata is None else set(metadata.report.ended)
+
+    first = StepPlan([Load(1, "a", [])], [Store(2, [])])
+    assert told(first, late=True) == (set(), set())
+    # One that computes nothing tells in the usual order.
+    second = StepPlan([Load(3, "b", [])], [Store(4, [])])
+    assert told(second, late=False) == ({"a", "b"}, {2, 4})
+    assert told(StepPlan(), late=False) == (set(), set())

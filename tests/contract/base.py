@@ -51,7 +51,7 @@ LEFT_ALONE: Final[dict[str, str]] = {
     "clear_connector_metadata": "the base class drops it again",
     "has_connector_metadata": "the base class knows",
     "_get_connector_metadata": "called, not overridden",
-    "supports_divergent_local_hybrid_hits": "False: a hit goes on from where all groups agree",
+    "supports_divergent_local_hybrid_hits": "False: what ends with vLLM's own attention is a hit",
     "set_host_xfer_buffer_ops": "no host buffer of vLLM's is used",
     "finish_forward": "what a step reads is told by its fence",
     "reset_capture_state": "nothing is captured in a CUDA graph",

@@ -107,8 +107,9 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.parallel:ParallelConfig": Used(
         attributes(
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-            "prefill_context_parallel_size world_size"
+            "prefill_context_parallel_size world_size distributed_executor_backend placement_group"
         )
+        | {"nnodes_within_dp": PROPERTY}
     ),
     "vllm.config.speculative:SpeculativeConfig": Used(
         attributes(
@@ -146,7 +147,10 @@ ENGINE: Final[dict[str, Used]] = {
         {"get_block_ids": "(req_id)", "boundary_state_offloads": ATTRIBUTE}
     ),
     "vllm.v1.outputs:KVConnectorOutput": Used(
-        attributes("finished_recving failed_recving kv_connector_worker_meta kv_cache_events")
+        attributes(
+            "finished_recving failed_recving invalid_block_ids kv_connector_worker_meta "
+            "kv_cache_events"
+        )
         | {"is_empty": "()"}
     ),
     "vllm.v1.kv_cache_interface:KVCacheConfig": Used(attributes("num_blocks kv_cache_groups")),
@@ -178,15 +182,22 @@ ENGINE: Final[dict[str, Used]] = {
             "get_cached_block": "(block_hash, kv_cache_group_ids)",
         }
     ),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": Used(attributes("block_id ref_cnt is_null")),
+    "vllm.v1.core.kv_cache_utils:ExternalBlockHash": Used({"": ATTRIBUTE}),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": Used(
+        attributes("block_id ref_cnt is_null") | {"block_hash": PROPERTY}
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": Used({"get_block_ids": "(allow_none=)"}),
     "vllm.v1.request:Request": Used(
         attributes(
             "request_id all_token_ids block_hashes cache_salt lora_request mm_features "
             "num_computed_tokens num_in_flight_tokens num_prompt_tokens prompt_embeds resumable "
-            "skip_reading_prefix_cache kv_transfer_params"
+            "skip_reading_prefix_cache kv_transfer_params status"
         )
         | {"num_tokens": PROPERTY}
+    ),
+    "vllm.v1.request:RequestStatus": Used(attributes("FINISHED_ERROR")),
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector": Used(
+        {"__init__": "(vllm_config, role, kv_cache_config)"}
     ),
     "vllm.config.vllm:get_current_vllm_config": Used({"": "()"}),
     "vllm.lora.request:LoRARequest": Used(
@@ -209,10 +220,12 @@ ENGINE: Final[dict[str, Used]] = {
             "is_cuda": "()",
             "get_cpu_architecture": "class ()",
             "get_device_capability": "class (device_id=)",
+            "ray_device_key": ATTRIBUTE,
         }
     ),
     "vllm.plugins:DEFAULT_PLUGINS_GROUP": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_KVCACHE_SPACE": Used({"": ATTRIBUTE}),
+    "vllm.envs:VLLM_RAY_BUNDLE_INDICES": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_OMP_THREADS_BIND": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_RPC_BASE_PATH": Used({"": ATTRIBUTE}),
 }

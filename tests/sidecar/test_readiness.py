@@ -163,6 +163,20 @@ def test_a_directory_that_another_sidecar_took_is_left_to_it(
         works(sidecar)
 
 
+def test_an_engine_that_lacks_ranks_is_told(
+    sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one over two nodes would: no chunk of it is ever whole, and it has no other way to say."""
+    monkeypatch.setattr(upkeep, "RANKS_SECONDS_MAX", 0.0)
+    with Worker(sidecar.path, engine_id="half", world_size=2, rank=1):
+        status, document = readyz(sidecar.info.http_url)
+        assert (status, document["state"], codes(document)) == (200, "degraded", ["ranks"])
+        assert "2 ranks of engine half only 1" in document["problems"][0]["reason"]
+        with Worker(sidecar.path, engine_id="half", world_size=2, rank=0):
+            assert codes(readyz(sidecar.info.http_url)[1]) == []
+    wait_for(lambda: not codes(readyz(sidecar.info.http_url)[1]))
+
+
 @pytest.mark.parametrize("suffix", ["", ".lock"])
 def test_a_removed_pool_file_is_told_and_engines_are_served(
     sidecar: RunningSidecar, short_directory: Path, suffix: str

@@ -1,0 +1,29 @@
+"""Being one of several connectors: what the `MultiConnector` that makes ours was given.
+
+vLLM's `MultiConnector` makes each of its children a `KVTransferConfig` of its own and hands it only
+that. What decides about all of them, such as what becomes of a request whose load failed, vLLM
+reads of the outer one, which no child is shown. So it is taken from the object that is making us.
+"""
+
+from __future__ import annotations
+
+from inspect import currentframe
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+
+def outer_transfer() -> Any | None:
+    """`kv_transfer_config` of the `MultiConnector` whose constructor is running; None without one.
+
+    To be called while ours is made.
+    """
+    frame = currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            maker = frame.f_locals.get("self")
+            config = frame.f_locals.get("vllm_config")
+            if isinstance(maker, MultiConnector) and config is not None:
+                return config.kv_transfer_config
+        frame = frame.f_back
+    return None
