@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.namespace import model_identity
+from connector.options import samples_weights
+from connector.weights import model_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -106,6 +107,7 @@ def drafting_of(vllm_config: Any) -> Drafting:
             model.revision,
             model.hf_config,
             dummy=str(load.load_format) == "dummy",
+            sampled=samples_weights(vllm_config),
         ),
     }
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)

@@ -14,9 +14,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.drafting import drafting_of
 from connector.groups import Geometry, chunk_tokens_of, whole_blocks
-from connector.namespace import WeightsUnknown, digest_of, encoding_of, namespace_of
+from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.options import count_of, default_socket, seconds_of
 from connector.refusals import attention_of, cut_of, media_refusal, num_heads_of, refusal_of
+from connector.weights import WeightsUnknown
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
 
 if TYPE_CHECKING:

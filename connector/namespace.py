@@ -1,33 +1,26 @@
 """The namespace: what must be equal for KV bytes of one engine to be right in another.
 
 Owns the reading of vLLM's configuration into a small JSON object. Equal JSON, equal bytes for
-equal tokens; anything that could change the bytes is in it. Where the model is a folder, its
-weights are identified by what the files hold (`config.json`, and of each safetensors file the
-header and a sample of every tensor), not by the folder's name, so that the same model under two
-paths is shared and two fine-tunes under one path are not. Tokens per block are in it only where
-blocks of one size cannot be made of others (`tiers/packing.py`).
+equal tokens; anything that could change the bytes is in it. What tells weights from others is in
+`weights.py`. Tokens per block are in it only where blocks of one size cannot be made of others
+(`tiers/packing.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.options import samples_weights
 from connector.processing import overrides_of, plain, processing_of
 from connector.recurrent import recurrent, state_description, state_encoding
+from connector.weights import model_identity
 from tiers.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-_SAMPLE_BYTES: Final = 1024
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
-_HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
 
 _CUDA_BACKENDS_BY_TOKEN: Final = (
     "auto",
@@ -141,6 +134,7 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
             model.hf_config,
             streamed_from=str(getattr(model, "model_weights", "") or ""),
             dummy=dummy,
+            sampled=samples_weights(vllm_config),
         ),
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
         "dummy_weights": dummy,
@@ -189,158 +183,3 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
         spec.dtype, block_tokens, spec.head_size, str(vllm_config.cache_config.cache_dtype)
     )
     return f"cpu-{current_platform.get_cpu_architecture().name.lower()}-{isa}"
-
-
-class WeightsUnknown(Exception):
-    """Nothing tells these weights from others; the message says why and what would help."""
-
-
-def model_identity(
-    model: str,
-    revision: str | None,
-    hf_config: Any,
-    *,
-    streamed_from: str = "",
-    dummy: bool = False,
-) -> dict[str, str]:
-    """Name and commit of a hub model, or a digest of the files of a local one.
-
-    A revision may be a branch, which moves; transformers notes in the configuration which commit
-    it came from. Weights that are `streamed_from` a URL are told apart by the revision alone.
-
-    Raises:
-        WeightsUnknown: two different models could not be told apart. Not for `dummy` weights.
-        OSError: the files are there and cannot be read.
-    """
-    path = Path(model)
-    if streamed_from:
-        if not revision:
-            raise WeightsUnknown(
-                f"its weights are streamed from {streamed_from}, where others may be tomorrow; "
-                "name them with --revision, by another name whenever they change"
-            )
-        config = folder_digest(path) if path.is_dir() else ""
-        return {"name": streamed_from, "revision": revision, "config": config}
-    if path.is_dir():
-        if not dummy and not _weights_in(path):
-            raise WeightsUnknown(
-                f"there are no weights in {model} that kvlake knows ({', '.join(_WEIGHTS)})"
-            )
-        return {"digest": folder_digest(path)}
-    if path.is_file():
-        hasher = hashlib.sha256()
-        _hash_opaque(hasher, path)
-        return {"digest": hasher.hexdigest()}
-    commit = getattr(hf_config, "_commit_hash", None)
-    if not (commit or revision or dummy):
-        raise WeightsUnknown(
-            f"model {model!r} came with no commit, and its name alone may mean other weights "
-            "tomorrow; name them with --revision"
-        )
-    return {"name": model, "revision": str(commit or revision or "")}
-
-
-def adapter_identity(path: str) -> str:
-    """What tells a LoRA adapter from others: its files.
-
-    Raises:
-        WeightsUnknown: it is not known which files vLLM loads.
-        OSError: its files are there and cannot be read.
-    """
-    # As vLLM finds them, `get_adapter_absolute_path`, but for its download.
-    folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        folder = _downloaded(path)
-    if not _weights_in(folder):
-        raise WeightsUnknown(
-            f"there are no weights in {folder} that kvlake knows ({', '.join(_WEIGHTS)})"
-        )
-    return folder_digest(folder)
-
-
-def _downloaded(hub_id: str) -> Path:
-    """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
-
-    vLLM may load it at any time, and then loads what the hub has by then. Only offline, with one
-    snapshot there, does the scheduler know what a worker has loaded, or will.
-    """
-    import huggingface_hub
-
-    if huggingface_hub.is_offline_mode() and not os.environ.get("VLLM_USE_MODELSCOPE"):
-        try:
-            folder = Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
-            snapshots = list(folder.parent.iterdir())
-        except (OSError, ValueError):
-            snapshots = []
-        if len(snapshots) == 1:
-            return snapshots[0]
-    raise WeightsUnknown(
-        f"{hub_id!r} is no folder on this machine, and the name may mean other weights tomorrow; "
-        "give the folder that `hf download` prints, or set HF_HUB_OFFLINE=1 with one revision "
-        "downloaded"
-    )
-
-
-def folder_digest(folder: Path) -> str:
-    """Hex digest of the configuration and of the weights in a folder of a model or an adapter.
-
-    Of a safetensors file: its size, its header, and `_SAMPLE_BYTES` from the middle of every
-    tensor, which a change of any layer's weights does not survive. Of other weight files: size,
-    modification time and the first and last sample.
-    """
-    hasher = hashlib.sha256()
-    for name in ("config.json", "adapter_config.json"):
-        config = folder / name
-        if config.is_file():
-            hasher.update(config.read_bytes())
-    for path in _weights_in(folder):
-        if path.suffix == ".safetensors":
-            _hash_safetensors(hasher, path)
-        else:
-            _hash_opaque(hasher, path)
-    return hasher.hexdigest()
-
-
-def _weights_in(folder: Path) -> list[Path]:
-    """The weight files of a folder: safetensors, or where there are none what else there is."""
-    first, *others = _WEIGHTS
-    return sorted(folder.glob(first)) or sorted(
-        path for pattern in others for path in folder.glob(pattern)
-    )
-
-
-def _hash_safetensors(hasher: Any, path: Path) -> None:
-    # Format: 8 bytes of little-endian header length, a JSON header, then the tensors' bytes.
-    hasher.update(path.stat().st_size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        length_bytes = file.read(8)
-        (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
-        if not 0 < length <= _HEADER_BYTES_MAX:
-            _hash_opaque(hasher, path)
-            return
-        header = file.read(length)
-        hasher.update(header)
-        try:
-            tensors = json.loads(header)
-        except ValueError:
-            _hash_opaque(hasher, path)
-            return
-        if not isinstance(tensors, dict):
-            _hash_opaque(hasher, path)
-            return
-        for name in sorted(tensors):
-            offsets = tensors[name].get("data_offsets") if isinstance(tensors[name], dict) else None
-            if not offsets:
-                continue
-            start, end = offsets
-            file.seek(8 + length + start + max(0, (end - start - _SAMPLE_BYTES) // 2))
-            hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
-
-
-def _hash_opaque(hasher: Any, path: Path) -> None:
-    status = path.stat()
-    hasher.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
-    with path.open("rb") as file:
-        hasher.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, status.st_size - _SAMPLE_BYTES))
-        hasher.update(file.read(_SAMPLE_BYTES))

@@ -29,8 +29,9 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
-from connector.namespace import WeightsUnknown, offloading_identity
+from connector.namespace import offloading_identity
 from connector.refusals import media_refusal
+from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker

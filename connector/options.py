@@ -31,6 +31,16 @@ def count_of(extra: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
+def samples_weights(vllm_config: Any) -> bool:
+    """Whether the operator has weights told apart by samples of them: `weights_digest`."""
+    value = vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_digest", "full")
+    if value not in ("full", "sampled"):
+        raise ValueError(
+            f"kv_connector_extra_config['weights_digest']={value!r}: must be 'full' or 'sampled'"
+        )
+    return bool(value == "sampled")
+
+
 def seconds_of(extra: dict[str, Any], name: str, default: float) -> float:
     """Seconds, 0 or more, of the extra configuration."""
     value = extra.get(name, default)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.keys import KeyChain, MediaItem, root_key
-from connector.namespace import WeightsUnknown, adapter_identity
+from connector.weights import WeightsUnknown, adapter_identity
 from connector.wishes import Wishes, WishReader
 from sidecar.protocol import tenant_id
 

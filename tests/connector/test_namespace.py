@@ -14,15 +14,9 @@ import torch
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.namespace import (
-    WeightsUnknown,
-    adapter_identity,
-    digest_of,
-    encoding_of,
-    folder_digest,
-    model_identity,
-    namespace_of,
-)
+from connector.namespace import digest_of, encoding_of, namespace_of
+from connector.options import samples_weights
+from connector.weights import WeightsUnknown, adapter_identity, folder_digest, model_identity
 
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
 
@@ -61,13 +55,24 @@ class TestFolders:
         assert before != after
 
     @pytest.mark.parametrize("tensor", range(len(TENSORS)))
-    def test_any_layer_counts(self, tmp_path: Path, tensor: int) -> None:
+    def test_any_layer_counts_in_a_sample(self, tmp_path: Path, tensor: int) -> None:
         path = write_weights(tmp_path) / "model.safetensors"
-        before = folder_digest(tmp_path)
+        before = folder_digest(tmp_path, sampled=True)
         sizes = list(TENSORS.values())
         end = path.stat().st_size - sum(sizes[tensor + 1 :])
         change(path, end - sizes[tensor] // 2)
-        assert folder_digest(tmp_path) != before
+        assert folder_digest(tmp_path, sampled=True) != before
+
+    def test_every_byte_counts(self, tmp_path: Path) -> None:
+        """As of an embedding of which some rows were patched in place."""
+        path = write_weights(tmp_path) / "model.safetensors"
+        full, sampled = folder_digest(tmp_path), folder_digest(tmp_path, sampled=True)
+        change(path, path.stat().st_size - sum(TENSORS.values()))
+        assert folder_digest(tmp_path) != full
+        assert folder_digest(tmp_path, sampled=True) == sampled
+        config = config_of(tmp_path, weights_digest="some")
+        with pytest.raises(ValueError, match=r"weights_digest.*'some'.*'full' or 'sampled'"):
+            samples_weights(config)
 
     def test_the_configuration_counts(self, tmp_path: Path) -> None:
         before = folder_digest(write_weights(tmp_path))
@@ -76,11 +81,11 @@ class TestFolders:
     def test_a_truncated_file_is_another_model_and_no_error(self, tmp_path: Path) -> None:
         path = write_weights(tmp_path) / "model.safetensors"
         whole = path.read_bytes()
-        digests = {folder_digest(tmp_path)}
+        digests = {folder_digest(tmp_path, sampled=True)}
         cuts = (0, 4, 8, 9, 60, len(whole) - 3000, len(whole) - 1)
         for cut in cuts:
             path.write_bytes(whole[:cut])
-            digests.add(folder_digest(tmp_path))
+            digests.add(folder_digest(tmp_path, sampled=True))
         assert len(digests) == len(cuts) + 1
 
     @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ class TestFolders:
         self, tmp_path: Path, head: bytes
     ) -> None:
         (tmp_path / "model.safetensors").write_bytes(head + b"data")
-        assert len(folder_digest(tmp_path)) == 64
+        assert len(folder_digest(tmp_path, sampled=True)) == 64
 
     def test_other_formats_are_told_apart(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"a" * 5000)
@@ -227,7 +232,9 @@ def config_of(folder: Path, **changes: Any) -> Any:
         get_total_num_hidden_layers=lambda: values["layers"],
         get_total_num_kv_heads=lambda: values["kv_heads"],
     )
+    extra = {"weights_digest": values.get("weights_digest", "full")}
     return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         model_config=model,
         cache_config=SimpleNamespace(
             cache_dtype=values["cache_dtype"], kv_cache_dtype_skip_layers=values["skip_layers"]
@@ -273,6 +280,7 @@ class TestNamespace:
             {"runner": "pooling"},
             {"lora_dtype": torch.float16},
             {"hf_config_path": "org/other"},
+            {"weights_digest": "sampled"},
             {"media": {"mm_processor_kwargs": {"num_crops": 4}}},
             {"media": {"media_io_kwargs": {"video": {"num_frames": 40}}}},
             {"media": {"video_pruning_rate": 0.5}},

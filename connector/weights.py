@@ -1,0 +1,202 @@
+"""What tells the weights of a model or an adapter from others.
+
+Owns the rule: a model of a hub is its name and commit; a folder or a file is what it holds, not
+what it is called, so that the same model under two paths is shared and two fine-tunes under one
+path are not. Where nothing tells weights from others, `WeightsUnknown` says why. How files of many
+gigabytes are read is in `filedigests.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from connector.filedigests import digests_of
+
+_SAMPLE_BYTES: Final = 1024
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
+_HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
+_CONFIGURATIONS: Final = (
+    "config.json",
+    "params.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What says how weights are used, and how images are prepared for them."""
+
+
+class WeightsUnknown(Exception):
+    """Nothing tells these weights from others; the message says why and what would help."""
+
+
+def model_identity(
+    model: str,
+    revision: str | None,
+    hf_config: Any,
+    *,
+    streamed_from: str = "",
+    dummy: bool = False,
+    sampled: bool = False,
+) -> dict[str, str]:
+    """Name and commit of a hub model, or a digest of the files of a local one.
+
+    A revision may be a branch, which moves; transformers notes in the configuration which commit
+    it came from. Weights that are `streamed_from` a URL are told apart by the revision alone. Of
+    `sampled` files not every byte counts; they share nothing with those of which all do.
+
+    Raises:
+        WeightsUnknown: two different models could not be told apart. Not for `dummy` weights.
+        OSError: the files are there and cannot be read.
+    """
+    path = Path(model)
+    if streamed_from:
+        if not revision:
+            raise WeightsUnknown(
+                f"its weights are streamed from {streamed_from}, where others may be tomorrow; "
+                "name them with --revision, by another name whenever they change"
+            )
+        config = folder_digest(path) if path.is_dir() else ""
+        return {"name": streamed_from, "revision": revision, "config": config}
+    if path.is_dir():
+        if not dummy and not _weights_in(path):
+            raise WeightsUnknown(
+                f"there are no weights in {model} that kvlake knows ({', '.join(_WEIGHTS)})"
+            )
+        return {"sampled" if sampled else "digest": folder_digest(path, sampled=sampled)}
+    if path.is_file():
+        if not sampled:
+            return {"digest": digests_of([path])[0]}
+        hasher = hashlib.sha256()
+        _hash_opaque(hasher, path)
+        return {"sampled": hasher.hexdigest()}
+    commit = getattr(hf_config, "_commit_hash", None)
+    if not (commit or revision or dummy):
+        raise WeightsUnknown(
+            f"model {model!r} came with no commit, and its name alone may mean other weights "
+            "tomorrow; name them with --revision"
+        )
+    return {"name": model, "revision": str(commit or revision or "")}
+
+
+def adapter_identity(path: str) -> str:
+    """What tells a LoRA adapter from others: its files.
+
+    Raises:
+        WeightsUnknown: it is not known which files vLLM loads.
+        OSError: its files are there and cannot be read.
+    """
+    # As vLLM finds them, `get_adapter_absolute_path`, but for its download.
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        folder = _downloaded(path)
+    if not _weights_in(folder):
+        raise WeightsUnknown(
+            f"there are no weights in {folder} that kvlake knows ({', '.join(_WEIGHTS)})"
+        )
+    # In a step of the scheduler, which waits for no other process. vLLM reads it as well.
+    return folder_digest(folder, remember=False)
+
+
+def _downloaded(hub_id: str) -> Path:
+    """The only snapshot of a hub's repository that vLLM can load; raises `WeightsUnknown`.
+
+    vLLM may load it at any time, and then loads what the hub has by then. Only offline, with one
+    snapshot there, does the scheduler know what a worker has loaded, or will.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode() and not os.environ.get("VLLM_USE_MODELSCOPE"):
+        try:
+            folder = Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+            snapshots = list(folder.parent.iterdir())
+        except (OSError, ValueError):
+            snapshots = []
+        if len(snapshots) == 1:
+            return snapshots[0]
+    raise WeightsUnknown(
+        f"{hub_id!r} is no folder on this machine, and the name may mean other weights tomorrow; "
+        "give the folder that `hf download` prints, or set HF_HUB_OFFLINE=1 with one revision "
+        "downloaded"
+    )
+
+
+def folder_digest(folder: Path, *, sampled: bool = False, remember: bool = True) -> str:
+    """Hex digest of the configuration and of the weights in a folder of a model or an adapter.
+
+    Every byte of the weights counts, and of other files those that say how they are used. Where
+    they are `sampled`, only so much of a safetensors file counts as is read in no time: its size,
+    its header, and `_SAMPLE_BYTES` from the middle of every tensor, which a training of all layers
+    does not survive; and of other weight files size, time and the first and last sample.
+
+    Raises:
+        OSError: the files cannot be read, or change meanwhile.
+    """
+    hasher = hashlib.sha256()
+    for name in _CONFIGURATIONS:
+        config = folder / name
+        if config.is_file():
+            content = config.read_bytes()
+            hasher.update(f"{name}:{len(content)}:".encode())
+            hasher.update(content)
+    weights = _weights_in(folder)
+    if not sampled:
+        for digest in digests_of(weights, remember=remember):
+            hasher.update(bytes.fromhex(digest))
+        return hasher.hexdigest()
+    for path in weights:
+        if path.suffix == ".safetensors":
+            _hash_safetensors(hasher, path)
+        else:
+            _hash_opaque(hasher, path)
+    return hasher.hexdigest()
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """The weight files of a folder: safetensors, or where there are none what else there is."""
+    first, *others = _WEIGHTS
+    return sorted(folder.glob(first)) or sorted(
+        path for pattern in others for path in folder.glob(pattern)
+    )
+
+
+def _hash_safetensors(hasher: Any, path: Path) -> None:
+    # Format: 8 bytes of little-endian header length, a JSON header, then the tensors' bytes.
+    hasher.update(path.stat().st_size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        length_bytes = file.read(8)
+        (length,) = struct.unpack("<Q", length_bytes) if len(length_bytes) == 8 else (0,)
+        if not 0 < length <= _HEADER_BYTES_MAX:
+            _hash_opaque(hasher, path)
+            return
+        header = file.read(length)
+        hasher.update(header)
+        try:
+            tensors = json.loads(header)
+        except ValueError:
+            _hash_opaque(hasher, path)
+            return
+        if not isinstance(tensors, dict):
+            _hash_opaque(hasher, path)
+            return
+        for name in sorted(tensors):
+            offsets = tensors[name].get("data_offsets") if isinstance(tensors[name], dict) else None
+            if not offsets:
+                continue
+            start, end = offsets
+            file.seek(8 + length + start + max(0, (end - start - _SAMPLE_BYTES) // 2))
+            hasher.update(file.read(min(_SAMPLE_BYTES, end - start)))
+
+
+def _hash_opaque(hasher: Any, path: Path) -> None:
+    status = path.stat()
+    hasher.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        hasher.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+        hasher.update(file.read(_SAMPLE_BYTES))
