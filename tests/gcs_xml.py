@@ -89,13 +89,16 @@ class Translator:
             }
             if request.method == "HEAD":
                 kept["Content-Length"] = answer.headers.get("Content-Length", "0")
-            if answer.status == 404 and "list-type" in request.query:
-                body = _error(404, "bucket").encode()
+            if answer.status == 404 and request.method != "HEAD":
+                # The XML API names what is missing; the server below says nothing or prose.
+                listing = "list-type" in request.query
+                body = _error(404, "bucket" if listing else "object").encode()
             return web.Response(status=answer.status, headers=kept, body=body)
 
 
 def _error(status: int, way: str) -> str:
-    code = {404: "NoSuchBucket" if "copyTo" not in way else "NoSuchKey", 412: "PreconditionFailed"}
+    missing = "NoSuchKey" if way == "object" or "copyTo" in way else "NoSuchBucket"
+    code = {404: missing, 412: "PreconditionFailed"}
     return f"<Error><Code>{code.get(status, 'InternalError')}</Code></Error>"
 
 

@@ -39,6 +39,7 @@ from tiers import aws
 from tiers.access import azure_account, provider_of
 from tiers.direct import DirectReads, NotUnderstoodError
 from tiers.filesystems import Bytes, Found, Listing, Seen, fill, run_to_end
+from tiers.object_errors import Kind, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,8 +149,12 @@ class CloudStore:
             await obstore.delete_async(self._client, left)
         except FileNotFoundError:
             for name in left:
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     await obstore.delete_async(self._client, name)
+                except FileNotFoundError as error:
+                    # obstore makes one of any 404, also of one that is not the store's.
+                    if judge(error).kind is not Kind.MISSING:
+                        raise
 
     async def close(self) -> None:
         """See `Filesystem.close`."""

@@ -277,7 +277,9 @@ def _found_file(entry: os.DirEntry[str], name: str, dead_before: float) -> Listi
         if not entry.name.endswith(TEMPORARY_SUFFIX):
             return [Found(name, status.st_size, status.st_mtime)]
         if status.st_mtime < dead_before:
-            os.unlink(entry.path)
+            # Who may only read the folder may still list it.
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
     return []
 
 

@@ -238,6 +238,11 @@ class _S3(_AsyncFilesystem):
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
+    async def move(self, name: str, target: str) -> None:
+        # s3fs asks for the size first, by a HEAD, whose 404 cannot say what is missing.
+        await self._fs._copy_basic(f"{self._root}/{name}", f"{self._root}/{target}")
+        await self.remove([name])
+
     async def remove(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), S3_DELETES_MAX):
             part = names[first : first + S3_DELETES_MAX]

@@ -7,8 +7,9 @@ message.
 Does not own retrying (`wrap.py`) or any I/O.
 
 Invariants: every exception gets a `TierError`; one that nobody knows is retryable, because the
-number of retries is bounded and a wrong "stop" would turn the store off; no value that
-`storage_options` or the URL hands over as a secret appears in a message.
+number of retries is bounded and a wrong "stop" would turn the store off; a server's 404 is a miss
+only with the error code that says so; no value that `storage_options` or the URL hands over as a
+secret appears in a message.
 """
 
 from __future__ import annotations
@@ -103,6 +104,12 @@ _CLOCK = Verdict(
     Kind.STOP, "the clocks differ too much", "synchronise this machine's clock", "clock"
 )
 _BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses", "busy")
+_NOT_THE_STORE = Verdict(
+    Kind.LATER,
+    "a 404 came without the store's own word for a missing object",
+    "check what answers at store.endpoint: an ingress or proxy before the store, or another server",
+    "not_found",
+)
 _GARBLED = Verdict(
     Kind.LATER, "the upload arrived damaged", "retried with growing pauses", "garbled"
 )
@@ -246,7 +253,8 @@ _BY_STATUS: Final[dict[int, Verdict]] = {
     308: _REGION,
     401: _CREDENTIALS,
     403: _FORBIDDEN,
-    404: _MISSING,
+    # What stands before a store says it too, of objects that are there: only a code says "gone".
+    404: _NOT_THE_STORE,
     408: _BUSY,
     409: _BUSY,
     412: _EXISTS,

@@ -143,6 +143,7 @@ class UrlObjects:
         self._secrets = Secrets({**options, **access.credentials.secrets()})
         # "memory://" stays as it is; elsewhere a slash at the end would be doubled in messages.
         self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
+        self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
         with self._translated("open"):
             self._store = _open(url, access, options, threads_max=threads_max)
 
@@ -180,7 +181,11 @@ class UrlObjects:
         try:
             with self._translated("list", prefix):
                 return await self._store.find(folder, start_after=start_after, deep=deep)
-        except ChunkMissing:
+        except ChunkMissing as error:
+            if self._listed_by_server:
+                # A server lists an empty prefix as empty; taking its 404 for that would have the
+                # catalog forget all that is there.
+                raise TierUnavailable(f"{error}: no answer to a listing", retryable=True) from None
             return []
 
     async def delete(self, names: Sequence[str]) -> None:

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 IMAGE = image_of(300_000)
 OK = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 300000\r\n\r\n"
+NOWHERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+"""As an ingress answers while its store restarts."""
+GONE = NOWHERE.replace(
+    b"Length: 0\r\n\r\n", b"Length: 37\r\n\r\n<Error><Code>NoSuchKey</Code></Error>"
+)
 
 
 class Told:
@@ -171,13 +176,14 @@ async def test_a_new_connection_that_ends_is_an_error_and_not_tried_again() -> N
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", ChunkMissing),
+        (GONE, ChunkMissing),
+        (NOWHERE, TierUnavailable),
         (OK.replace(b"300000", b"400001"), ImageTruncated),
         (OK.replace(b"300000", b"0"), ImageTruncated),
         (OK + bytes(299_999), TierUnavailable),
         (OK[:-5], TierUnavailable),
     ],
-    ids=["missing", "too long", "empty", "cut short", "head cut short"],
+    ids=["missing", "no word of the store", "too long", "empty", "cut short", "head cut short"],
 )
 async def test_what_is_no_object(answer: bytes, error: type[Exception]) -> None:
     async with telling(answer, b"") as (told, tier):
@@ -185,6 +191,28 @@ async def test_what_is_no_object(answer: bytes, error: type[Exception]) -> None:
         with pytest.raises(error):
             await tier.read("name", slot())
     assert len(told.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [NOWHERE, GONE], ids=["no word of the store", "a missing key"])
+async def test_a_404_is_no_empty_listing(answer: bytes) -> None:
+    async with telling() as (told, tier):
+        told.for_obstore = answer
+        with pytest.raises(TierUnavailable) as caught:
+            await tier.list("folder")
+        assert caught.value.retryable
+
+
+async def test_obstore_finds_nothing_missing_or_removed_by_a_404_without_a_code() -> None:
+    # obstore has one exception for every 404.
+    async with telling() as (told, tier):
+        told.for_obstore = NOWHERE
+        for verb in (tier.delete(["one", "other"]), tier.quarantine("one")):
+            with pytest.raises(TierUnavailable, match="check what answers") as caught:
+                await verb
+            assert (caught.value.retryable, caught.value.cause) == (True, "not_found")
+        told.for_obstore = GONE
+        await tier.delete(["one", "other"])
+        await tier.quarantine("one")
 
 
 async def test_a_refusal_is_told_with_its_code_and_words() -> None:

@@ -156,3 +156,17 @@ class TestLocalFolder:
         assert sized(await tier.list("")) == [(NAME, 10)]
         assert young.exists()
         assert not old.exists()
+
+    async def test_a_folder_that_is_only_readable_is_listed_with_old_temporary_files(
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: str) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+        await tier.write(NAME, image_of(10))
+        old = root / f"{NAME}.old.tmp"
+        old.write_bytes(b"x")
+        os.utime(old, (0, 0))
+        monkeypatch.setattr(os, "unlink", refuse)
+        assert sized(await tier.list("")) == [(NAME, 10)]
+        monkeypatch.undo()

@@ -78,7 +78,10 @@ FULL = (TierFull, None)
     ("error", "expected"),
     [
         (Answered("NoSuchKey", 404), MISSING),
-        (Answered("404"), MISSING),
+        (Answered("404"), LATER),
+        (Answered("", 404), LATER),
+        (Answered("Unheard", 404), LATER),
+        (Answered("BlobNotFound", 404), MISSING),
         (Answered("NoSuchBucket", 404), STOP),
         (Answered("AccessDenied", 403), STOP),
         (Answered("403"), STOP),
@@ -98,7 +101,7 @@ FULL = (TierFull, None)
         (Answered("XMinioStorageFull", 507), FULL),
         (Answered("Unheard", 507), FULL),
         (Answered("no status"), LATER),
-        (HttpError(404), MISSING),
+        (HttpError(404), LATER),
         (HttpError(401), STOP),
         (HttpError(503), LATER),
         (HttpResponseError("status", 403), STOP),
@@ -143,6 +146,9 @@ def test_the_server_s_word_counts_more_than_the_client_s() -> None:
     assert outcome(error) == STOP
     error.__cause__ = Answered("NoSuchKey", 404)
     assert outcome(error) == MISSING
+    # An ingress whose store restarts.
+    error.__cause__ = Answered("404", 404)
+    assert outcome(error) == LATER
 
 
 def test_the_reason_is_found_behind_a_general_error() -> None:
