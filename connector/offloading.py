@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
+from connector.options import flag_of
 from connector.refusals import media_refusal
 from connector.weights import WeightsUnknown
 
@@ -109,6 +110,12 @@ def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     if reason := media_refusal(vllm_config):
         # A request's blocks are all that is seen here, and not which of them hold an image.
         return {"refusal": f"it takes images, audio or video, and {reason}"}
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if vllm_config.lora_config is not None and not flag_of(extra, "adapters_by_path"):
+        return {
+            "refusal": "it serves LoRA adapters, which vLLM's block hashes know by name and path "
+            "only; where a path never comes to mean another adapter, set adapters_by_path to true"
+        }
     try:
         drafter = drafting_of(vllm_config).drafter
         identity = offloading_identity(vllm_config, block_tokens)

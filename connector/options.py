@@ -31,6 +31,14 @@ def count_of(extra: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
+def flag_of(extra: dict[str, Any], name: str) -> bool:
+    """A switch of the extra configuration, which is off where it is left out."""
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"kv_connector_extra_config[{name!r}]={value!r}: must be true or false")  # noqa: TRY004 (as of all options)
+    return value
+
+
 def samples_weights(vllm_config: Any) -> bool:
     """Whether the operator has weights told apart by samples of them: `weights_digest`."""
     value = vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_digest", "full")

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, LoRAConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -293,6 +293,16 @@ def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixt
     engine.close()
     assert not engine.manager.secondary_tiers
     assert "--mm-processor-cache-gb 0" in caplog.text
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> None:
+    """vLLM's block hash of an adapter that was trained on in its folder is that of before."""
+    config = vllm_config(model, adapters_by_path=allowed)
+    config.lora_config = LoRAConfig(lora_dtype="bfloat16")
+    note = offloading._identify(config, BLOCK_TOKENS)
+    assert ("identity" in note) == allowed
+    assert ("adapters_by_path" in note.get("refusal", "")) != allowed
 
 
 class TestNotes:

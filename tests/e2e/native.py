@@ -40,6 +40,8 @@ class NativeEngine(Engine):
             "socket": spec.socket,
             "cpu_bytes_to_use": HOST_TIER_BYTES,
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            # Its adapters stay what they are for as long as a sidecar lives.
+            "adapters_by_path": True,
             "settled": str(self._settled),
         }
         connector = {
