@@ -259,7 +259,9 @@ class TestGpu:
         monkeypatch.setattr(refusals, "SLEEP_IS_TOLD", True)
         config = SimpleNamespace(
             model_config=SimpleNamespace(enable_sleep_mode=True),
-            parallel_config=None,
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend="mp", nnodes_within_dp=1, placement_group=None
+            ),
             speculative_config=None,
         )
         assert "0 groups" in refusal_of(config, SimpleNamespace(kv_cache_groups=[]), 256)
