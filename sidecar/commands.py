@@ -237,6 +237,11 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """Others had a turn: go on with what `Resume` put off."""
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The sidecar stops: no new store or lookup is accepted, pending writes are issued."""
 
@@ -256,6 +261,7 @@ Event = (
     | Listed
     | CaughtUp
     | Tick
+    | Resumed
     | Draining
 )
 
@@ -357,6 +363,11 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """There is more to begin than one turn of the event loop should; answered by `Resumed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """Send a message to one session; dropped where the session is gone."""
 
@@ -383,7 +394,9 @@ class IndexOffer:
     """Shape [n, 32], all different."""
 
 
-Command = Gather | Scatter | Write | Read | Quarantine | Withdraw | Reply | IndexSet | IndexOffer
+Command = (
+    Gather | Scatter | Write | Read | Quarantine | Withdraw | Resume | Reply | IndexSet | IndexOffer
+)
 
 
 @dataclass(slots=True)

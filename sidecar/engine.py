@@ -41,6 +41,7 @@ from sidecar.commands import (
     Released,
     Reply,
     Restored,
+    Resumed,
     SessionClosed,
     SessionOpened,
     Submitted,
@@ -90,6 +91,8 @@ class EngineLimits:
     flush_at_end: bool
     """Whether what `write` has not written yet is written while draining."""
     store_reads: bool
+    reads_begun_max: int = 1 << 30
+    """Reads that one event begins, room for them made; the others get turns of their own."""
     bounds: BoundLimits = field(default_factory=BoundLimits)
     """What may wait, in all and of one session."""
     verify_loads: float = 1.0
@@ -240,6 +243,7 @@ class Engine:
             self.breakers["read"],
             epoch=epoch,
             reads_inflight_max=limits.reads_inflight_max,
+            reads_begun_max=limits.reads_begun_max,
             lookups_max_per_session=limits.lookups_max_per_session,
             ttl_seconds_max=limits.lease_ttl_seconds_max,
             recompute=limits.recompute,
@@ -293,6 +297,8 @@ class Engine:
                 self.counters.leases_expired += self._leases.expire(now)
                 self._lookups.expire(now)
                 self._kept.expire(now)
+            case Resumed():
+                self._lookups.resumed()
             case Draining():
                 self._draining = True
                 self._kept.drain()

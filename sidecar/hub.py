@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 JOBS_SLACK: Final = 4
 """A worker that revoked a job no longer counts it, while its end may still be on the way here."""
 QUARANTINE_KEYS_MAX: Final = 65_536
+READS_BEGUN_MAX: Final = 2
+"""To make room for a read and to begin it takes up to 0.1 ms of the event loop."""
 PEERS_LOGGED_MAX: Final = 1024
 
 _logger = logging.getLogger("kvlake.server")
@@ -414,4 +416,5 @@ def _engine_limits(config: Config) -> EngineLimits:
         ),
         verify_loads=config.integrity.verify_loads,
         verify_writes=config.integrity.verify_writes,
+        reads_begun_max=READS_BEGUN_MAX,
     )

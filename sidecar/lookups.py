@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from sidecar.bounds import lookup_cost
 from sidecar.breaker import BreakerState
-from sidecar.commands import Command, Counters, Read, ReadDone, Reply, StoreOutcome
+from sidecar.commands import Command, Counters, Read, ReadDone, Reply, Resume, StoreOutcome
 from sidecar.directory import Cause, SegmentState
 from sidecar.planner import UNKNOWN, Credit, Plan, Planner, ReadStart
 from sidecar.protocol import Lookup, LookupDone, Outcome
@@ -130,6 +130,7 @@ class Lookups:
         *,
         epoch: int,
         reads_inflight_max: int,
+        reads_begun_max: int,
         lookups_max_per_session: int,
         ttl_seconds_max: float,
         recompute: bool,
@@ -146,6 +147,7 @@ class Lookups:
         self._breaker = breaker
         self._epoch = epoch
         self._reads_inflight_max = reads_inflight_max
+        self._reads_begun_max = reads_begun_max
         self._lookups_max_per_session = lookups_max_per_session
         self._ttl_seconds_max = ttl_seconds_max
         self._planner = Planner(reads_inflight_max=reads_inflight_max)
@@ -161,6 +163,8 @@ class Lookups:
         self._queue = ReadQueue()
         self._running: dict[int, Segment] = {}
         self._last_read_id = 0
+        self._resuming = False
+        """Whether `Resumed` is to come."""
         self._draining = False
 
     def __iter__(self) -> Iterator[PendingLookup]:
@@ -339,9 +343,19 @@ class Lookups:
         for segment in chunk.segments:
             self._queue.discard(segment)
 
+    def resumed(self) -> None:
+        """Others had their turn."""
+        self._resuming = False
+
     def pump(self, now: float) -> None:
-        """Start as many reads as may run."""
+        """Start as many reads as may run; of many, a few at a time."""
+        if self._resuming:
+            return
+        last = self._last_read_id + self._reads_begun_max
         while len(self._running) < self._reads_inflight_max:
+            if self._last_read_id == last:
+                self._resume()
+                break
             if not self._breaker.passes(now):
                 self._pause()
                 break
@@ -373,6 +387,11 @@ class Lookups:
                         tenant=chunk.tenant,
                     )
                 )
+
+    def _resume(self) -> None:
+        if self._queue:
+            self._resuming = True
+            self._emit(Resume())
 
     def _pause(self) -> None:
         """Nothing is read for now. While a trial runs the others wait for how it ends."""

@@ -36,6 +36,8 @@ from sidecar.commands import (
     Read,
     ReadDone,
     Reply,
+    Resume,
+    Resumed,
     Scatter,
     StoreOutcome,
     Withdraw,
@@ -151,6 +153,9 @@ class Mover:
                     self._start(self._quarantine, command)
                 case Withdraw():
                     self._withdraw(command)
+                case Resume():
+                    assert self._tasks is not None, "commands come only while run() runs"
+                    self._tasks.start_soon(self._resume)
         for group in groups.values():
             self._copy(group)
 
@@ -237,6 +242,10 @@ class Mover:
         realm = self._realms[command.realm_id]
         segment = realm.by_bit(command.bit).layout.segment.name
         self._catalogs.lost(realm, Row(command.key, segment, command.written_at))
+
+    async def _resume(self) -> None:
+        # A task of its own begins in the next turn of the loop, behind whatever is ready now.
+        self._feed(Resumed())
 
     async def _give_way(self) -> None:
         """Let loads go first: hashing and sending take cores, and nobody waits for a write."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sidecar.breaker import BreakerRules
+from sidecar.breaker import BreakerRules, BreakerState
 from sidecar.commands import (
     Command,
     Copied,
@@ -34,6 +34,8 @@ from sidecar.commands import (
     Reply,
     Restored,
     RestoredSlot,
+    Resume,
+    Resumed,
     Scatter,
     SessionOpened,
     StoreOutcome,
@@ -274,6 +276,8 @@ class World:
         default_factory=dict[tuple[int, int], ChunkLayout]
     )
     last_session_id: int = 0
+    resuming: bool = False
+    """Whether the engine waits for `Resumed`."""
     forgotten: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
     """Chunks whose time was over, until somebody takes note of them."""
 
@@ -288,6 +292,11 @@ class World:
         self.note(commands)
         return commands
 
+    def resume(self) -> list[Command]:
+        """Others had their turn."""
+        self.resuming = False
+        return self.send(Resumed())
+
     def note(self, commands: Sequence[Command]) -> None:
         in_use = {op.slot for op in self.running()}
         for slot in self.slots.freed:
@@ -298,6 +307,9 @@ class World:
             self._note(command)
         assert len(self.writes) <= self.limits.writes_inflight_max
         assert len(self.reads) <= self.limits.reads_inflight_max
+        may_read = len(self.reads) < self.limits.reads_inflight_max
+        if may_read and self.engine.breakers["read"].state is BreakerState.CLOSED:
+            assert self.resuming or not self.engine.pending_work().reads_queued, "reads are stuck"
         assert set(self.content) == self.slots.used
         self.check()
 
@@ -339,6 +351,9 @@ class World:
                     name = (command.realm_id, one.tobytes())
                     assert name not in self.index, "told twice"
                     self.index[name] = (False, True)
+            case Resume():
+                assert not self.resuming, "asked for twice"
+                self.resuming = True
             case Quarantine():
                 self.quarantined.append(command)
             case Withdraw():
@@ -602,6 +617,7 @@ class World:
             del self.content[slot]
         self.slots.freed.clear()
         self.policy = policy
+        self.resuming = False
         self.engine = Engine(
             self.slots,
             policy,

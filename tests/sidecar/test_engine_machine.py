@@ -61,6 +61,7 @@ class EngineMachine(EngineModel):
         memory=st.sampled_from([256 << 20, 256 << 20, 16_384, 65_536]),
         share=st.sampled_from([65_536, 65_536, 4, 12]),
         several=st.booleans(),
+        begun=st.sampled_from([1, 100]),
     )
     def start(
         self,
@@ -79,6 +80,7 @@ class EngineMachine(EngineModel):
         memory: int,
         share: int,
         several: bool,
+        begun: int,
     ) -> None:
         slot_bytes = layout(0).payload_bytes(2)
         limit = tenants.Quota(None if quota is None else quota * slot_bytes)
@@ -92,6 +94,7 @@ class EngineMachine(EngineModel):
             policy=make(policy),
             writes_inflight_max=inflight,
             reads_inflight_max=inflight,
+            reads_begun_max=begun,
             write_queue_bytes_max=queue * slot_bytes,
             breaker=BreakerRules(failures, 1.0, 4.0),
             quarantine_keys_max=quarantine,
@@ -310,6 +313,11 @@ class EngineMachine(EngineModel):
 
     # --- the store ------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.world.resuming)
+    @rule()
+    def resume(self) -> None:
+        self.absorb(self.world.resume())
+
     @precondition(lambda self: self.world.writes)
     @rule(pick=PICK, outcome=STORE_OUTCOMES)
     def write_ends(self, pick: int, outcome: StoreOutcome) -> None:
@@ -395,7 +403,9 @@ class EngineMachine(EngineModel):
             return
         self.start_draining()
         while self.world.running() or self.world.engine.pending_work().writes_pending:
-            if not self.world.running():
+            if self.world.resuming:
+                self.resume()
+            elif not self.world.running():
                 # Writing pauses after failures.
                 self.tick(10.0)
             elif self.world.gathers or self.world.scatters:

@@ -51,6 +51,20 @@ def test_lookup_reads_what_the_store_holds_in_order() -> None:
     assert len(only(world.load(worker, 2, [1, 2, 3, 4]), Scatter)) == 4
 
 
+def test_many_reads_begin_a_few_at_a_time() -> None:
+    world, _, scheduler = looking(reads_inflight_max=6, reads_begun_max=2)
+    world.listed(dict.fromkeys(range(1, 9), RANK_0))
+    commands = world.look_up(scheduler, 7, list(range(1, 9)))
+    assert [read.key for read in only(commands, Read)] == [key(1), key(2)]
+    assert world.resuming
+    assert not only(world.read_done(only(commands, Read)[0].read_id), Read), "others' turn"
+    assert [read.key for read in only(world.resume(), Read)] == [key(3), key(4)]
+    assert [read.key for read in only(world.resume(), Read)] == [key(5), key(6)]
+    [last] = only(world.resume(), Read)
+    assert last.key == key(7)
+    assert not world.resuming, "as many run as may"
+
+
 def test_lookup_of_what_is_nowhere_is_answered_at_once() -> None:
     world, _, scheduler = looking()
     assert messages(world.look_up(scheduler, 7, [1]), scheduler) == answer(7, 0, Outcome.MISSING)
