@@ -36,6 +36,7 @@ import anyio
 from tiers.filesystems import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
 from tiers.resolving import Address, Addresses
 from tiers.sigv4 import Keys, sign_get
+from tiers.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
@@ -82,7 +83,7 @@ class _Head(NamedTuple):
 class _Connection:
     """A connected socket, used by one exchange at a time."""
 
-    def __init__(self, sock: socket.socket, read_seconds_max: float) -> None:
+    def __init__(self, sock: socket.socket, read_seconds_max: float, turns: Turns) -> None:
         # A blocking socket with the kernel's own limit: Python's would make it non-blocking, and
         # then one call could not wait for a whole body.
         sock.setblocking(True)
@@ -92,15 +93,21 @@ class _Connection:
             sock.setsockopt(socket.SOL_SOCKET, option, limit)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._read_seconds_max = read_seconds_max
+        self._turns = turns
         self.idle_since = 0.0
 
-    def fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
+    def fetch(
+        self, request: Callable[[], bytes], into: Bytes, seen: Seen | None
+    ) -> tuple[int, bool]:
         """In a thread: ask, and fill the start of `into`.
 
         Returns the size, and whether the connection may serve again.
         """
         with _behind_the_loop():
-            return self._fetch(request, into, seen)
+            with self._turns:
+                asked = request()
+            return self._fetch(asked, into, seen)
 
     def _fetch(self, request: bytes, into: Bytes, seen: Seen | None) -> tuple[int, bool]:
         try:
@@ -133,22 +140,51 @@ class _Connection:
         size_bytes = len(target)
         done = min(len(rest), size_bytes)
         target[:done] = rest[:done]
-        told = 0
-        # One call for all that is missing, so that a thread wakes, and takes the GIL, rarely; or
-        # as much as stays in the core's cache, where somebody looks at it next. A call returns
-        # earlier only at the limit of silence or at the end.
-        step = size_bytes if seen is None else PIECE_BYTES
+        if seen is not None:
+            self._fill_and_tell(target, done, seen)
+            return
         while done < size_bytes:
-            piece = target[done : min(told + step, size_bytes)]
-            count = self._sock.recv_into(piece, 0, socket.MSG_WAITALL)
+            # One call for all that is missing, so that the thread wakes, and takes the GIL, once.
+            # It returns earlier only at the limit of silence or at the end.
+            count = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
             if count == 0:
                 raise _ended(done, f"an object of {size_bytes} bytes")
             done += count
-            if seen is not None:
-                seen(size_bytes, told, done)
-                told = done
-        if seen is not None and told < done:
+
+    def _fill_and_tell(self, target: memoryview, done: int, seen: Seen) -> None:
+        """In pieces that are in the core's cache still when somebody looks at them next.
+
+        The thread waits in the kernel, where it is woken for a whole piece and not for each packet.
+        With its turn it takes what is there.
+        """
+        size_bytes, told, wakes_at = len(target), 0, 1
+        arrived = select.poll()
+        arrived.register(self._sock, select.POLLIN)
+        while done < size_bytes:
+            piece_bytes = min(PIECE_BYTES, size_bytes - done)
+            if piece_bytes != wakes_at:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, piece_bytes)
+                wakes_at = piece_bytes
+            silent = not arrived.poll(1000 * self._read_seconds_max)
+            with self._turns:
+                while done < size_bytes:
+                    piece = target[done : min(told + PIECE_BYTES, size_bytes)]
+                    try:
+                        count = self._sock.recv_into(piece, 0, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        if silent:
+                            raise
+                        break
+                    if count == 0:
+                        raise _ended(done, f"an object of {size_bytes} bytes")
+                    done += count
+                    seen(size_bytes, told, done)
+                    told, silent = done, False
+        if told < done:
             seen(size_bytes, told, done)
+        if wakes_at != 1:
+            # The next answer's head is shorter.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _error_body(self, head: _Head) -> bytes:
         body = bytearray(head.rest)
@@ -206,6 +242,7 @@ class DirectReads:
         # The caller bounds how many reads run at a time; a thread waits for its socket mostly.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
+        self._turns = Turns()
         self._closed = False
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
@@ -237,7 +274,7 @@ class DirectReads:
         keep = False
         try:
             size_bytes, keep = await run_to_end(
-                lambda: connection.fetch(request(), into, seen),
+                lambda: connection.fetch(request, into, seen),
                 self._threads,
                 abort=connection.cut,
             )
@@ -297,7 +334,7 @@ class DirectReads:
             sock = socket.socket(address.family, kind, address.protocol)
             with anyio.fail_after(seconds_max):
                 await asyncio.get_running_loop().sock_connect(sock, address.sockaddr)
-            return _Connection(sock, self._read_seconds_max)
+            return _Connection(sock, self._read_seconds_max, self._turns)
         except BaseException as error:
             if sock is not None:
                 sock.close()

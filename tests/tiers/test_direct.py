@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 import numpy as np
@@ -20,6 +20,7 @@ from tiers.access import Access, Credentials
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.filesystems import PIECE_BYTES
 from tiers.objects import UrlObjects
+from tiers.turns import TURNS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -37,11 +38,18 @@ GONE = NOWHERE.replace(
 )
 
 
+class Slowly(NamedTuple):
+    """An answer in parts, with a pause after each."""
+
+    parts: list[bytes]
+    seconds: float
+
+
 class Told:
     """Answers each request with the next of `answers`, on as many connections as it gets."""
 
-    def __init__(self, *answers: bytes | None) -> None:
-        self.answers = list(answers)
+    def __init__(self, *answers: bytes | Slowly | None) -> None:
+        self.answers: list[bytes | Slowly | None] = list(answers)
         self.port = 0
         self.connections = 0
         self.requests: list[bytes] = []
@@ -60,6 +68,10 @@ class Told:
                     answer = self.for_obstore if obstores else self.answers.pop(0)
                     if answer is None:
                         await anyio.sleep_forever()
+                    elif isinstance(answer, Slowly):
+                        for part in answer.parts:
+                            await stream.send(part)
+                            await anyio.sleep(answer.seconds)
                     elif not answer:
                         return
                     else:
@@ -69,7 +81,9 @@ class Told:
 
 
 @contextlib.asynccontextmanager
-async def telling(*answers: bytes | None) -> AsyncGenerator[tuple[Told, UrlObjects]]:
+async def telling(
+    *answers: bytes | Slowly | None, read_seconds_max: float = 20
+) -> AsyncGenerator[tuple[Told, UrlObjects]]:
     """A server and a tier that reads from it. None: no answer; empty: it hangs up."""
     told = Told(*answers)
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
@@ -78,7 +92,7 @@ async def telling(*answers: bytes | None) -> AsyncGenerator[tuple[Told, UrlObjec
         endpoint=f"http://127.0.0.1:{told.port}",
         region="us-east-1",
         credentials=Credentials(kind="anonymous"),
-        read_seconds_max=20,
+        read_seconds_max=read_seconds_max,
     )
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, told.serve)
@@ -105,6 +119,14 @@ async def test_one_connection_serves_one_read_after_the_other() -> None:
     assert b"range: bytes=0-400000\r\n" in told.requests[0]
 
 
+def check_pieces(pieces: list[tuple[int, int, int]], size_bytes: int) -> None:
+    """All of it was told, in order, and never more at once than stays in a core's cache."""
+    assert {size for size, _, _ in pieces} == {size_bytes}
+    assert [pieces[0][1], pieces[-1][2]] == [0, size_bytes]
+    assert all(before[2] == after[1] for before, after in pairwise(pieces))
+    assert all(0 < last - first <= PIECE_BYTES for _, first, last in pieces)
+
+
 async def test_what_comes_is_told_in_pieces_and_anew_on_another_connection() -> None:
     image = image_of(3 * PIECE_BYTES + 100)
     whole = OK.replace(b"300000", str(image.nbytes).encode()) + image.tobytes()
@@ -115,16 +137,51 @@ async def test_what_comes_is_told_in_pieces_and_anew_on_another_connection() -> 
             pieces.append((size_bytes, first, last))
 
         assert await tier.read("name", slot(), seen=seen) == IMAGE.nbytes
-        middle = PIECE_BYTES
-        assert pieces == [(IMAGE.nbytes, 0, middle), (IMAGE.nbytes, middle, IMAGE.nbytes)]
+        check_pieces(pieces, IMAGE.nbytes)
         pieces.clear()
         into = slot(image.nbytes)
         # The kept connection has ended, which is found out by using it.
         assert await tier.read("name", into, seen=seen) == image.nbytes
         assert np.array_equal(into, image)
     assert told.connections == 2
-    edges = [*range(0, image.nbytes, PIECE_BYTES), image.nbytes]
-    assert pieces == [(image.nbytes, *at) for at in pairwise(edges)]
+    check_pieces(pieces, image.nbytes)
+
+
+async def test_a_server_may_be_slow_as_long_as_it_is_not_silent() -> None:
+    """Less than a piece comes within `read_timeout`, each time."""
+    whole = OK + IMAGE.tobytes()
+    parts = [whole[: len(OK) + 5], *(whole[len(OK) + 5 + i * 50_000 :][:50_000] for i in range(6))]
+    async with telling(read_seconds_max=1) as (told, tier):
+        told.answers = [Slowly(parts, 0.3)]
+        into = slot()
+        pieces: list[tuple[int, int, int]] = []
+        assert await tier.read("name", into, seen=lambda *one: pieces.append(one)) == IMAGE.nbytes
+        assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
+        check_pieces(pieces, IMAGE.nbytes)
+
+
+async def test_a_server_that_falls_silent_is_waited_for_no_longer() -> None:
+    async with telling(read_seconds_max=0.2) as (told, tier):
+        told.answers = [Slowly([OK + bytes(1000), bytes(1000)], 30)]
+        with pytest.raises(TierUnavailable, match="silent"):
+            await tier.read("name", slot(), seen=lambda *_: None)
+
+
+async def test_reads_that_hang_hold_no_turn() -> None:
+    """More of them than there are turns: the one that comes is read all the same."""
+    half = OK + IMAGE.tobytes()[:100_000]
+    async with telling() as (told, tier), anyio.create_task_group() as tasks:
+        told.answers = [Slowly([half, b""], 3600) for _ in range(2 * TURNS_MAX)]
+        for _ in range(2 * TURNS_MAX):
+            tasks.start_soon(lambda: tier.read("hangs", slot(), seen=lambda *_: None))
+        while len(told.requests) < 2 * TURNS_MAX:  # noqa: ASYNC110 (the server has no event)
+            await anyio.sleep(0.01)
+        told.answers = [OK + IMAGE.tobytes()]
+        into = slot()
+        with anyio.fail_after(30):
+            assert await tier.read("comes", into, seen=lambda *_: None) == IMAGE.nbytes
+        assert np.array_equal(into[: IMAGE.nbytes], IMAGE)
+        tasks.cancel_scope.cancel()
 
 
 async def test_descriptors_may_be_many() -> None:
