@@ -244,20 +244,31 @@ class Admission:
         parts = attach.parts
         known = hub.realms.find(parts)
         realms = hub.realms.join(parts)
+        learnt: list[Realm] = []
         try:
             for realm, part in zip(realms, parts, strict=True):
-                self._learn(realm, part)
+                if self._learn(realm, part):
+                    learnt.append(realm)
         except AttachRefused:
+            # A group is refused after others were taken, and all are one client's.
+            for realm in learnt:
+                del realm.ranks[attach.segment_number]
             # There are only so many realms: refused clients must not use them up.
             hub.realms.forget(realm for realm in realms if realm not in known)
             raise
+        if hub.watch is not None:
+            for realm in learnt:
+                hub.watch.learnt(realm)
         return hub.sessions.open(attach, connection, realms, memory, user)
 
-    def _learn(self, realm: Realm, attach: Attach) -> None:
-        """Take a worker's geometry, or leave the realm and the pool as they were."""
+    def _learn(self, realm: Realm, attach: Attach) -> bool:
+        """Take a worker's geometry, or leave the realm and the pool as they were.
+
+        Returns whether it is new.
+        """
         hub = self._hub
         if attach.layout is None:
-            return
+            return False
         layout = attach.layout.chunk(attach.blocks_per_chunk)
         try:
             learnt = realm.learn(attach.segment_number, layout)
@@ -269,8 +280,7 @@ class Admission:
             if learnt:
                 del realm.ranks[attach.segment_number]
             raise AttachRefused("pool", str(error)) from error
-        if learnt and hub.watch is not None:
-            hub.watch.learnt(realm)
+        return learnt
 
     def _attached(self, session: Session) -> Attached:
         realm = session.realm

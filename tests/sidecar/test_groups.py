@@ -191,6 +191,24 @@ def test_ranks_of_one_engine_need_the_same_groups(sidecar: RunningSidecar) -> No
     assert [realm["sessions"] for realm in sidecar.status()["realms"]] == [0, 0]
 
 
+def test_a_group_that_is_refused_after_another_was_taken_leaves_nothing(
+    short_directory: Path,
+) -> None:
+    """What was learnt of the first was to be looked up in the store: of a realm that was gone."""
+    store = {"url": f"file://{short_directory}/bucket", "refresh_seconds": 60.0}
+    too_large = other_group(Role.WORKER, blocks_per_chunk=2048)
+    with RunningSidecar(config_in(short_directory, store=store)) as sidecar:
+        sidecar.wait_until(lambda status: status["tiers"]["store"]["state"] == "ok")
+        for _ in range(3):
+            with pytest.raises(RefusedError, match="pool"):
+                Worker(sidecar.path, groups=(too_large,))
+        assert sidecar.status()["realms"] == []
+        with Worker(sidecar.path) as worker:
+            worker.submit(stores=[StoreJob(1, [store_of(0, key_of("a"), [1, 2, 3, 4])])])
+            assert worker.outcome(1) is Outcome.OK
+            sidecar.wait_until(lambda status: status["counters"]["chunks_written"] == 1)
+
+
 def test_chunks_of_both_groups_come_back_from_the_store(short_directory: Path) -> None:
     store = {"url": f"file://{short_directory}/bucket", "refresh_seconds": 0.05}
     keys = [key_of("full"), key_of("window")]
