@@ -320,6 +320,15 @@ class Server:
                 self._hub.drained = anyio.Event()
                 await self._hub.drained.wait()
         left = self._hub.engine.pending_work()
+        catalogs = self._hub.catalogs
+        untold = 0 if catalogs is None else catalogs.rows_waiting
+        if left.idle and untold:
+            _logger.warning(
+                "drained, but other sidecars were not told of all that was written; they find it "
+                "when they look through the store (store.reconcile_every)",
+                extra=fields(rows_untold=untold),
+            )
+            return Exit.LOSS
         if left.idle:
             _logger.info("drained")
             return Exit.OK
@@ -329,6 +338,7 @@ class Server:
                 writes_lost=left.writes_pending + left.writes_running,
                 copies_left=left.copies_running,
                 reads_left=left.reads_running + left.reads_queued,
+                rows_untold=untold,
             ),
         )
         return Exit.LOSS
