@@ -60,22 +60,37 @@ class Cut:
             len(layer_names), num_heads, place.tensor, self.tensors, first_layer=first_layer
         )
 
+    def stage_of(self, layer_names: Sequence[str]) -> int:
+        """The stage whose layers these are, and the first one where they are no stage's."""
+        numbers = _numbers(layer_names)
+        return next(
+            (stage for stage in range(self.stages) if numbers == _alone(self._layers(stage))), 0
+        )
+
     def _first_layer(self, layer_names: Sequence[str], stage: int) -> int:
         if self.stages == 1:
             return 0
+        own = self._layers(stage)
+        if _numbers(layer_names) != _alone(own):
+            raise LayoutError(
+                f"stage {stage} of {self.stages} was expected to hold layers {own.start} to "
+                f"{own.stop - 1} of the model, and holds {', '.join(layer_names) or 'none'}"
+            )
+        return own.start
+
+    def _layers(self, stage: int) -> range:
         # Not at import: vLLM's front end imports this too, and needs no ranks.
         from vllm.distributed.utils import get_pp_indices
 
-        first, end = (int(one) for one in get_pp_indices(self.num_layers, stage, self.stages))
-        numbers = [
-            [int(part) for part in name.split(".") if part.isdecimal()] for name in layer_names
-        ]
-        if numbers != [[layer] for layer in range(first, end)]:
-            raise LayoutError(
-                f"stage {stage} of {self.stages} was expected to hold layers {first} to {end - 1} "
-                f"of the model, and holds {', '.join(layer_names) or 'none'}"
-            )
-        return first
+        return range(*get_pp_indices(self.num_layers, stage, self.stages))
+
+
+def _numbers(layer_names: Sequence[str]) -> list[list[int]]:
+    return [[int(part) for part in name.split(".") if part.isdecimal()] for name in layer_names]
+
+
+def _alone(layers: range) -> list[list[int]]:
+    return [[layer] for layer in layers]
 
 
 def this_place() -> Place:

@@ -78,6 +78,7 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
             # Its reference backend attends to the tokens of the step only.
             return "its MLA backend cannot go on from a cached prefix"
+    cut = cut_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
         if chunk_tokens % spec.block_size:
@@ -85,10 +86,11 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
                 f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
                 f"{spec.block_size}; leave it out of kv_connector_extra_config, or choose one"
             )
+        # A worker is shown its own stage's layers, and asks for its own place when it shares them.
+        place = Place(cut.stage_of(group.layer_names))
+        num_heads = num_heads_of(vllm_config, spec)
         try:
-            cut_of(vllm_config).segment(
-                group.layer_names, num_heads_of(vllm_config, spec), Place(), latent=any(latent)
-            )
+            cut.segment(group.layer_names, num_heads, place, latent=any(latent))
         except LayoutError as error:
             return str(error)
     return ""

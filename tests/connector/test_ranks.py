@@ -126,6 +126,18 @@ def test_layers_are_cut_over_stages() -> None:
     assert engine.owner(0).endswith("/pp2tp2")
 
 
+def test_every_stages_worker_serves_under_the_schedulers_names() -> None:
+    """vLLM shows a worker the layers of its own stage, and the scheduler the first one's."""
+    engines = [
+        engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(stage, stage + 1))
+        for stage in range(2)
+    ]
+    assert [engine.refusal for engine in engines] == ["", ""]
+    messages = [engine.attach(Role.SCHEDULER, 0) for engine in engines]
+    assert messages[0].namespace == messages[1].namespace
+    assert messages[0].topology == messages[1].topology
+
+
 def test_stages_of_mla_hold_copies_of_their_own_layers() -> None:
     engine = engine_of(MLA, 4, stages=2, layers=range(1))
     assert engine.refusal == ""
