@@ -260,6 +260,7 @@ class EventStream:
             medium=medium,
             locality=locality,
             ownership=self._owner(realm.realm_id),
+            group_idx=self._realms[realm.realm_id].group,
         )
 
     def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
@@ -274,6 +275,7 @@ class EventStream:
             lora_name=None,
             locality=locality,
             ownership=self._owner(realm.realm_id),
+            group_idx=self._realms[realm.realm_id].group,
         )
 
     def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
@@ -290,6 +292,7 @@ class EventStream:
             lora_name=None,
             locality=locality,
             ownership=self._owner(realm.realm_id),
+            group_idx=self._realms[realm.realm_id].group,
         )
 
     def _token_ids(self, realm: Held, chunk: Chunk) -> list[int]:

@@ -173,7 +173,7 @@ class Hub:
         """Give it the socket that its replies go to."""
         self._router = router
 
-    def publish(self, sockets: EventSockets) -> EventStream:
+    def publish(self, sockets: EventSockets, first_number: int) -> EventStream:
         """Tell what changes in the tiers from now on. Before the first session."""
         settings = self.config.events
         self.event_sockets = sockets
@@ -182,7 +182,7 @@ class Hub:
             self.realms,
             self.engine.directory,
             self.pool.memory,
-            first_number=self.epoch,
+            first_number=first_number,
             batches_max=settings.buffer_batches,
             bytes_max=settings.buffer_max,
         )

@@ -116,6 +116,8 @@ class Realm:
     """Its home's, where it has one: then this is the home's first, and nobody asks for it."""
     home: Realm | None = None
     """The realm of the first KV cache group, of an engine's other groups."""
+    group: int | None = None
+    """The number of its KV cache group, of engines that have several."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     foreign: list[Rank] = field(default_factory=list[Rank])
     """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
@@ -210,7 +212,8 @@ class Realms:
                 identity = _of_group(home, part)
                 realm = self._by_identity.get(identity)
                 if realm is None:
-                    realm = self._make(part, joined[0] if joined else None)
+                    group = len(joined) if len(parts) > 1 else None
+                    realm = self._make(part, joined[0] if joined else None, group)
                     self._by_identity[identity] = self._by_id[realm.realm_id] = realm
                     made.append(realm)
                 joined.append(realm)
@@ -227,7 +230,7 @@ class Realms:
             if realm.home is None:
                 realm.index.close()
 
-    def _make(self, attach: Attach, home: Realm | None) -> Realm:
+    def _make(self, attach: Attach, home: Realm | None, group: int | None) -> Realm:
         _require_json_object(attach.namespace)
         if len(self._by_id) >= REALMS_MAX:
             raise AttachRefused(
@@ -258,6 +261,7 @@ class Realms:
             ),
             index=IndexWriter(INDEX_ENTRIES_FIRST) if home is None else home.index,
             home=home,
+            group=group,
         )
 
     def close(self) -> None:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 from typing import TYPE_CHECKING, Final
 
 from sidecar.attach import StartError
+from sidecar.logs import fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +35,12 @@ MODE_PASSABLE: Final = 0o711
 SOCKET_MODE_OWN: Final = 0o600
 SOCKET_MODE_SHARED: Final = 0o666
 _SOCKET_PATH_BYTES_MAX: Final = 107
+NUMBERS_PER_LIFE: Final = 1 << 36
+"""Batches of events that one life may tell before only the clock keeps the next one above it: at
+ten thousand a second, 80 days."""
+_NUMBER_END: Final = 1 << 62
+
+_logger = logging.getLogger("kvlake.server")
 
 
 class RuntimeDirectory:
@@ -109,6 +117,30 @@ class RuntimeDirectory:
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
+
+    def first_number(self, now: int) -> int:
+        """A number for the first batch of events: `now`, or more where an earlier life had more.
+
+        A subscriber hears only numbers above those that it had, and the clock may have gone back.
+        """
+        place = self.path / "event-number"
+        first = now
+        try:
+            reserved = int(place.read_text())
+            if now < reserved < _NUMBER_END:
+                first = reserved
+        except (FileNotFoundError, ValueError):
+            # The first life, or a file that was cut off: the clock alone counts.
+            pass
+        except OSError as error:
+            _logger.warning("the number of events is not known", extra=fields(error=error))
+        draft = place.with_suffix(".new")
+        try:
+            draft.write_text(str(first + NUMBERS_PER_LIFE))
+            draft.replace(place)
+        except OSError as error:
+            _logger.warning("the number of events is not kept", extra=fields(error=error))
+        return first
 
     def remove_sockets(self) -> None:
         """Unlink all sockets: a dead sidecar's at start, our own at the end."""

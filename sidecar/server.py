@@ -256,7 +256,7 @@ class Server:
             self._break,
         )
         stack.callback(sockets.close)
-        self._hub.publish(sockets)
+        self._hub.publish(sockets, self._directory.first_number(self._hub.epoch))
         return sockets
 
     def _curve(self) -> CurveSettings | None:

@@ -220,6 +220,19 @@ def test_a_random_life_with_evictions_and_a_restart(
     assert follower.snapshots + follower.replays >= 1, "the restart was noticed"
 
 
+def test_numbers_grow_though_the_clock_went_back(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_events(short_directory)
+    number = 0
+    for now in (5_000, 4_000, 10**18, 3_000):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now)
+        with RunningSidecar(config) as sidecar:
+            begun = sidecar.status()["events"]["next_number"]
+            assert begun > number
+            number = begun
+
+
 def test_removed_sockets_are_made_again(
     short_directory: Path, subscribe: Callable[..., Subscriber]
 ) -> None:
