@@ -21,7 +21,7 @@ class Exit(enum.IntEnum):
     START = 3
     """The sidecar found no room, port, lock or right to start with; a later try may do better."""
     LOSS = 4
-    """The sidecar stopped before everything was written, or before others were told of all of it."""
+    """The sidecar stopped before all was written, or before others were told of all that was."""
     AT_ONCE = 5
     """A second signal ended the sidecar without a drain."""
     INTERNAL = 70
