@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import anyio
 import numpy as np
 
-from tiers.arrow import SegmentMeta
+from tiers.arrow import SegmentMeta, payload_hasher
 from tiers.arrow_file import PAGE_BYTES
 from tiers.assembly import copy_overlap
 from tiers.catalog.names import object_name
@@ -45,10 +45,12 @@ SLACK_BYTES: Final = 2 * PAGE_BYTES
 class SourceError(Exception):
     """One source failed. `__cause__` says how."""
 
-    def __init__(self, bit: int, name: str) -> None:
+    def __init__(self, bit: int, name: str, came: bytes = b"") -> None:
         super().__init__(name)
         self.bit = bit
         self.name = name
+        self.came = came
+        """Fingerprint of the bytes that came; empty where none did."""
 
 
 class Assembled(NamedTuple):
@@ -204,7 +206,7 @@ def _build(
             _require_same(meta, metas)
             _require_whole_blocks(meta, rank.layout)
         except ChunkCorrupt as error:
-            raise SourceError(bit, holder.layout.segment.name) from error
+            raise SourceError(bit, holder.layout.segment.name, fingerprint(image)) from error
         metas.append(meta)
         layouts.append(source.layout)
         payloads.append(template.payload(image))
@@ -234,6 +236,13 @@ def _require_whole_blocks(meta: SegmentMeta, layout: ChunkLayout) -> None:
             f"the image has {num_tokens} tokens, which are no whole blocks of "
             f"{layout.block_tokens}: nobody here can have asked for it; it is not used"
         )
+
+
+def fingerprint(image: Bytes) -> bytes:
+    """Tells two arrivals of one object apart."""
+    hasher = payload_hasher()
+    hasher.update(image.data)
+    return hasher.digest()
 
 
 def damaged(error: BaseException | None) -> bool:

@@ -212,6 +212,8 @@ class ReadDone:
     num_bytes: int = 0
     failed: int = -1
     """The bit of the source that the outcome is about; -1: the rank's own segment."""
+    garbled: bool = False
+    """It arrived damaged, and otherwise the second time: a fault of this node or the way to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +446,7 @@ class Counters:
     reads_missing: int = 0
     reads_corrupt: int = 0
     reads_unavailable: int = 0
+    reads_garbled: int = 0
     reads_expired: int = 0
     writes_dropped: int = 0
     writes_refused_quota: int = 0

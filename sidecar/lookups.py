@@ -436,6 +436,7 @@ class Lookups:
             self._counters.reads_expired += 1
         else:
             self._counters.reads_unavailable += 1
+            self._counters.reads_garbled += event.garbled
 
     def completed(self, chunk: Chunk) -> None:
         """Every rank's segment is in the host tier."""

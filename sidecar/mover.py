@@ -23,7 +23,7 @@ import anyio
 import anyio.abc
 
 from sidecar.arrival import Arrival
-from sidecar.assembling import Assembler, SourceError, damaged
+from sidecar.assembling import Assembler, SourceError, damaged, fingerprint
 from sidecar.commands import (
     Command,
     Copied,
@@ -47,6 +47,7 @@ from sidecar.commands import (
 from sidecar.copyqueue import Group
 from sidecar.indexing import Indexing
 from sidecar.logs import fields
+from sidecar.secondlook import SecondLook
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
 from tiers.errors import (
@@ -117,6 +118,7 @@ class Mover:
         self._store_failed = store_failed
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
         self._assembler = None if store is None else Assembler(store, self._verifying)
+        self._second_look = None if store is None else SecondLook(store, self._verifying)
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -267,9 +269,7 @@ class Mover:
                 command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes
             )
         except SourceError as error:
-            foreign = error.bit != command.rank
-            outcome = self._read_outcome(error.__cause__ or error, error.name, foreign=foreign)
-            done = ReadDone(command.read_id, outcome, failed=error.bit)
+            done = await self._source_failed(command, error)
         except Exception as error:
             outcome = self._read_outcome(error, name, foreign=False)
             done = ReadDone(command.read_id, outcome)
@@ -288,13 +288,39 @@ class Mover:
             # Blocks of another size make other headers, and those may be a page longer.
             realm = self._realms[command.realm_id]
             return await self._assembler.assemble(realm, command, slot)
-        if arrival.judged(num_bytes):
-            meta = arrival.verdict(num_bytes)
-        else:
-            meta = await run_to_end(lambda: arrival.verdict(num_bytes), self._verifying)
+        try:
+            if arrival.judged(num_bytes):
+                meta = arrival.verdict(num_bytes)
+            else:
+                meta = await run_to_end(lambda: arrival.verdict(num_bytes), self._verifying)
+        except ChunkCorrupt as error:
+            came = await run_to_end(lambda: fingerprint(slot[:num_bytes]), self._verifying)
+            raise SourceError(command.rank, name, came) from error
         if meta is None:
             meta = await self._assembler.regroup(command, rank, slot, num_bytes)
         return meta, num_bytes
+
+    async def _source_failed(self, command: Read, error: SourceError) -> ReadDone:
+        """How a read ended whose source failed: a damaged one is looked at twice."""
+        cause: BaseException = error.__cause__ or error
+        foreign = error.bit != command.rank
+        failed = error.bit if foreign else -1
+        if isinstance(cause, ChunkCorrupt) and (damaged(cause) or not foreign):
+            try:
+                assert self._second_look is not None, "made where there is a store"
+                holder, name = self._object(command.realm_id, error.bit, command.key)
+                if not await self._second_look.confirms(error, name, holder, command.key):
+                    _logger.error(
+                        "object arrived damaged, and otherwise the second time: look for failing "
+                        "memory on this node, or a proxy before the store",
+                        extra=fields(object=name, error=cause),
+                    )
+                    outcome = StoreOutcome.UNAVAILABLE
+                    return ReadDone(command.read_id, outcome, failed=failed, garbled=True)
+            except Exception as again:
+                cause = again
+        outcome = self._read_outcome(cause, error.name, foreign=foreign)
+        return ReadDone(command.read_id, outcome, failed=failed)
 
     def _read_outcome(self, error: BaseException, name: str, *, foreign: bool) -> StoreOutcome:
         """What a failed read was, told where somebody should know."""

@@ -210,6 +210,34 @@ async def test_what_a_store_says_nothing_of_is_verified_when_it_is_there(
             assert (ended.outcome, ended.num_bytes) == (outcome, num_bytes)
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "otherwise each time"])
+async def test_what_arrives_damaged_in_two_ways_is_no_fault_of_the_object(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    store = UrlObjects(f"file://{tmp_path}")
+    read, damages = store.read, list(range(times))
+
+    async def garbling(name: str, into: npt.NDArray[np.uint8], **_: object) -> int:
+        num_bytes = await read(name, into)
+        if damages:
+            into[5000] ^= 1 << damages.pop()
+        return num_bytes
+
+    monkeypatch.setattr(store, "read", garbling)
+    async with moving(bench, store) as mover:
+        mover.execute([bench.gather(0)])
+        await told(bench, 1)
+        mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
+        await told(bench, 2)
+        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
+        assert await told(bench, 3) == ReadDone(2, StoreOutcome.UNAVAILABLE, garbled=True)
+        assert not damages
+        mover.execute([Read(3, 1, 0, bench.slot(3), key_of(0), (0,))])
+        ended = await told(bench, 4)
+        assert isinstance(ended, ReadDone)
+        assert ended.outcome is StoreOutcome.OK
+
+
 async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path) -> None:
     async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
         mover.execute([bench.gather(0)])

@@ -107,6 +107,9 @@ class FaultyObjects:
             self._world.saw("store: read damaged")
             self._bucket.tainted.add(name)
             found = damaged(self._world, found)
+            if self._world.random.random() < 0.5:
+                # For good; else only on its way to this reader, who looks a second time.
+                self._bucket.objects[name] = found
         if not 0 < len(found) <= len(into):
             raise ImageTruncated(f"{name} has {len(found)} bytes")
         step = -(-len(found) // PIECES)
