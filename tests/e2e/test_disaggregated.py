@@ -26,9 +26,10 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.setups import SMALL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.engine
@@ -59,7 +60,7 @@ def pair(folder: Path, model: str) -> Iterator[Pair]:
                     EngineSpec(
                         model,
                         SidecarProcess(place, {}).socket,
-                        {"num_gpu_blocks_override": 256, "max_model_len": 4096},
+                        SMALL,
                         kv_role=role,
                     ),
                     folder / f"{role}.log",
@@ -73,7 +74,7 @@ def pair(folder: Path, model: str) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def serving(place: Path, sessions: int, **sections: Any) -> Iterator[SidecarProcess]:
+def serving(place: Path, sessions: int, **sections: Any) -> Generator[SidecarProcess]:
     """A sidecar with so many sessions."""
     config = {
         "host": {"size": "128MiB"},
@@ -111,13 +112,13 @@ def attached(pair: Pair) -> None:
     raise AssertionError("the engines hand nothing over")
 
 
-def handed(pair: Pair, call: Call, salt: str) -> dict[str, Any] | None:
+def handed(pair: Pair, call: Call, salt: str) -> dict[str, Any]:
     """Prefill: what its answer says."""
     empty(pair.producer)
     answer = pair.producer.generate(
         call.prompt, max_tokens=1, cache_salt=salt, kv_transfer_params=HAND_OVER
     )
-    return answer.kv_transfer_params
+    return answer.kv_transfer_params or {}
 
 
 def expecting(tokens: int, seconds: float = WAIT_SECONDS) -> dict[str, Any]:

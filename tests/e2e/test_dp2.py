@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -11,7 +11,6 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     KV_BYTES_PER_TOKEN,
-    PATIENT,
     SESSIONS,
     Call,
     Measured,
@@ -25,6 +24,7 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.setups import SMALL, sidecar_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,25 +35,17 @@ pytestmark = pytest.mark.engine
 RANKS: Final = 2
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = 1472
-CONFIG: Final[dict[str, Any]] = {
-    "host": {"size": "256MiB"},
-    "limits": PATIENT,
-}
 
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", CONFIG) as sidecar:
+    with sidecar_in(folder) as sidecar:
         yield sidecar
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
-    engine_args = {
-        "data_parallel_size": RANKS,
-        "num_gpu_blocks_override": 256,
-        "max_model_len": 4096,
-    }
+    engine_args = {**SMALL, "data_parallel_size": RANKS}
     spec = EngineSpec(model, sidecar.socket, engine_args, threads_bind="0|1")
     with Engine(spec, folder / "engine.log") as engine:
         engine.wait_ready()

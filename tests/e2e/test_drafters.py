@@ -22,17 +22,15 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     GENERATED_TOKENS,
     KV_BYTES_PER_TOKEN,
-    PATIENT,
     Call,
     Oracle,
-    attach,
     counters,
     empty,
     fresh_salt,
-    idle,
     same_output,
     words,
 )
+from tests.e2e.setups import SMALL, attached, in_steps, sidecar_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,28 +74,23 @@ def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
     engine_args: dict[str, Any] = {
-        "num_gpu_blocks_override": 256,
-        "max_model_len": 4096,
-        "max_num_batched_tokens": STEP_TOKENS,
-        "enable_chunked_prefill": True,
+        **SMALL,
+        **in_steps(STEP_TOKENS),
         "speculative_config": {
             "method": "eagle",
             "model": str(drafter),
             "num_speculative_tokens": 2,
         },
     }
-    socket = SidecarProcess(folder / "s", {}).socket
+    socket = sidecar_in(folder).socket
     with Engine(EngineSpec(model, socket, engine_args), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": PATIENT}) as sidecar:
-        attach(engine, sidecar)
+    with attached(folder, engine) as sidecar:
         yield sidecar
-        empty(engine)
-        sidecar.wait("everything ended", idle)
 
 
 class Drafted(NamedTuple):

@@ -7,7 +7,7 @@ The whole module runs twice, once with prompts computed in one step and once in 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +18,6 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     GENERATED_TOKENS,
     KV_BYTES_PER_TOKEN,
-    PATIENT,
     Call,
     attach,
     blocks_of,
@@ -33,6 +32,7 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.setups import in_steps, sidecar_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,11 +45,7 @@ BLOCKS = 512
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
-    config: dict[str, Any] = {
-        "host": {"size": "512MiB"},
-        "limits": PATIENT,
-    }
-    with SidecarProcess(folder / "s", config) as sidecar:
+    with sidecar_in(folder, host={"size": "512MiB"}) as sidecar:
         yield sidecar
 
 
@@ -59,9 +55,8 @@ def engine(
 ) -> Iterator[Engine]:
     engine_args = {
         "num_gpu_blocks_override": BLOCKS,
-        "max_num_batched_tokens": request.param,
         "max_model_len": 4096,
-        "enable_chunked_prefill": True,
+        **in_steps(request.param),
     }
     spec = EngineSpec(model, sidecar.socket, engine_args)
     with Engine(spec, folder / f"engine-{request.param}.log") as engine:

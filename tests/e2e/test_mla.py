@@ -15,9 +15,7 @@ import torch
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.model import write_model
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
-    PATIENT,
     Call,
     Measured,
     blocks_of,
@@ -30,12 +28,15 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.setups import folder_store, listed, sidecar_in
 from tiers.catalog.names import parse_name
 from tiers.layout import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from sidecar.demo.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -69,14 +70,8 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
         tmp_path_factory.mktemp("mla"), layers=LAYERS, hidden=256, heads=4, latent=512
     )
     bucket = folder / "bucket"
-    bucket.mkdir()
-    config = {
-        "host": {"size": "256MiB"},
-        "store": {"url": f"file://{bucket}", "refresh_seconds": "100ms", "recompute": "never"},
-        "limits": PATIENT,
-    }
     with contextlib.ExitStack() as stack:
-        sidecar = stack.enter_context(SidecarProcess(folder, config))
+        sidecar = stack.enter_context(sidecar_in(folder, store=folder_store(bucket)))
         engines: list[Engine] = []
         for ranks, bind in ((1, "0"), (2, "0|1")):
             args = {
@@ -173,7 +168,7 @@ def test_the_store_serves_a_sidecar_that_knows_nothing(place: Place) -> None:
     assert sidecar.drain() == 0
     sidecar.start()
     sidecar.wait("both engines attach", lambda now: len(now["sessions"]) == SESSIONS)
-    sidecar.wait("the store is listed", lambda now: now["tiers"]["store"]["chunks"] >= CHUNKS)
+    listed(sidecar, place.bucket)
     empty(engine)
     generation = call.generate(engine, expected.salt)
     check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)

@@ -16,17 +16,15 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    PATIENT,
     Call,
-    attach,
     check_hit,
     close,
     empty,
     fresh_salt,
-    idle,
     same_output,
     words,
 )
+from tests.e2e.setups import SMALL, attached, sidecar_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,11 +40,6 @@ PATCHES: Final = (PIXELS // PATCH_PIXELS) ** 2
 SPECIAL: Final = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 IMAGE_TOKENS: Final = PATCHES + 3
 """What the token becomes: one for each patch, in a frame of others."""
-ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
-CONFIG: Final[dict[str, Any]] = {
-    "host": {"size": "256MiB"},
-    "limits": PATIENT,
-}
 
 
 def write_idefics(folder: Path, tokenizer_from: str) -> None:
@@ -111,18 +104,15 @@ def write_idefics(folder: Path, tokenizer_from: str) -> None:
 def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     idefics = tmp_path_factory.mktemp("idefics")
     write_idefics(idefics, model)
-    socket = SidecarProcess(folder / "s", {}).socket
-    with Engine(EngineSpec(str(idefics), socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    spec = EngineSpec(str(idefics), sidecar_in(folder).socket, SMALL)
+    with Engine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", CONFIG) as sidecar:
-        attach(engine, sidecar)
+    with attached(folder, engine) as sidecar:
         yield sidecar
-        empty(engine)
-        sidecar.wait("everything ended", idle)
 
 
 def prompt_of(before: int, behind: int, seed: int = 1) -> list[int]:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import adapters
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    PATIENT,
+    SESSIONS,
     Call,
+    Measured,
     Oracle,
     attach,
+    blocks_of,
     check_equal,
     check_hit,
     counters,
@@ -32,16 +33,18 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
+from tests.e2e.setups import SMALL, attached, folder_store, listed, sidecar_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from sidecar.demo.sidecars import SidecarProcess
+
 pytestmark = pytest.mark.engine
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
-    "num_gpu_blocks_override": 256,
-    "max_model_len": 4096,
+    **SMALL,
     **adapters.ENGINE_ARGS,
     "speculative_config": {
         "method": "ngram",
@@ -66,18 +69,15 @@ def loras(folder: Path) -> list[tuple[str, int, str]]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str) -> Iterator[Engine]:
-    socket = SidecarProcess(folder / "s", {}).socket
+    socket = sidecar_in(folder).socket
     with Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with SidecarProcess(folder / "s", {"host": {"size": "256MiB"}, "limits": PATIENT}) as sidecar:
-        attach(engine, sidecar)
+    with attached(folder, engine, store=folder_store(folder / "store")) as sidecar:
         yield sidecar
-        empty(engine)
-        sidecar.wait("everything ended", idle)
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +139,33 @@ def test_requests_of_adapters_are_preempted_and_aborted(
         generation = engine.finish(handle)
         assert generation.cached_tokens == len(calls[number].prompt) // BLOCK_TOKENS * BLOCK_TOKENS
         oracles[number].check_close(generation)
+
+
+def test_another_engine_and_the_store_know_an_adapter_by_its_files(
+    folder: Path, engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+) -> None:
+    """Whatever its number is there."""
+    _, _, place = loras[0]
+    call = Call(words(700, 7), options={"adapter": loras[0]})
+    expected = own_hit(engine, call, before=[call])
+    empty(engine)
+    with Engine(engine.spec, folder / "second-engine.log") as second:
+        second.wait_ready()
+        sidecar.wait("both are attached", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+        empty(second)
+        renamed = Call(call.prompt, options={"adapter": ("by another name", 7, place)})
+        generation = renamed.generate(second, expected.salt)
+        check_equal(Measured(generation, blocks_of(second), expected.salt), expected)
+        empty(second)
+    sidecar.wait("everything ended", idle)
+    assert sidecar.drain() == 0
+    sidecar.start()
+    attach(engine, sidecar)
+    listed(sidecar, folder / "store")
+    empty(engine)
+    generation = call.generate(engine, expected.salt)
+    check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+    assert counters(sidecar)["chunks_read"] > 0
 
 
 def test_constrained_outputs_share_with_others(engine: Engine) -> None:
