@@ -110,7 +110,7 @@ def encoding(manifest: Manifest) -> Generator[None, None, Bytes]:
         pieces.append(msgspec.json.encode(some)[1:-1])
         yield
     tenants = msgspec.Raw(b"{%b}" % b",".join(pieces))
-    text = msgspec.json.encode(_Image(**{**_fields_of(manifest), "tenants": tenants}))
+    text = msgspec.json.encode(_Image(tenants=tenants, **_fields_of(manifest)))
     yield
     digest = digest_of(np.frombuffer(text, dtype=np.uint8))
     return np.frombuffer(digest.encode() + b"\n" + text, dtype=np.uint8)
@@ -134,7 +134,7 @@ def decoding(body: Bytes, folder: str, generation: int) -> Generator[None, None,
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CatalogCorrupt(f"not a manifest: {error}") from error
     yield from _check(image, folder, generation)
-    return Manifest(**{**_fields_of(image), "tenants": tenants})
+    return Manifest(tenants=tenants, **_fields_of(image))
 
 
 def _fields_of(record: _Fields) -> dict[str, Any]:
