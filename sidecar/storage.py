@@ -11,16 +11,20 @@ see what the callers see.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sidecar.attach import StartError
+from tiers.access import names_per_removal
 from tiers.billing import Billed
 from tiers.errors import TierError
 from tiers.objects import ObjectTier, UrlObjects
-from tiers.wrap import Deadline, Limited, Metered, Paced, Retrying
+from tiers.wrap import DELETED_TOGETHER_MAX, Deadline, Limited, Metered, Paced, Retrying
 
 if TYPE_CHECKING:
     from sidecar.settings.store import Store
+
+REMOVAL_TURNS_SHARE: Final = 1 / 4
+"""Of the turns within a deadline, those that one removal may need."""
 
 WrapStore = Callable[[ObjectTier], ObjectTier]
 """Something to put between the store and its wrappers: how tests inject faults."""
@@ -44,13 +48,20 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
     if wrap_store is not None:
         tier = wrap_store(tier)
     tier = billed = Billed(tier)
-    if settings.requests_per_second_max is not None:
-        tier = Paced(tier, requests_per_second_max=settings.requests_per_second_max)
+    together = DELETED_TOGETHER_MAX
+    if (rate := settings.requests_per_second_max) is not None:
+        step = names_per_removal(url, settings.access, settings.storage_options)
+        tier = Paced(tier, requests_per_second_max=rate, names_per_removal=step)
+        # Others take turns in between, and a removal that waits for all of its own has a deadline.
+        requests = int(rate * settings.deadline_seconds_max * REMOVAL_TURNS_SHARE)
+        together = min(together, max(1, requests) * step)
     tier = Limited(
         tier,
         writes_max=settings.writes_inflight_max,
         reads_max=settings.reads_inflight_max,
     )
     retrying = Retrying(tier, attempts_max=settings.retries_max + 1)
-    deadline = Deadline(retrying, seconds_max=settings.deadline_seconds_max)
+    deadline = Deadline(
+        retrying, seconds_max=settings.deadline_seconds_max, deleted_together_max=together
+    )
     return Metered(deadline, retrying=retrying, billed=billed)

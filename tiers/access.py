@@ -29,6 +29,8 @@ CredentialsKind = Literal["auto", "static", "profile", "role", "anonymous"]
 
 CONNECT_SECONDS_DEFAULT: Final = 5.0
 READ_SECONDS_DEFAULT: Final = 20.0
+S3_REMOVED_TOGETHER_MAX: Final = 1000
+AZURE_REMOVED_TOGETHER_MAX: Final = 256
 _PROVIDERS: Final[dict[str, Provider]] = {
     "s3": "s3",
     "s3a": "s3",
@@ -165,6 +167,14 @@ def provider_of(url: str) -> Provider:
 def installed(package: str) -> bool:
     """Whether a package can be imported; imports nothing."""
     return importlib.util.find_spec(package) is not None
+
+
+def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
+    """How many objects one request removes, by the client that serves `url`."""
+    backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
+    if provider == "s3" and (backend == "fsspec" or access.endpoint is None):
+        return S3_REMOVED_TOGETHER_MAX
+    return AZURE_REMOVED_TOGETHER_MAX if (provider, backend) == ("azure", "obstore") else 1
 
 
 def chosen_backend(url: str, access: Access, storage_options: Mapping[str, object]) -> Backend:

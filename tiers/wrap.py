@@ -161,18 +161,40 @@ class Retrying(Wrapper):
         return await call()
 
 
+DELETED_TOGETHER_MAX: Final = 100
+"""Names of one removal that have a deadline together; more are removed in turns."""
+
+
 class Deadline(Wrapper):
     """Ends a verb that takes too long with a retryable `TierExpired`.
+
+    A removal has no bound on its names, so every `deleted_together_max` of them have a deadline of
+    their own.
 
     The error comes after the deadline where a worker thread still touches the caller's memory:
     it waits for the thread, never the other way round.
     """
 
-    def __init__(self, inner: ObjectTier, *, seconds_max: float) -> None:
+    def __init__(
+        self,
+        inner: ObjectTier,
+        *,
+        seconds_max: float,
+        deleted_together_max: int = DELETED_TOGETHER_MAX,
+    ) -> None:
         super().__init__(inner)
         if seconds_max <= 0:
             raise ValueError(f"seconds_max={seconds_max}: must be more than 0")
+        if deleted_together_max < 1:
+            raise ValueError(f"deleted_together_max={deleted_together_max}: must be at least 1")
         self._seconds_max = seconds_max
+        self._deleted_together_max = deleted_together_max
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        step = self._deleted_together_max
+        for first in range(0, len(names), step):
+            await super().delete(names[first : first + step])
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         with anyio.move_on_after(self._seconds_max):
@@ -212,7 +234,8 @@ class Limited(Wrapper):
 class Paced(Wrapper):
     """Lets at most so many requests begin in a second, evenly; others wait, in order.
 
-    A verb is one request, and a removal one for each name. `close` sends none.
+    A verb is one request, a removal one for every `names_per_removal` names; `close` sends none.
+    A removal waits for one turn after the other, so that others come between.
     """
 
     def __init__(
@@ -220,6 +243,7 @@ class Paced(Wrapper):
         inner: ObjectTier,
         *,
         requests_per_second_max: float,
+        names_per_removal: int = 1,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
@@ -229,6 +253,7 @@ class Paced(Wrapper):
                 f"requests_per_second_max={requests_per_second_max}: must be more than 0"
             )
         self._pause_seconds = 1.0 / requests_per_second_max
+        self._names_per_removal = names_per_removal
         self._clock = clock
         self._sleep = sleep
         self._next = clock()
@@ -236,20 +261,19 @@ class Paced(Wrapper):
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""
         # The last one's turn is taken below, as any verb's.
-        await self._take_turns(len(names) - 1)
+        for _ in range((len(names) - 1) // self._names_per_removal):
+            await self._take_turn()
         await super().delete(names)
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         if verb != "close":
-            await self._take_turns(1)
+            await self._take_turn()
         return await call()
 
-    async def _take_turns(self, count: int) -> None:
-        if count <= 0:
-            return
+    async def _take_turn(self) -> None:
         # A turn that was taken is used up, also by a call that is cancelled while it waits.
         now = self._clock()
-        turn = max(now, self._next) + (count - 1) * self._pause_seconds
+        turn = max(now, self._next)
         self._next = turn + self._pause_seconds
         if turn > now:
             await self._sleep(turn - now)

@@ -220,6 +220,20 @@ class TestDeadline:
         with pytest.raises(TierUnavailable, match="close scripted://here: "):
             await tier.close()
 
+    async def test_every_part_of_a_removal_has_its_own(self) -> None:
+        parts: list[Sequence[str]] = []
+
+        class Slow(Scripted):
+            async def delete(self, names: Sequence[str]) -> None:
+                await anyio.sleep(0.02 * len(names))
+                parts.append(names)
+
+        tier = Deadline(Slow(), seconds_max=5, deleted_together_max=2)
+        await tier.delete(["a", "b", "c"])
+        assert parts == [["a", "b"], ["c"]]
+        with pytest.raises(ValueError, match="deleted_together_max=0"):
+            Deadline(Slow(), seconds_max=1, deleted_together_max=0)
+
     async def test_a_call_in_time_is_left_alone(self) -> None:
         tier = Deadline(Scripted([None, later(), TimeoutError("its own")]), seconds_max=60)
         assert await tier.list("") == [Found("a", 1, 0.0)]
@@ -466,6 +480,47 @@ class TestPaced:
         assert slept == pytest.approx([0.1, 0.2, 0.3])
         await tier.close()
         assert len(slept) == 3
+
+    async def test_a_removal_of_many_names_in_a_request_is_one(self) -> None:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        tier = Paced(
+            Scripted(),
+            requests_per_second_max=10,
+            names_per_removal=2,
+            clock=lambda: 0.0,
+            sleep=sleep,
+        )
+        await tier.delete(["a", "b"])
+        assert slept == []
+        await tier.delete(["a", "b", "c"])
+        assert slept == pytest.approx([0.1, 0.2])
+
+    async def test_a_removal_takes_no_turns_ahead_of_those_that_come(self) -> None:
+        now = 0.0
+        begun: list[float] = []
+        tier: Paced
+
+        class Noting(Scripted):
+            async def list(
+                self, prefix: str, *, start_after: str = "", deep: bool = True
+            ) -> Listing:
+                begun.append(now)
+                return []
+
+        async def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            if not begun:
+                begun.append(-1.0)
+                await tier.list("")
+
+        tier = Paced(Noting(), requests_per_second_max=1, clock=lambda: now, sleep=sleep)
+        await tier.delete([f"n{number}" for number in range(50)])
+        assert begun[1] <= 3.0
 
     async def test_those_that_wait_side_by_side_take_turns(self) -> None:
         inner = Scripted()

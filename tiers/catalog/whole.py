@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tiers.catalog.snapshots import Snapshots
 
 ANNOUNCED_ROWS: Final = 50_000
+DELETED_NAMES: Final = 100
+"""Objects that are deleted between two looks at the lease."""
 
 
 class WholeMerge:
@@ -114,8 +116,11 @@ class WholeMerge:
         """Delete what was withdrawn long enough ago; the rows without it."""
         work = self._work
         rows, doomed = await anyio.to_thread.run_sync(deletable, rows, old, objects, work.prefix)
-        if doomed and not work.plan.dry_run:
-            await work.tier.delete(doomed)
+        if not work.plan.dry_run:
+            for first in range(0, len(doomed), DELETED_NAMES):
+                # At a slow rate a shard's removal takes longer than a lease.
+                await work.check_alive()
+                await work.tier.delete(doomed[first : first + DELETED_NAMES])
         work.report.deleted += len(doomed)
         return rows
 
