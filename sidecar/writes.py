@@ -59,12 +59,17 @@ class WritePolicy(enum.StrEnum):
     ON_EVICT = "on_evict"
 
 
+_Account = tuple[int, bytes]
+"""A realm and a tenant in it."""
+
+
 class _Pending:
     """A chunk that waits, and what of it."""
 
-    __slots__ = ("num_bytes", "ranks", "tries")
+    __slots__ = ("account", "num_bytes", "ranks", "tries")
 
-    def __init__(self, ranks: list[int], num_bytes: int, tries: int) -> None:
+    def __init__(self, account: _Account, ranks: list[int], num_bytes: int, tries: int) -> None:
+        self.account = account
         self.ranks = ranks
         self.num_bytes = num_bytes
         self.tries = tries
@@ -76,6 +81,8 @@ class _Running(NamedTuple):
     segment: Segment
     tries: int
     verifies: bool
+    account: _Account
+    num_bytes: int
 
 
 class Writes:
@@ -108,6 +115,8 @@ class Writes:
         self._admit = admit
         self._pending: dict[Chunk, _Pending] = {}
         self._pending_bytes = 0
+        self._outstanding: dict[_Account, tuple[int, int]] = {}
+        """Bytes and objects that wait or are being written: they count as the tenant's already."""
         self._sampling = Sampling(verify)
         self._running: dict[int, _Running] = {}
         self._last_write_id = 0
@@ -226,7 +235,9 @@ class Writes:
         if not ranks:
             return
         num_bytes = self._bytes(chunk, ranks)
-        if not self._admit(chunk.realm.realm_id, chunk.tenant, num_bytes, len(ranks)):
+        account = (chunk.realm.realm_id, chunk.tenant)
+        ahead_bytes, ahead = self._outstanding.get(account, (0, 0))
+        if not self._admit(*account, ahead_bytes + num_bytes, ahead + len(ranks)):
             self._counters.writes_refused_quota += 1
             self._tenants.counters(chunk.tenant).writes_refused += 1
             return
@@ -239,8 +250,15 @@ class Writes:
 
     def _put(self, chunk: Chunk, ranks: list[int], *, tries: int) -> None:
         num_bytes = self._bytes(chunk, ranks)
-        self._pending[chunk] = _Pending(ranks, num_bytes, tries)
+        account = (chunk.realm.realm_id, chunk.tenant)
+        self._pending[chunk] = _Pending(account, ranks, num_bytes, tries)
+        self._count(account, num_bytes, len(ranks))
         self._pending_bytes += num_bytes
+
+    def _count(self, account: _Account, num_bytes: int, objects: int) -> None:
+        had_bytes, had = self._outstanding.pop(account, (0, 0))
+        if had + objects:
+            self._outstanding[account] = (had_bytes + num_bytes, had + objects)
 
     def _bound(self) -> None:
         while self._pending_bytes > self._queue_bytes_max and len(self._pending) > 1:
@@ -249,6 +267,7 @@ class Writes:
     def _take_out(self, chunk: Chunk) -> _Pending:
         one = self._pending.pop(chunk)
         self._pending_bytes -= one.num_bytes
+        self._count(one.account, -one.num_bytes, -len(one.ranks))
         return one
 
     def _drop(self, chunk: Chunk) -> None:
@@ -273,7 +292,9 @@ class Writes:
                 del self._pending[chunk]
             if not chunk.realm.obtainable(chunk.key) >> rank & 1:
                 self._breaker.begin(now)
-                self._start(chunk.segments[rank], one.tries + 1)
+                self._start(chunk.segments[rank], one.tries + 1, one.account, num_bytes)
+            else:
+                self._count(one.account, -num_bytes, -1)
 
     def _take_offered(self) -> None:
         """Queue one of those that came back, if nothing else waits."""
@@ -283,12 +304,12 @@ class Writes:
                 return
             self._enqueue(chunk)
 
-    def _start(self, segment: Segment, tries: int) -> None:
+    def _start(self, segment: Segment, tries: int, account: _Account, num_bytes: int) -> None:
         self._host.hold(segment)
         segment.writing = True
         self._last_write_id += 1
         verifies = self._sampling.chooses(segment)
-        self._running[self._last_write_id] = _Running(segment, tries, verifies)
+        self._running[self._last_write_id] = _Running(segment, tries, verifies, account, num_bytes)
         chunk = segment.chunk
         self._emit(
             Write(
@@ -307,7 +328,8 @@ class Writes:
 
     def ended(self, event: Written, now: float) -> None:
         """A write ended: the slot is no longer read."""
-        segment, tries, verifies = self._running.pop(event.write_id)
+        segment, tries, verifies, account, num_bytes = self._running.pop(event.write_id)
+        self._count(account, -num_bytes, -1)
         segment.writing = False
         chunk = segment.chunk
         self._host.release(segment)

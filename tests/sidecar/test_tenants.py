@@ -151,6 +151,26 @@ class TestStoreQuota:
         assert world.engine.tenants.written_bytes(B) == 100
         assert world.engine.tenants.written_bytes(A) == 0
 
+    def test_what_waits_and_what_is_being_written_counts_already(self) -> None:
+        asked: list[tuple[int, int]] = []
+
+        def admit(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
+            asked.append((num_bytes, objects))
+            return objects <= 2
+
+        world = make_world(admit_write=admit)
+        worker = world.open(Role.WORKER)
+        for number in (1, 2, 3):
+            world.stored(worker, number, [number], tenant=A)
+        assert asked == [(SLOT, 1), (2 * SLOT, 2), (3 * SLOT, 3)]
+        assert world.engine.counters.writes_refused_quota == 1
+        for write_id in list(world.writes):
+            world.written(write_id, StoreOutcome.OK)
+        for write_id in list(world.writes):
+            world.written(write_id, StoreOutcome.OK)
+        world.stored(worker, 4, [4], tenant=A)
+        assert asked[-1] == (SLOT, 1)
+
     def test_written_bytes_are_kept_for_a_bounded_number(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
