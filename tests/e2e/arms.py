@@ -50,6 +50,11 @@ def words(count: int, seed: int) -> list[int]:
     return [chooser.randrange(WORDS) for _ in range(count)]
 
 
+def whole_blocks(tokens: int) -> int:
+    """What a hit has of a prompt: whole blocks, and never its last token."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def chunk_tokens(engine: Engine) -> int:
     """Tokens of a chunk that this engine stores."""
     return int(getattr(engine, "chunk_tokens", CHUNK_TOKENS))

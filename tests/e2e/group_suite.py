@@ -1,0 +1,205 @@
+"""What a model of several KV cache groups must give on a real engine, as tests.
+
+A test module subclasses `GroupSuite`, has an engine of its model, and says what of each group a hit
+reads. vLLM lays the pages of all groups over each other. What a hit gives is compared with the
+engine's own hit of as many tokens: log probabilities and bytes. One engine serves most cases;
+sidecars take turns on its sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from tests.e2e.arms import (
+    SESSIONS,
+    Call,
+    Measured,
+    Oracle,
+    attach,
+    blocks_of,
+    counters,
+    empty,
+    external_hit,
+    fresh_salt,
+    idle,
+    own_hit,
+    same_output,
+    whole_blocks,
+    words,
+)
+from tests.e2e.setups import SMALL, attached, folder_store, in_steps, listed, sidecar_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.demo.sidecars import SidecarProcess
+
+
+ENGINE_ARGS: Final[dict[str, Any]] = {
+    **SMALL,
+    **in_steps(512),
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+}
+
+
+@contextlib.contextmanager
+def engine_of(model: Path, folder: Path) -> Iterator[Engine]:
+    """An engine for the suite."""
+    spec = EngineSpec(str(model), sidecar_in(folder).socket, ENGINE_ARGS)
+    with Engine(spec, folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+class GroupSuite:
+    """Subclass it in a module with a fixture `engine`, and give it what raises here."""
+
+    groups: ClassVar = 3
+
+    def blocks_read(self, tokens: int) -> int:
+        """Blocks of a hit of so many tokens, in all groups."""
+        raise NotImplementedError
+
+    def chunks_read(self, tokens: int) -> int:
+        """Chunks of a hit of so many tokens, in all groups."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def sidecar(self, folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+        with attached(folder, engine) as sidecar:
+            yield sidecar
+
+    def check_bytes(self, measured: Measured, oracle: Measured) -> None:
+        """Assert that what was loaded is what the engine had, and that nothing else was.
+
+        The last block of each group is partly written. What else is in it is what was there before:
+        vLLM uses the blocks of a window that moved on again at once, at other times in either arm.
+        """
+        cached_tokens = measured.generation.cached_tokens
+        assert cached_tokens == oracle.generation.cached_tokens
+        for worker, expected in zip(measured.blocks, oracle.blocks, strict=True):
+            assert (worker & expected).total() >= self.blocks_read(cached_tokens)
+            assert (worker - expected).total() <= self.groups
+
+    def check_same(self, engine: Engine, call: Call, expected: Measured) -> None:
+        """Assert that on poison a request under the salt of `expected` gives what that gave."""
+        empty(engine)
+        generation = call.generate(engine, expected.salt)
+        assert generation.cached_tokens == whole_blocks(len(call.prompt))
+        assert same_output(generation, expected.generation)
+        self.check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
+
+    @pytest.mark.parametrize("tokens", [125, 160, 512, 515, 1500])
+    def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
+        assert len(sidecar.status()["realms"]) == self.groups
+        before = counters(sidecar)
+        for max_tokens in (40, 1):
+            call = Call(words(tokens, tokens), max_tokens)
+            oracle = own_hit(engine, call, before=[call])
+            measured = external_hit(engine, call, before=[call])
+            assert measured.generation.cached_tokens == whole_blocks(tokens)
+            assert same_output(measured.generation, oracle.generation)
+        self.check_bytes(measured, oracle)
+        assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+
+    def test_behind_the_engines_own_hit(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        prompt = words(1300, 1)
+        head = Call([*prompt[:512], 7], max_tokens=1)
+        call = Call(prompt)
+        oracle = own_hit(engine, call, before=[head, call])
+        measured = external_hit(engine, call, before=[head, call], local=[head])
+        cached_tokens = measured.generation.cached_tokens
+        assert cached_tokens == oracle.generation.cached_tokens == whole_blocks(1300)
+        assert same_output(measured.generation, oracle.generation)
+
+    def test_object_hit(self, folder: Path, engine: Engine) -> None:
+        """An empty sidecar offers what another one left: every group of it, or nothing."""
+        bucket, call = folder / "store", Call(words(1500, 7), max_tokens=1)
+        with attached(folder, engine, store=folder_store(bucket)) as sidecar:
+            expected = own_hit(engine, call, before=[call])
+            empty(engine)
+            sidecar.wait("everything ended", idle)
+            assert sidecar.drain() == 0
+            sidecar.start()
+            attach(engine, sidecar)
+            listed(sidecar, bucket)
+            self.check_same(engine, call, expected)
+            assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(1500))
+
+    def test_an_aborted_request_beside_others(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """Loads of several requests run side by side, one is aborted; each gets its own bytes."""
+        calls = [Call(words(900 + 10 * number, 20 + number)) for number in range(4)]
+        oracles = [Oracle(engine, call) for call in calls]
+        for oracle in oracles:
+            oracle.at(0)
+        salt = fresh_salt()
+        for call in calls:
+            engine.generate(call.prompt, max_tokens=1, cache_salt=salt)
+        empty(engine)
+        loaded = counters(sidecar)["chunks_loaded"]
+        handles = [engine.begin(call.prompt, cache_salt=salt) for call in calls]
+        engine.abort(handles[2])
+        generations = [engine.finish(handle) for handle in handles]
+        for number in (0, 1, 3):
+            assert generations[number].cached_tokens == whole_blocks(len(calls[number].prompt))
+            oracles[number].check_close(generations[number])
+        assert counters(sidecar)["chunks_loaded"] > loaded
+
+    def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        """More requests than the KV cache has room for: they are preempted, and load again."""
+        calls = [
+            Call(words(390 + 10 * number, 60 + number), max_tokens=250) for number in range(12)
+        ]
+        oracles = [Oracle(engine, Call(call.prompt, max_tokens=1)) for call in calls]
+        for oracle in oracles:
+            oracle.at(0)
+        loaded = counters(sidecar)["chunks_loaded"]
+        salt = fresh_salt()
+        handles = [
+            engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt) for call in calls
+        ]
+        generations = [engine.finish(handle) for handle in handles]
+        # Nothing was stored before: only who was preempted can load.
+        assert counters(sidecar)["chunks_loaded"] > loaded
+        for oracle, generation in zip(oracles, generations, strict=True):
+            assert len(generation.tokens) == 250
+            oracle.check_close(generation)
+
+    def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+        """Another engine of the same model hits what the first one stored."""
+        call = Call(words(1100, 8), max_tokens=1)
+        expected = own_hit(engine, call, before=[call])
+        empty(engine)
+        with Engine(engine.spec, folder / "second-engine.log") as second:
+            second.wait_ready()
+            sidecar.wait("both attach", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+            self.check_same(second, call, expected)
+            empty(second)
+        sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
+
+    def test_two_ranks(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+        """Each rank has its own part of every group, and loads that."""
+        engine_args = {**ENGINE_ARGS, "tensor_parallel_size": 2}
+        spec = replace(engine.spec, engine_args=engine_args, threads_bind="0|1")
+        with Engine(spec, folder / "two-ranks.log") as ranks:
+            ranks.wait_ready()
+            sidecar.wait("all attach", lambda now: len(now["sessions"]) == 2 * SESSIONS + 1)
+            call = Call(words(900, 9), max_tokens=1)
+            before = counters(sidecar)
+            oracle = own_hit(ranks, call, before=[call])
+            measured = external_hit(ranks, call, before=[call])
+            assert measured.generation.cached_tokens == whole_blocks(900)
+            assert same_output(measured.generation, oracle.generation)
+            assert measured.blocks[0] != measured.blocks[1], "ranks hold different parts"
+            self.check_bytes(measured, oracle)
+            assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+            empty(ranks)
+        sidecar.wait("they are gone", lambda now: len(now["sessions"]) == SESSIONS)
