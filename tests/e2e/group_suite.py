@@ -35,7 +35,7 @@ from tests.e2e.arms import (
 from tests.e2e.setups import SMALL, attached, folder_store, in_steps, listed, sidecar_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from sidecar.demo.sidecars import SidecarProcess
@@ -50,7 +50,7 @@ ENGINE_ARGS: Final[dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, folder: Path) -> Iterator[Engine]:
+def engine_of(model: Path, folder: Path) -> Generator[Engine]:
     """An engine for the suite."""
     spec = EngineSpec(str(model), sidecar_in(folder).socket, ENGINE_ARGS)
     with Engine(spec, folder / "engine.log") as engine:
