@@ -157,6 +157,14 @@ class Engine:
         """A counter of vLLM's own metrics, summed over its labels, without `_total`."""
         return float(self._call("counter", name=name)["value"])
 
+    def dummy_step(self) -> None:
+        """Have every worker compute a step of vLLM's own making, of no request.
+
+        Eager workers on CPUs skip the warm-up, in which a later pipeline stage makes the place for
+        what the stage before it sends: without this they fail at the first request.
+        """
+        self._call("rpc", method="execute_dummy_batch")
+
     def poison(self) -> None:
         """Overwrite every KV block; only after `reset_prefix_cache`, with nothing running."""
         self._call("rpc", method="kvlake_poison")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -14,19 +13,17 @@ from tests.e2e import adapters
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
-    PATIENT,
     Call,
     Measured,
-    attach,
     blocks_of,
     check_equal,
     check_hit,
     counters,
     empty,
-    idle,
     own_hit,
     words,
 )
+from tests.e2e.two_ranks import cluster, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,45 +31,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-SESSIONS: Final = 3
-"""The scheduler and two workers."""
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = 1472
 CHUNKS: Final = 6
-
-
-@contextlib.contextmanager
-def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    """An empty sidecar with a folder that outlives it, attached to both ranks."""
-    (folder / "store").mkdir(exist_ok=True)
-    config: dict[str, Any] = {
-        "host": {"size": "256MiB"},
-        # The model computes sooner than a store is read: wait for it all the same.
-        "store": {
-            "url": f"file://{folder / 'store'}",
-            "refresh_seconds": "100ms",
-            "recompute": "never",
-        },
-        "limits": PATIENT,
-    }
-    with SidecarProcess(folder / "s", config) as sidecar:
-        attach(engine, sidecar, sessions=SESSIONS)
-        yield sidecar
-        empty(engine)
-        assert sidecar.process is not None
-        if sidecar.process.poll() is None:
-            sidecar.wait("everything ended", idle)
-            assert sidecar.drain() == 0
-
-
-def listed(sidecar: SidecarProcess, chunks: int) -> None:
-    """Wait until the catalog was read whole: the number alone may be that of one of its files."""
-
-    def whole(status: dict[str, Any]) -> bool:
-        store = status["tiers"]["store"]
-        return bool(store["listings"] and store["chunks"] >= chunks)
-
-    sidecar.wait("the store is listed", whole)
 
 
 @pytest.fixture(scope="module")
