@@ -169,6 +169,8 @@ class TestNames:
         snapshot = write_weights(repository / "snapshots" / ("a" * 40))
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("a" * 40)
+        # Whatever the environment said when the library was first imported.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         with pytest.raises(WeightsUnknown, match="HF_HUB_OFFLINE"):
             adapter_identity("org/x")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
