@@ -379,6 +379,9 @@ def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle:
     """A byte of a slot changes after it was sealed: what was loaded of it is computed."""
     prompt = oracle.call.prompt
     with running(folder, engine) as sidecar:
+        # What the engine attached with is none of the prompt's.
+        empty(engine)
+        sidecar.wait("nothing is to be stored", idle)
         before = in_pool(sidecar)
         salt = stored(engine, prompt)
         (chain,) = in_pool(sidecar).since(before).chains()
