@@ -44,6 +44,10 @@ ENGINES: Final = ("tests/e2e/", "tests/soak/")
 """Where tests are that start engines."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run what is marked `long`, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[kill_table.ROWS] = {}
 
@@ -61,7 +65,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the tests, what takes longest is handed out first."""
+    """Leave long tests out; where two processes share the others, hand engines' out first."""
+    if not config.getoption("--long"):
+        skip = pytest.mark.skip(reason="takes minutes: make test PYTEST_ARGS=--long")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(skip)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
 
