@@ -1,136 +1,41 @@
-"""Two tensor-parallel ranks: each holds half of the KV heads, and a chunk is whole with both."""
+"""Two tensor-parallel ranks: each holds half of the KV heads."""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import adapters
-from tests.e2e.arms import (
-    CHUNK_TOKENS,
-    KV_BYTES_PER_TOKEN,
-    Call,
-    Measured,
-    blocks_of,
-    check_equal,
-    check_hit,
-    counters,
-    empty,
-    own_hit,
-    words,
-)
-from tests.e2e.two_ranks import cluster, listed
+from tests.e2e.arms import Call, check_hit, words
+from tests.e2e.two_ranks import TOKENS, WHOLE_TOKENS, TwoRanksSuite, cluster, engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from sidecar.demo.engine import Engine
+
 pytestmark = pytest.mark.engine
 
-TOKENS: Final = 1500
-WHOLE_TOKENS: Final = 1472
-CHUNKS: Final = 6
+ENGINE_ARGS: Final[dict[str, Any]] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str) -> Iterator[Engine]:
-    socket = SidecarProcess(folder / "s", {}).socket
-    engine_args = {
-        "tensor_parallel_size": 2,
-        "num_gpu_blocks_override": 256,
-        "max_model_len": 4096,
-        **adapters.ENGINE_ARGS,
-    }
-    spec = EngineSpec(model, socket, engine_args, threads_bind="0|1")
-    with Engine(spec, folder / "engine.log") as engine:
-        yield engine.wait_ready()
+    with engine_of(folder, model, ENGINE_ARGS) as engine:
+        yield engine
 
 
-def test_host_hit(folder: Path, engine: Engine) -> None:
-    call = Call(words(TOKENS, 1))
-    with cluster(folder, engine) as sidecar:
-        before = counters(sidecar)["bytes_loaded"]
-        generation = check_hit(engine, call)
-        assert generation.cached_tokens == WHOLE_TOKENS
-        # Both ranks together loaded every byte once.
-        loaded = counters(sidecar)["bytes_loaded"] - before
-        assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+class TestTensorParallel(TwoRanksSuite):
+    objects: ClassVar = ("0-6.0-2.arrow", "0-6.2-4.arrow")
 
-
-def test_an_adapters_host_hit(folder: Path, engine: Engine) -> None:
-    adapters.write_adapter(folder / "adapter", 1)
-    lora = ("adapter", 1, str(folder / "adapter"))
-    prompt = words(TOKENS, 6)
-    with cluster(folder, engine):
-        generation = check_hit(engine, Call(prompt, options={"adapter": lora}))
-        assert generation.cached_tokens == WHOLE_TOKENS
-        other = check_hit(engine, Call(prompt))
-        assert other.logprobs[0] != generation.logprobs[0]
-
-
-def test_partial_local_hit_plus_external(folder: Path, engine: Engine) -> None:
-    prompt = words(TOKENS, 2)
-    head = Call(prompt[: CHUNK_TOKENS + 97], max_tokens=1)
-    with cluster(folder, engine):
-        generation = check_hit(engine, Call(prompt), before=[head, Call(prompt)], local=[head])
-        assert generation.cached_tokens == WHOLE_TOKENS
-
-
-def test_store_hit_of_an_empty_sidecar(folder: Path, engine: Engine) -> None:
-    call = Call(words(TOKENS, 3))
-    with cluster(folder, engine):
-        expected = own_hit(engine, call, before=[call])
-        assert expected.blocks[0] != expected.blocks[1], "ranks hold different heads"
-    # Not those of the catalog.
-    segments = {path.name for path in (folder / "store").rglob("*-*.*-*.arrow")}
-    assert segments == {"0-6.0-2.arrow", "0-6.2-4.arrow"}
-    with cluster(folder, engine) as sidecar:
-        listed(sidecar, CHUNKS)
-        empty(engine)
-        generation = engine.generate(call.prompt, cache_salt=expected.salt)
-        check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
-        assert generation.cached_tokens == WHOLE_TOKENS
-        assert counters(sidecar)["chunks_read"] == CHUNKS
-
-
-def test_a_chunk_of_which_one_rank_is_missing_is_no_hit(folder: Path, engine: Engine) -> None:
-    """The run of loadable chunks ends before it."""
-    call = Call(words(TOKENS, 4))
-    before = set((folder / "store").rglob("0-6.2-4.arrow"))
-    with cluster(folder, engine):
-        expected = own_hit(engine, call, before=[call])
-    # All of the second rank's objects of this prompt but those of its first chunk.
-    tokens = b"".join(token.to_bytes(4, "little") for token in call.prompt[:CHUNK_TOKENS])
-    for path in set((folder / "store").rglob("0-6.2-4.arrow")) - before:
-        if tokens not in path.read_bytes():
-            path.unlink()
-    with cluster(folder, engine) as sidecar:
-        listed(sidecar, 1)
-        empty(engine)
-        generation = engine.generate(call.prompt, cache_salt=expected.salt)
-        assert generation.cached_tokens == CHUNK_TOKENS
-
-
-def test_sidecar_killed_during_a_load(folder: Path, engine: Engine) -> None:
-    """Whatever one rank had loaded already, both compute; a successor cleans up and serves."""
-    call = Call(words(TOKENS, 5))
-    cold = own_hit(engine, call)
-    with cluster(folder, engine) as sidecar:
-        warm = own_hit(engine, call, before=[call])
-        empty(engine)
-        handle = engine.begin(call.prompt, cache_salt=warm.salt)
-        time.sleep(0.005)
-        sidecar.kill()
-        generation = engine.finish(handle)
-        expected = warm if generation.cached_tokens else cold
-        assert generation.tokens == expected.generation.tokens
-        assert generation.logprobs == expected.generation.logprobs
-    with cluster(folder, engine):
-        for _ in range(2):
-            generation = engine.generate(call.prompt, cache_salt=warm.salt)
-            empty(engine)
-        assert generation.cached_tokens == WHOLE_TOKENS
+    def test_an_adapters_host_hit(self, folder: Path, engine: Engine) -> None:
+        adapters.write_adapter(folder / "adapter", 1)
+        lora = ("adapter", 1, str(folder / "adapter"))
+        prompt = words(TOKENS, 6)
+        with cluster(folder, engine):
+            generation = check_hit(engine, Call(prompt, options={"adapter": lora}))
+            assert generation.cached_tokens == WHOLE_TOKENS
+            other = check_hit(engine, Call(prompt))
+            assert other.logprobs[0] != generation.logprobs[0]

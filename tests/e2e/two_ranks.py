@@ -1,38 +1,63 @@
-"""A sidecar with a store for an engine of two ranks, in the end-to-end tests."""
+"""What an engine of two ranks must give, as tests, however the model is cut over them.
+
+A test module subclasses `TwoRanksSuite`, has an engine of two ranks, and says what the objects of
+either are called. A chunk is whole with the parts of both. One engine serves all cases; sidecars
+take turns on its sockets.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sidecar.demo.sidecars import SidecarProcess
-from tests.e2e.arms import PATIENT, attach, empty, idle
+from sidecar.demo.engine import Engine, EngineSpec
+from tests.e2e.arms import (
+    CHUNK_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    Call,
+    Measured,
+    Oracle,
+    attach,
+    blocks_of,
+    check_equal,
+    check_hit,
+    counters,
+    empty,
+    fresh_salt,
+    idle,
+    own_hit,
+    whole_blocks,
+    words,
+)
+from tests.e2e.setups import SMALL, folder_store, sidecar_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.sidecars import SidecarProcess
 
 SESSIONS: Final = 3
 """The scheduler and two workers."""
+TOKENS: Final = 1500
+WHOLE_TOKENS: Final = whole_blocks(TOKENS)
+CHUNKS: Final = 6
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def engine_of(folder: Path, model: str, engine_args: dict[str, Any]) -> Generator[Engine]:
+    """An engine of two ranks, each on a core of its own."""
+    socket = sidecar_in(folder).socket
+    spec = EngineSpec(model, socket, {**SMALL, **engine_args}, threads_bind="0|1")
+    with Engine(spec, folder / "engine.log") as engine:
+        yield engine.wait_ready()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, engine: Engine) -> Generator[SidecarProcess]:
     """An empty sidecar with a folder that outlives it, attached to both ranks."""
-    (folder / "store").mkdir(exist_ok=True)
-    config: dict[str, Any] = {
-        "host": {"size": "256MiB"},
-        # The model computes sooner than a store is read: wait for it all the same.
-        "store": {
-            "url": f"file://{folder / 'store'}",
-            "refresh_seconds": "100ms",
-            "recompute": "never",
-        },
-        "limits": PATIENT,
-    }
-    with SidecarProcess(folder / "s", config) as sidecar:
+    with sidecar_in(folder, store=folder_store(folder / "store")) as sidecar:
         attach(engine, sidecar, sessions=SESSIONS)
         yield sidecar
         empty(engine)
@@ -50,3 +75,101 @@ def listed(sidecar: SidecarProcess, chunks: int) -> None:
         return bool(store["listings"] and store["chunks"] >= chunks)
 
     sidecar.wait("the store is listed", whole)
+
+
+class TwoRanksSuite:
+    """Subclass it in a module with a fixture `engine`."""
+
+    objects: ClassVar[tuple[str, str]]
+    """What the objects of the first and of the second rank are called: their layers and heads."""
+
+    def test_host_hit(self, folder: Path, engine: Engine) -> None:
+        call = Call(words(TOKENS, 1))
+        with cluster(folder, engine) as sidecar:
+            before = counters(sidecar)["bytes_loaded"]
+            generation = check_hit(engine, call)
+            assert generation.cached_tokens == WHOLE_TOKENS
+            # Both ranks together loaded every byte once.
+            loaded = counters(sidecar)["bytes_loaded"] - before
+            assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+
+    def test_partial_local_hit_plus_external(self, folder: Path, engine: Engine) -> None:
+        prompt = words(TOKENS, 2)
+        head = Call(prompt[: CHUNK_TOKENS + 97], max_tokens=1)
+        with cluster(folder, engine):
+            generation = check_hit(engine, Call(prompt), before=[head, Call(prompt)], local=[head])
+            assert generation.cached_tokens == WHOLE_TOKENS
+
+    def test_requests_side_by_side(self, folder: Path, engine: Engine) -> None:
+        """Loads, computing and aborts in steps that overlap; what a load left is given back."""
+        calls = [Call(words(TOKENS, seed)) for seed in (7, 8, 9)]
+        with cluster(folder, engine):
+            oracles = [Oracle(engine, call) for call in calls]
+            for oracle in oracles:
+                oracle.at(0)
+            salts = [fresh_salt(), fresh_salt()]
+            # Computed at first, and then loaded.
+            for aborted in (1, 0):
+                empty(engine)
+                for salt in salts:
+                    handles = [engine.begin(call.prompt, cache_salt=salt) for call in calls]
+                    engine.abort(handles[aborted])
+                    generations = [engine.finish(handle) for handle in handles]
+                    for at in {0, 1, 2} - {aborted}:
+                        oracles[at].check_close(generations[at])
+
+    def test_store_hit_of_an_empty_sidecar(self, folder: Path, engine: Engine) -> None:
+        call = Call(words(TOKENS, 3))
+        with cluster(folder, engine):
+            expected = own_hit(engine, call, before=[call])
+            assert expected.blocks[0] != expected.blocks[1], "ranks hold different parts"
+        # Not those of the catalog.
+        objects = {path.name for path in (folder / "store").rglob("*-*.*-*.arrow")}
+        assert objects == set(self.objects)
+        with cluster(folder, engine) as sidecar:
+            listed(sidecar, CHUNKS)
+            empty(engine)
+            generation = engine.generate(call.prompt, cache_salt=expected.salt)
+            check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+            assert generation.cached_tokens == WHOLE_TOKENS
+            assert counters(sidecar)["chunks_read"] == CHUNKS
+
+    def test_a_chunk_of_which_one_rank_is_missing_is_no_hit(
+        self, folder: Path, engine: Engine
+    ) -> None:
+        """The run of loadable chunks ends before it."""
+        call = Call(words(TOKENS, 4))
+        _, second = self.objects
+        before = set((folder / "store").rglob(second))
+        with cluster(folder, engine):
+            expected = own_hit(engine, call, before=[call])
+        # All of the second rank's objects of this prompt but those of its first chunk.
+        tokens = b"".join(token.to_bytes(4, "little") for token in call.prompt[:CHUNK_TOKENS])
+        for path in set((folder / "store").rglob(second)) - before:
+            if tokens not in path.read_bytes():
+                path.unlink()
+        with cluster(folder, engine) as sidecar:
+            listed(sidecar, 1)
+            empty(engine)
+            generation = engine.generate(call.prompt, cache_salt=expected.salt)
+            assert generation.cached_tokens == CHUNK_TOKENS
+
+    def test_sidecar_killed_during_a_load(self, folder: Path, engine: Engine) -> None:
+        """Whatever one rank had loaded already, both compute; a successor cleans up and serves."""
+        call = Call(words(TOKENS, 5))
+        cold = own_hit(engine, call)
+        with cluster(folder, engine) as sidecar:
+            warm = own_hit(engine, call, before=[call])
+            empty(engine)
+            handle = engine.begin(call.prompt, cache_salt=warm.salt)
+            time.sleep(0.005)
+            sidecar.kill()
+            generation = engine.finish(handle)
+            expected = warm if generation.cached_tokens else cold
+            assert generation.tokens == expected.generation.tokens
+            assert generation.logprobs == expected.generation.logprobs
+        with cluster(folder, engine):
+            for _ in range(2):
+                generation = engine.generate(call.prompt, cache_salt=warm.salt)
+                empty(engine)
+            assert generation.cached_tokens == WHOLE_TOKENS
