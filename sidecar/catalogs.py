@@ -3,11 +3,14 @@
 Owns what waits to be announced, readers' positions, and what the tenants are known to hold in the
 store. Does not own when to refresh or flush (`watch.py`), nor what rows mean (the engine).
 
-Own writes are known to the engine at once; here they only wait to be told to others.
+Own writes are known to the engine at once; here they wait to be told to others, and count as what
+their tenant holds from the moment that they are done.
 
 Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
 be opened when another of its namespace has read the catalog already. What a tenant holds is an
-estimate between two compactions: rows add to it as they come, and a manifest sets it right. What is
+estimate between two compactions: rows add to it as they come, and a manifest sets it right. Own
+rows count once, and never too little (`tiers/catalog/tally.py`); those of others from when they are
+read. What is
 noted costs in proportion to the tenants of the new rows, not to those that a manifest names: they
 may be 65,536, and the event loop does it.
 """
@@ -23,6 +26,7 @@ from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
+from tiers.catalog.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,13 +39,20 @@ NOTHING_HELD: Final = Holding()
 
 
 class Catalogs:
-    """Logs and readers, made when they are first needed."""
+    """Logs and readers, made when they are first needed.
 
-    def __init__(self, store: ObjectTier, *, rows_max: int, flush_seconds: float) -> None:
+    Where `reads` is false nobody says when a manifest has counted what was written, or what was
+    collected since: then nothing is known to be held.
+    """
+
+    def __init__(
+        self, store: ObjectTier, *, rows_max: int, flush_seconds: float, reads: bool = True
+    ) -> None:
         self._store = store
+        self._reads = reads
         self._rows_max = rows_max
         self._flush_seconds = flush_seconds
-        self._writer = new_writer()
+        self.writer = new_writer()
         self._logs: dict[bytes, LogWriter] = {}
         self._readers: dict[int, CatalogReader] = {}
         self._usage: dict[bytes, _Usage] = {}
@@ -104,12 +115,16 @@ class Catalogs:
 
     def note(self, realm: Realm, held: Mapping[bytes, Holding]) -> None:
         """Count what rows say of tenants; those of a namespace are counted for one realm only."""
-        usage = self._usage.setdefault(realm.namespace_digest, _Usage(realm.realm_id))
+        usage = self._usage_in(realm)
+        if usage.realm_id is None:
+            usage.realm_id = realm.realm_id
         if usage.realm_id != realm.realm_id:
             return
         manifest = self.reader(realm).manifest
         if manifest.generation != usage.manifest.generation:
             usage.go_by(manifest)
+            if (merged := manifest.merged.get(self.writer)) is not None:
+                usage.own.merged(merged.number)
         for tenant, own in held.items():
             usage.add(tenant, own)
 
@@ -134,15 +149,19 @@ class Catalogs:
         elif namespace_digest in self._usage:
             yield self._usage[namespace_digest]
 
+    def _usage_in(self, realm: Realm) -> _Usage:
+        return self._usage.setdefault(realm.namespace_digest, _Usage())
+
     def _log(self, realm: Realm) -> LogWriter:
         log = self._logs.get(realm.namespace_digest)
         if log is None:
             log = LogWriter(
                 self._store,
                 catalog_folder(namespace_prefix(realm.namespace_digest)),
-                self._writer,
+                self.writer,
                 rows_max=self._rows_max,
                 seconds_max=self._flush_seconds,
+                tally=self._usage_in(realm).own if self._reads else None,
             )
             self._logs[realm.namespace_digest] = log
         return log
@@ -151,25 +170,32 @@ class Catalogs:
 class _Usage:
     """What the tenants of one namespace hold, as told to one realm."""
 
-    def __init__(self, realm_id: int) -> None:
-        self.realm_id = realm_id
+    def __init__(self) -> None:
+        self.realm_id: int | None = None
+        """The one that is told."""
         self.manifest: Manifest = NOTHING
-        self.whole = NOTHING_HELD
-        self._since: dict[bytes, Holding] = {}
-        """What rows added to what the manifest says."""
+        self.own = Tally()
+        """What was written here and no manifest counts yet."""
+        self._since = NOTHING_HELD
+        self._since_by: dict[bytes, Holding] = {}
+        """What rows of others added to what the manifest says, in all and by tenant."""
 
     def go_by(self, manifest: Manifest) -> None:
         """Start again from what a manifest says. It is looked at where it is, tenant by tenant."""
         self.manifest = manifest
-        self.whole = manifest.held
-        self._since = {}
+        self._since, self._since_by = NOTHING_HELD, {}
 
-    def add(self, tenant: bytes, own: Holding) -> None:
-        """Count what rows say of one tenant."""
-        self._since[tenant] = self._since.get(tenant, NOTHING_HELD).plus(own)
-        self.whole = self.whole.plus(own)
+    def add(self, tenant: bytes, others: Holding) -> None:
+        """Count what rows of others say of one tenant."""
+        self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
+        self._since = self._since.plus(others)
+
+    @property
+    def whole(self) -> Holding:
+        """What all tenants hold."""
+        return self.manifest.held.plus(self._since).plus(self.own.whole)
 
     def held(self, tenant: bytes) -> Holding:
         """What one tenant holds."""
         named = self.manifest.tenants.get(tenant.hex(), NOTHING_HELD)
-        return named.plus(self._since.get(tenant, NOTHING_HELD))
+        return named.plus(self._since_by.get(tenant, NOTHING_HELD)).plus(self.own.held(tenant))

@@ -379,7 +379,12 @@ class Hub:
 def _new_catalogs(config: Config, store: Metered) -> Catalogs:
     settings = config.store
     assert settings is not None, "a store was opened"
-    return Catalogs(store, rows_max=settings.catalog_rows_max, flush_seconds=settings.catalog_flush)
+    return Catalogs(
+        store,
+        rows_max=settings.catalog_rows_max,
+        flush_seconds=settings.catalog_flush,
+        reads=settings.read == "on",
+    )
 
 
 def _engine_limits(config: Config) -> EngineLimits:

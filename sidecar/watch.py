@@ -208,8 +208,12 @@ class StoreWatch:
         try:
             reader = self._catalogs.reader(realm)
             async for rows in reader.changes():
-                await self._note(realm, rows)
+                # Its own were counted when they were written.
+                if reader.writer != self._catalogs.writer:
+                    await self._note(realm, rows)
                 await self._feed_rows(realm, rows)
+            # A manifest that came with no rows behind it counts all the same.
+            self._catalogs.note(realm, {})
             if reader.take_doubt():
                 self.reconciler.doubt(realm)
         except TierError as error:
@@ -224,8 +228,7 @@ class StoreWatch:
     async def _note(self, realm: Realm, rows: Rows) -> None:
         """Count what the rows say of their tenants."""
         cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
-        # Once at least: a manifest that came with them is gone by from then on.
-        for first in range(0, max(1, len(cells)), TENANTS_PER_SLICE):
+        for first in range(0, len(cells), TENANTS_PER_SLICE):
             if first:
                 await anyio.lowlevel.checkpoint()
             part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))

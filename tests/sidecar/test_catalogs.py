@@ -222,6 +222,63 @@ def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path, limit: dict
         assert 'kvlake_tenant_store_ttl_seconds{tenant="other"} 0.0' in page
 
 
+@pytest.mark.parametrize("limit", [{"store_max": 150_000}, {"store_objects_max": 3}], ids=str)
+def test_a_tenants_limit_holds_for_what_nobody_was_told_of_yet(
+    short_directory: Path, limit: dict[str, int]
+) -> None:
+    """The catalog is not flushed while the sidecar lives: it knows itself what it wrote."""
+    store = {"url": f"file://{short_directory}/bucket", **QUICK, "catalog_flush": 3600.0}
+    config = config_in(short_directory, store=store, tenants={"default": limit})
+    with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        for number in range(10):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+            sidecar.wait_until(lambda now: not now["pending"]["writes_running"])
+        status = sidecar.status()
+        assert catalog(status)["files_written"] == catalog(status)["rows_read"] == 0
+        counters, [unsalted, _] = status["counters"], status["tenants"]
+        written = counters["chunks_written"]
+        assert 0 < written == 10 - counters["writes_refused_quota"] < 10
+        assert unsalted["store_bytes"] == counters["bytes_written"] <= 150_000
+        assert unsalted["store_objects"] == written <= limit.get("store_objects_max", written)
+
+
+def test_what_a_tenant_wrote_counts_once_when_it_is_listed_and_merged(
+    short_directory: Path,
+) -> None:
+    store = {"url": f"file://{short_directory}/bucket", **QUICK, "gc": {"every": 1.0}}
+    one, two = (
+        config_in(short_directory, store=store, runtime={"name": name}) for name in ("one", "two")
+    )
+    with (
+        RunningSidecar(one) as here,
+        RunningSidecar(two) as there,
+        Worker(here.path) as worker,
+        Worker(there.path),
+    ):
+
+        def held(now: dict[str, Any]) -> tuple[int, int]:
+            return now["tenants"][0]["store_bytes"], now["tenants"][0]["store_objects"]
+
+        def written() -> tuple[int, int]:
+            counters = here.status()["counters"]
+            return counters["bytes_written"], counters["chunks_written"]
+
+        def merged(_: dict[str, Any]) -> bool:
+            logs = [one.status()["tiers"]["store"]["collection"] for one in (here, there)]
+            files = catalog(here.status())["files_written"]
+            return bool(sum(one["logs_merged"] for one in logs) == files)
+
+        for number in range(5):
+            assert worker.store(number, key_of(number), [0]) is Outcome.OK
+            here.wait_until(lambda now: now["counters"]["chunks_written"] == number + 1)  # noqa: B023
+            assert held(here.status()) == written()
+            there.wait_until(lambda now: held(now) == written())
+            assert held(here.status()) == written()
+        here.wait_until(merged)
+        for sidecar in (here, there):
+            sidecar.wait_until(lambda now: held(now) == written())
+
+
 def found(now: dict[str, Any]) -> int:
     return int(catalog(now)["found"])
 

@@ -13,7 +13,8 @@ from sidecar.realms import Realms
 from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.census import Holding
-from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest
+from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
+from tiers.catalog.rows import Row
 
 if TYPE_CHECKING:
     from sidecar.realms import Realm
@@ -72,6 +73,36 @@ def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
     assert catalogs.held(b"") == ONE
     assert catalogs.held(A, b"another") == Holding()
     assert catalogs.stored == Holding(130, 12, 50, 2)
+
+
+async def test_what_was_written_here_counts_at_once_and_once() -> None:
+    store = memory()
+    catalogs = Catalogs(store, rows_max=1000, flush_seconds=1.0)
+    realm = realm_of()
+    written = Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
+    catalogs.wrote(realm, written, later_than=0)
+    assert catalogs.held(A).size_bytes == catalogs.stored.size_bytes == 100
+    assert catalogs.held(A, realm.namespace_digest).objects == 1
+    await catalogs.flush()
+    catalogs.wrote(realm, written._replace(key=b"l" * 32), later_than=0)
+    assert catalogs.held(A).size_bytes == 200
+    # A manifest counts the file that was sent, and whatever others did.
+    tenants = {A.hex(): Holding(150, 2, 50, 2)}
+    merged = {catalogs.writer: Merged(0, 4)}
+    goes_by(catalogs, realm, replace(NOTHING, generation=4, tenants=tenants, merged=merged))
+    catalogs.note(realm, {})
+    assert catalogs.held(A).size_bytes == 250
+    # One that goes on before the next file is merged changes nothing of that.
+    goes_by(catalogs, realm, replace(NOTHING, generation=5, tenants=tenants, merged=merged))
+    catalogs.note(realm, {})
+    assert catalogs.held(A).size_bytes == 250
+
+
+def test_who_does_not_read_the_catalog_counts_nothing_for_ever() -> None:
+    """What was collected since would count, too: nobody tells."""
+    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0, reads=False)
+    catalogs.wrote(realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A), later_than=0)
+    assert catalogs.held(A) == catalogs.stored == Holding()
 
 
 def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -> None:

@@ -28,6 +28,7 @@ from tiers.catalog.rows import ROWS_PER_FILE_MAX, Bytes, Row, Rows, digest_of, e
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiers.catalog.tally import Tally
     from tiers.objects import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
@@ -49,6 +50,7 @@ class LogWriter:
         rows_max: rows after which a file is due, whatever the time.
         seconds_max: how long a row waits.
         clock: monotonic seconds; the system's where it is left out.
+        tally: is told of the rows that `append` takes, and of their files.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LogWriter:
         rows_max: int,
         seconds_max: float,
         clock: Callable[[], float] | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._tier = tier
         self._folder = folder
@@ -67,6 +70,7 @@ class LogWriter:
         self._rows_max = rows_max
         self._seconds_max = seconds_max
         self._clock = clock or time.monotonic
+        self._tally = tally
         self._rows: list[Row] = []
         self._oldest = 0.0
         self._flushing = anyio.Lock()
@@ -87,6 +91,8 @@ class LogWriter:
         if not self._rows:
             self._oldest = self._clock()
         self._rows.append(row)
+        if self._tally is not None:
+            self._tally.add(row)
 
     @property
     def due_in(self) -> float | None:
@@ -108,12 +114,16 @@ class LogWriter:
             while left > 0:
                 if self._unsent is None:
                     rows = rows_of(self._rows[: min(left, ROWS_PER_FILE_MAX)])
+                    if self._tally is not None:
+                        self._tally.cut()
                     self._unsent = (await anyio.to_thread.run_sync(encode, rows), len(rows))
                 # An answer may have been lost, so the same bytes are sent again under the same
                 # name: a reader never finds two files of one number.
                 body, count = self._unsent
                 await self._send(body)
                 self._unsent = None
+                if self._tally is not None:
+                    self._tally.sent(self.files - 1, count)
                 del self._rows[:count]
                 left -= count
                 self._oldest = begun

@@ -161,6 +161,8 @@ class CatalogReader:
         self._folder = folder
         self._files = Files(tier, folder, counts)
         self._counts = counts
+        self.writer = ""
+        """Whose log has the rows that came last; "" for those of a snapshot."""
         self._page_names = page_names
         self._manifest = NOTHING
         self._positions: dict[str, LogFile] = {}
@@ -225,6 +227,7 @@ class CatalogReader:
                 # Merged and deleted since the listing: a manifest has its rows.
                 return
             if rows is not None:
+                self.writer = writer
                 yield rows
             elif self._is_merged(file.log):
                 # It may have been whole then, and nobody announces again what the snapshots have.
@@ -268,6 +271,7 @@ class CatalogReader:
                     retryable=True,
                 ) from error
             if rows is not None:
+                self.writer = ""
                 yield rows
 
     def _missed(self, newer: Manifest, contents: Contents) -> bool:
