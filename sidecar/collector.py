@@ -31,6 +31,7 @@ from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
 from tiers.errors import TierError, TierUnavailable
+from tiers.leftovers import remove_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class Collected:
     withdrawn_bytes: int = 0
     deleted: int = 0
     files_removed: int = 0
+    leftovers_removed: int = 0
+    """Damaged objects that were moved aside long ago, and probes of sidecars that died."""
 
     def add(self, report: Report) -> None:
         """Count one round."""
@@ -248,3 +251,15 @@ class Collector:
                         deleted=report.deleted,
                     ),
                 )
+        left = await remove_leftovers(
+            self._store,
+            self._lease.store_seconds,
+            quarantine_seconds=self._settings.gc.quarantine_keep,
+            alive=self._lease.renew,
+        )
+        removed = left.quarantined + left.probes
+        self.collected.leftovers_removed += removed
+        if removed:
+            _logger.info(
+                "leftovers removed", extra=fields(quarantined=left.quarantined, probes=left.probes)
+            )

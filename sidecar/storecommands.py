@@ -11,6 +11,7 @@ what to change.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -34,6 +35,7 @@ from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS, catalog_folder
 from tiers.catalog.reader import Files
 from tiers.catalog.shards import Shards, load
 from tiers.errors import TierError
+from tiers.leftovers import Leftovers, remove_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -222,16 +224,32 @@ def gc(
         plan = plan_of(config, whole=True, dry_run=True)
         return await compact(store, prefix, plan, time.time(), tell=tell)
 
-    def told(reports: list[Report]) -> Document:
+    def told(reports: list[Report], left: Leftovers) -> Document:
         return {
             "dry_run": dry_run,
             "grace": format_duration(plan_of(config).grace_seconds),
             "namespaces": [_told(report, names) for report in reports],
+            "leftovers": dataclasses.asdict(left),
         }
+
+    async def leftovers(
+        store: ObjectTier, prefixes: Sequence[str], lease: Lease | None = None
+    ) -> Leftovers:
+        assert config.store is not None, "one was opened"
+        return await remove_leftovers(
+            store,
+            time.time() if lease is None else lease.store_seconds,
+            quarantine_seconds=config.store.gc.quarantine_keep,
+            namespace="" if namespace is None else prefixes[0],
+            dry_run=dry_run,
+            alive=None if lease is None else lease.renew,
+        )
 
     async def command(store: ObjectTier) -> Document:
         if dry_run:
-            return told([await tried(store, prefix) for prefix in await chosen(store, namespace)])
+            prefixes = await chosen(store, namespace)
+            reports = [await tried(store, prefix) for prefix in prefixes]
+            return told(reports, await leftovers(store, prefixes))
         if not (await store.probe()).creates:
             raise StoreCommandError(
                 f"{store.url} cannot create an object without replacing one that is there, which "
@@ -243,6 +261,7 @@ def gc(
             prefixes = await chosen(store, namespace)
             plan = plan_of(config, whole=True)
             reports = await collect(store, lease, plan, prefixes, Counts())
+            left = await leftovers(store, prefixes, lease)
             if wait and any(report.waiting for report in reports):
                 await _wait(lease, plan.grace_seconds)
                 again = await collect(store, lease, plan, prefixes, Counts())
@@ -250,7 +269,7 @@ def gc(
         finally:
             with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):
                 await lease.give_back()
-        return told(reports)
+        return told(reports, left)
 
     return run(config, command)
 
@@ -344,6 +363,7 @@ def gc_text(document: Document) -> str:
     lines = [table(rows)] if len(rows) > 1 else ["the store holds no chunks"]
     if any(one["withdrawn_by"] for one in document["namespaces"]):
         lines += ["", _fallen_text(document), ""]
+    lines += _leftovers_text(document["leftovers"])
     waiting = sum(one["waiting"] for one in document["namespaces"])
     if document["dry_run"]:
         lines.append("nothing was changed (--dry-run)")
@@ -353,6 +373,20 @@ def gc_text(document: Document) -> str:
             "by any sidecar or the next kvlake gc (--wait waits for it)"
         )
     return "\n".join(lines)
+
+
+def _leftovers_text(left: Document) -> list[str]:
+    """What was found beside the chunks, where there was anything."""
+    lines: list[str] = []
+    if left["quarantined"] or left["quarantine_kept"]:
+        gone, kept = (
+            f"{left[what]} ({approximate_size(left[f'{what}_bytes'])})"
+            for what in ("quarantined", "quarantine_kept")
+        )
+        lines.append(f"damaged objects in quarantine/: {gone} old enough to go, {kept} kept")
+    if left["probes"]:
+        lines.append(f"probes of sidecars that died: {left['probes']}")
+    return lines
 
 
 def _fallen_text(document: Document) -> str:

@@ -267,6 +267,9 @@ class LocalFolder:
 
     def _move(self, path: str, target: str) -> None:
         _make_folders(os.path.dirname(target))
+        # As a bucket's copy has it, its time is that of the moving. Another user's keeps its own.
+        with contextlib.suppress(PermissionError):
+            os.utime(path)
         os.replace(path, target)
 
 

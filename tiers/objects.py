@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 NAME_CHARACTERS_MAX: Final = 512
 PROBE_BYTES: Final = 4096
 PROBE_FOLDER: Final = "probe"
+PROBE_NAME_BYTES: Final = 8
 QUARANTINE_FOLDER: Final = "quarantine"
 THREADS_MAX_DEFAULT: Final = 4
 CLEANUP_SECONDS_MAX: Final = 5.0
@@ -109,7 +110,11 @@ class ObjectTier(Protocol):
         ...
 
     async def quarantine(self, name: str) -> None:
-        """Move an object to `quarantine/<name>`. Moving one that is gone is a success."""
+        """Move an object to `quarantine/<name>`. Moving one that is gone is a success.
+
+        From then on its time, in a listing, is that of the moving: it stays for a while to be
+        looked at (`leftovers.py`).
+        """
         ...
 
     async def close(self) -> None:
@@ -204,7 +209,7 @@ class UrlObjects:
 
     async def probe(self) -> Abilities:
         """See `ObjectTier.probe`."""
-        name = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
+        name = f"{PROBE_FOLDER}/{secrets.token_hex(PROBE_NAME_BYTES)}"
         sent = np.frombuffer(secrets.token_bytes(PROBE_BYTES), dtype=np.uint8)
         await self.write(name, sent)
         try:

@@ -44,6 +44,8 @@ class Collection(Section):
     """How often it is looked whether there is anything to do."""
     grace: Duration = Field(default=300.0, ge=0.1)
     """From withdrawing a chunk to deleting it; longer than a refresh and a read together take."""
+    quarantine_keep: Duration | None = Field(default=7 * 86_400.0, ge=1.0)
+    """How long damaged objects stay in `quarantine/`, to be looked at; null: for ever."""
 
 
 class Prices(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import yaml
 
@@ -18,6 +20,7 @@ from sidecar.cli import main
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.index import FLAG_STORE
+from tiers.objects import UrlObjects
 
 QUICK: dict[str, Any] = {
     "refresh_seconds": 0.05,
@@ -117,6 +120,47 @@ def test_gc_withdraws_waits_and_deletes(
     assert (told["deleted"], told["waiting"]) == (4, 0)
     assert objects(short_directory) == 2
     assert "KEPT" in kvlake(bounded, "gc")
+
+
+def test_gc_removes_leftovers_once_they_are_old(
+    short_directory: Path, store: dict[str, Any], kvlake: Command
+) -> None:
+    fill(short_directory, store, 3)
+    bucket = short_directory / "bucket"
+    old, young, _ = (str(path.relative_to(bucket)) for path in bucket.glob("v1/*/??/*/*.arrow"))
+    anyio.run(set_aside, store["url"], [old, young])
+    probe, mine = bucket / "probe" / ("0" * 16), bucket / "quarantine" / "mine.txt"
+    for path in (probe, mine):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"left")
+    for path in (bucket / "quarantine" / old, probe, mine):
+        os.utime(path, (1.0, 1.0))
+    there = sorted(bucket.rglob("*"))
+    tried = kvlake.json(store, "gc", "--dry-run")["leftovers"]
+    assert (tried["quarantined"], tried["quarantine_kept"], tried["probes"]) == (1, 1, 1)
+    assert tried["quarantined_bytes"] == tried["quarantine_kept_bytes"] > 4096
+    page = kvlake(store, "gc", "--dry-run")
+    assert "damaged objects in quarantine/: 1 (" in page
+    assert "probes of sidecars that died: 1" in page
+    assert sorted(bucket.rglob("*")) == there
+    ever = {**store, "gc": {"quarantine_keep": None}}
+    assert kvlake.json(ever, "gc", "--dry-run")["leftovers"]["quarantined"] == 0
+    [namespace] = kvlake(store, "ls").split()
+    told = kvlake.json(store, "gc", "--namespace", namespace)["leftovers"]
+    assert (told["quarantined"], told["probes"]) == (1, 0)
+    assert not (bucket / "quarantine" / old).exists()
+    told = kvlake.json(store, "gc")["leftovers"]
+    assert (told["quarantined"], told["quarantine_kept"], told["probes"]) == (0, 1, 1)
+    assert not probe.exists()
+    assert (bucket / "quarantine" / young).exists()
+    assert mine.exists()
+
+
+async def set_aside(url: str, names: list[str]) -> None:
+    tier = UrlObjects(url)
+    for name in names:
+        await tier.quarantine(name)
+    await tier.close()
 
 
 A, B = tenant_id("a"), tenant_id("b")

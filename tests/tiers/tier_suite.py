@@ -218,11 +218,15 @@ class TierSuite:
 
     async def test_quarantine_moves_an_object(self, tier: ObjectTier) -> None:
         await tier.write(NAME, image_of(5000))
+        [before] = await tier.list("v1")
         await tier.quarantine(NAME)
         with pytest.raises(ChunkMissing):
             await tier.read(NAME, slot())
         assert await tier.list("v1") == []
         assert sized(await tier.list("quarantine")) == [(f"quarantine/{NAME}", 5000)]
+        # How long it is there is known: it is removed in the end.
+        [moved] = await tier.list("quarantine")
+        assert moved.modified_seconds >= before.modified_seconds > 0
         into = slot()
         assert await tier.read(f"quarantine/{NAME}", into) == 5000
         assert np.array_equal(into[:5000], image_of(5000))

@@ -1,0 +1,98 @@
+"""Leftovers: objects that no catalog names and that nobody reads any more.
+
+Owns which those are, and removing them: damaged objects that were moved aside, once there was time
+to look at them, and probes of sidecars that died before they could remove their own. Does not own
+moving aside and probing (`objects.py`), temporary files of a folder (`folder.py`), nor when it is
+done (`sidecar/collector.py`).
+
+Invariants: what this code did not name stays, and so does what is too young, or has no time; ages
+are by the store's clock, from the moment when an object was moved aside.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tiers.catalog.names import FORMAT, parse_name
+from tiers.filesystems import Found
+from tiers.objects import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tiers.objects import ObjectTier
+
+PROBE_SECONDS_MAX: Final = 3600.0
+"""A probe lasts as long as five requests; what is older is nobody's."""
+REMOVED_TOGETHER: Final = 100
+"""Objects that are removed between two looks at the lease."""
+_ASIDE: Final = f"{QUARANTINE_FOLDER}/"
+_PROBE: Final = re.compile(rf"{PROBE_FOLDER}/[0-9a-f]{{{2 * PROBE_NAME_BYTES}}}")
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """What was removed, or would be."""
+
+    quarantined: int = 0
+    quarantined_bytes: int = 0
+    quarantine_kept: int = 0
+    """Damaged objects that are younger than they may get."""
+    quarantine_kept_bytes: int = 0
+    probes: int = 0
+
+    def count(self, found: Found) -> None:
+        """Count one that was removed, or would be."""
+        if found.name.startswith(_ASIDE):
+            self.quarantined += 1
+            self.quarantined_bytes += found.size_bytes
+        else:
+            self.probes += 1
+
+
+async def remove_leftovers(
+    tier: ObjectTier,
+    now_seconds: float,
+    *,
+    quarantine_seconds: float | None,
+    namespace: str = "",
+    dry_run: bool = False,
+    alive: Callable[[], Awaitable[bool]] | None = None,
+) -> Leftovers:
+    """Remove what is old enough. Raises the tier's errors; what is left then is for the next time.
+
+    Args:
+        tier: the store.
+        now_seconds: the time by the store's clock.
+        quarantine_seconds: how long damaged objects stay; None: for ever.
+        namespace: only what was moved aside in the namespace of this folder; "": everything.
+        dry_run: remove nothing.
+        alive: asked now and then; False ends it, because somebody else is at it.
+    """
+    report, doomed = Leftovers(), list[Found]()
+    for found in await tier.list(f"{_ASIDE}{namespace or FORMAT}"):
+        if parse_name(found.name.removeprefix(_ASIDE)) is None:
+            continue
+        if quarantine_seconds is not None and _is_older(found, now_seconds - quarantine_seconds):
+            doomed.append(found)
+        else:
+            report.quarantine_kept += 1
+            report.quarantine_kept_bytes += found.size_bytes
+    for found in [] if namespace else await tier.list(PROBE_FOLDER):
+        if _PROBE.fullmatch(found.name) and _is_older(found, now_seconds - PROBE_SECONDS_MAX):
+            doomed.append(found)
+    for first in range(0, len(doomed), REMOVED_TOGETHER):
+        if alive is not None and not await alive():
+            break
+        some = doomed[first : first + REMOVED_TOGETHER]
+        if not dry_run:
+            await tier.delete([found.name for found in some])
+        for found in some:
+            report.count(found)
+    return report
+
+
+def _is_older(found: Found, moment: float) -> bool:
+    return 0 < found.modified_seconds < moment
