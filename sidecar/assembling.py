@@ -58,7 +58,7 @@ class Assembled(NamedTuple):
 
     meta: SegmentMeta
     num_bytes: int
-    """Read for it, shared or not."""
+    """Read for it; what reads share is counted by the first of them."""
 
 
 class _Shared:
@@ -77,6 +77,8 @@ class _Group:
         self.users = 0
         self.done = anyio.Event()
         self.images: list[Bytes] = []
+        self.num_bytes = 0
+        """Read for these images; a download that another group had begun is not among them."""
         self.error: Exception | None = ConnectionError("the read that was shared was cancelled")
 
 
@@ -110,7 +112,7 @@ class Assembler:
             meta = await run_to_end(
                 lambda: _build(rank, slot, command.key, parts, read), self._verifying
             )
-            return Assembled(meta, sum(image.size for image in read))
+            return Assembled(meta, group.num_bytes if is_first else 0)
         finally:
             group.users -= 1
             if not group.users:
@@ -125,7 +127,7 @@ class Assembler:
         try:
             await self._limiter.acquire_on_behalf_of(group)
             held = True
-            group.images = await self._sources(realm, command)
+            group.images = await self._sources(realm, command, group)
             group.error = None
         except Exception as error:
             group.error = error
@@ -137,7 +139,7 @@ class Assembler:
                 del self._groups[realm.realm_id, command.key, command.sources]
             group.done.set()
 
-    async def _sources(self, realm: Realm, command: Read) -> list[Bytes]:
+    async def _sources(self, realm: Realm, command: Read, group: _Group) -> list[Bytes]:
         images: list[Bytes | None] = [None] * len(command.sources)
         errors: list[SourceError] = []
 
@@ -145,7 +147,7 @@ class Assembler:
             source = realm.by_bit(bit)
             name = object_name(realm.namespace_digest, command.key, source.layout.segment)
             try:
-                images[place] = await self._download(name, source)
+                images[place] = await self._download(name, source, group)
             except Exception as error:
                 failure = SourceError(bit, name)
                 failure.__cause__ = error
@@ -171,13 +173,14 @@ class Assembler:
                 self._verifying,
             )
 
-    async def _download(self, name: str, source: Rank) -> Bytes:
+    async def _download(self, name: str, source: Rank, group: _Group) -> Bytes:
         shared = self._downloads.get(name)
         if shared is None:
             shared = self._downloads[name] = _Shared()
             try:
                 buffer = np.empty(source.templates.slot_bytes + SLACK_BYTES, dtype=np.uint8)
                 shared.image = buffer[: await self._store.read(name, buffer)]
+                group.num_bytes += shared.image.size
             except Exception as error:
                 shared.error = error
                 raise

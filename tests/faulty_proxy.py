@@ -70,6 +70,8 @@ class Fault(enum.Enum):
     """400 ExpiredToken: the credentials were good once."""
     SKEWED = "skewed"
     """403 RequestTimeTooSkewed: the clocks differ too much."""
+    NO_CONDITIONS = "no conditions"
+    """501 NotImplemented, to a write that must not replace anything; others pass."""
     RESET = "reset"
     """The first half of the answer's body arrives, then the connection is reset."""
     TRUNCATE = "truncate"
@@ -86,6 +88,7 @@ _ANSWERS: Final = {
     Fault.TOO_MANY: ("429 Too Many Requests", "TooManyRequests", "Please slow down"),
     Fault.BROKEN: ("500 Internal Server Error", "InternalError", "We encountered an error."),
     Fault.EXPIRED: ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+    Fault.NO_CONDITIONS: ("501 Not Implemented", "NotImplemented", "A header is not implemented"),
     Fault.SKEWED: ("403 Forbidden", "RequestTimeTooSkewed", "The difference is too large."),
 }
 
@@ -221,6 +224,8 @@ class FaultyProxy:
         if not self._only.search(request.line):
             return Fault.PASS
         fault = self._fault
+        if fault is Fault.NO_CONDITIONS and "if-none-match" not in request.fields:
+            return Fault.PASS
         if self._times:
             self._times -= 1
             if not self._times:

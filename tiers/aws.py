@@ -7,11 +7,13 @@ sign-on, web identity, containers, instances); obstore alone knows fewer and rea
 Does not own static and anonymous credentials: the clients take those as they are.
 
 Invariants: a role's credentials are asked for when a request first needs them and again shortly
-before they end; STS is reached with the same proxy and authorities as the store.
+before they end; those that somebody else renews in a file are read again within `REREAD_SECONDS`;
+STS is reached with the same proxy and authorities as the store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import inspect
 import os
@@ -29,8 +31,10 @@ Provider = Callable[[], Any]
 """Returns credentials as obstore takes them, or an awaitable of them."""
 SESSION_NAME: Final = "kvlake"
 REGION_DEFAULT: Final = "us-east-1"
-REFRESH_SECONDS: Final = 600
-"""How soon obstore asks again for credentials whose end botocore does not tell."""
+REREAD_SECONDS: Final = 60
+"""How soon credentials of a file are read again: botocore itself reads them once."""
+REFRESH_SECONDS: Final = 300 + REREAD_SECONDS
+"""What obstore is told that credentials are good for: it asks again 300 seconds before."""
 
 
 def session_for(access: Access) -> Any:
@@ -38,18 +42,71 @@ def session_for(access: Access) -> Any:
     from aiobotocore.session import AioSession  # here: only S3 needs it
 
     credentials = access.credentials
-    base: Any = AioSession(profile=credentials.profile)
-    if access.region is not None:
-        base.set_config_variable("region", access.region)
+
+    def make() -> Any:
+        made: Any = AioSession(profile=credentials.profile)
+        if access.region is not None:
+            made.set_config_variable("region", access.region)
+        return made
+
+    base = make()
+    base.get_credentials = _Rereading(make)
     if credentials.kind != "role":
         return base
 
-    session: Any = AioSession(profile=credentials.profile)
-    if access.region is not None:
-        session.set_config_variable("region", access.region)
+    session = make()
     # What the session itself would look up is not the role: its lookup is replaced.
     session.get_credentials = _Assuming(base, access)
     return session
+
+
+class _Rereading:
+    """What a session finds; what has no end of its own is looked for again from time to time.
+
+    Temporary keys in a file are renewed by whoever wrote them, and no session looks twice.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._credentials: Any = None
+        self._last: Any = None
+
+    async def __call__(self) -> Any:
+        from aiobotocore.credentials import AioRefreshableCredentials
+        from botocore.credentials import RefreshableCredentials
+
+        if self._credentials is None:
+            found = await self._make().get_credentials()
+            if found is not None and not isinstance(found, RefreshableCredentials):
+                self._last = await found.get_frozen_credentials()
+                found = AioRefreshableCredentials.create_from_metadata(
+                    _for_a_while(self._last),
+                    refresh_using=self._again,
+                    method=found.method,
+                    advisory_timeout=0,
+                    mandatory_timeout=0,
+                )
+            self._credentials = found
+        return self._credentials
+
+    async def _again(self) -> dict[str, Any]:
+        # While a file is being written it may be empty, or half of one: those before it may be
+        # good still, and if not, the store says so.
+        with contextlib.suppress(Exception):
+            found = await self._make().get_credentials()
+            if found is not None:
+                self._last = await found.get_frozen_credentials()
+        return _for_a_while(self._last)
+
+
+def _for_a_while(keys: Any) -> dict[str, Any]:
+    until = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REREAD_SECONDS)
+    return {
+        "access_key": keys.access_key,
+        "secret_key": keys.secret_key,
+        "token": keys.token,
+        "expiry_time": until.isoformat(),
+    }
 
 
 class _Assuming:
@@ -190,7 +247,7 @@ def credential_provider(access: Access) -> Provider | None:
 
 
 class SigningKeys:
-    """The keys of a provider, for requests that are signed here. Kept as long as obstore would."""
+    """The keys of a provider, for requests that are signed here."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -212,12 +269,33 @@ class SigningKeys:
                     found["access_key_id"], found["secret_access_key"], found["token"]
                 )
                 self._until = found["expires_at"]
+                if self._until is not None:
+                    soon = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=REREAD_SECONDS)
+                    self._until = min(self._until, soon)
             return self._keys
 
     def _ended(self) -> bool:
         return self._until is not None and dt.datetime.now(dt.UTC) >= self._until
 
 
-def default_region() -> str:
-    """What obstore takes where the settings name none."""
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION_DEFAULT
+def region_of(access: Access) -> str:
+    """The settings' region, else the environment's, else the profile's, else AWS's first."""
+    return (
+        access.region
+        or os.environ.get("AWS_REGION")
+        or os.environ.get("AWS_DEFAULT_REGION")
+        or _region_of_profile(access.credentials.profile)
+        or REGION_DEFAULT
+    )
+
+
+def _region_of_profile(profile: str | None) -> str | None:
+    # No profile without botocore, and one that is not there is told with the credentials.
+    with contextlib.suppress(ImportError):
+        from botocore.exceptions import BotoCoreError
+        from botocore.session import Session
+
+        with contextlib.suppress(BotoCoreError):
+            found: Any = Session(profile=profile).get_config_variable("region")
+            return str(found) if found else None
+    return None

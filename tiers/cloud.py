@@ -209,7 +209,7 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectRe
     path = "/".join(one for one in ("" if virtual else bucket, prefix) if one)
     return DirectReads(
         f"{endpoint}/{path}",
-        region=access.region or aws.default_region(),
+        region=aws.region_of(access),
         keys=None if provider is None else aws.SigningKeys(provider),
         connect_seconds_max=access.connect_seconds_max,
         read_seconds_max=access.read_seconds_max,
@@ -260,8 +260,8 @@ def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str,
         # Servers other than AWS's do not all know the request for many.
         "disable_bulk_delete": access.endpoint is not None,
     }
-    if access.region is not None:
-        config["region"] = access.region
+    # Obstore reads no profile.
+    config["region"] = aws.region_of(access)
     if access.endpoint is not None:
         config["endpoint"] = _with_bucket(access.endpoint, bucket) if virtual else access.endpoint
     if access.encryption.algorithm is not None:

@@ -46,6 +46,7 @@ HEAD_BYTES_MAX: Final = 65_536
 HEAD_PIECE_BYTES: Final = 2048
 """Room for a usual head, and little of the body, which is copied once more behind it."""
 ERROR_BYTES_MAX: Final = 65_536
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _SAYS = re.compile(rb"<Message>([^<]*)</Message>")
@@ -78,6 +79,8 @@ class _Head(NamedTuple):
     keep: bool
     rest: bytes
     """What of the body came with it."""
+    chunked: bool = False
+    """Only of a refusal, whose text is looked through as it came."""
 
 
 class _Connection:
@@ -126,15 +129,20 @@ class _Connection:
         return head.length_bytes, head.keep
 
     def _head(self) -> _Head:
-        received = b""
-        while (end := received.find(b"\r\n\r\n")) < 0:
-            piece = self._sock.recv(HEAD_PIECE_BYTES)
-            if not piece and not received:
-                raise _StaleError
-            if not piece or len(received) > HEAD_BYTES_MAX:
-                raise _ended(len(received), "the head")
-            received += piece
-        return _parsed(received[:end], received[end + 4 :])
+        received, skipped = b"", 0
+        while True:
+            while (end := received.find(b"\r\n\r\n")) < 0:
+                piece = self._sock.recv(HEAD_PIECE_BYTES)
+                if not piece and not received and not skipped:
+                    raise _StaleError
+                if not piece or skipped + len(received) > HEAD_BYTES_MAX:
+                    raise _ended(skipped + len(received), "the head")
+                received += piece
+            head = _parsed(received[:end], received[end + 4 :])
+            if head.status >= 200:
+                return head
+            # What comes before the answer ("early hints") is none.
+            received, skipped = head.rest, skipped + end + 4
 
     def _fill(self, target: memoryview, rest: bytes, seen: Seen | None) -> None:
         size_bytes = len(target)
@@ -189,7 +197,10 @@ class _Connection:
     def _error_body(self, head: _Head) -> bytes:
         body = bytearray(head.rest)
         with contextlib.suppress(OSError):
-            while len(body) < min(head.length_bytes, ERROR_BYTES_MAX):
+            # One without a length ends with the connection, or with its last chunk.
+            while len(body) < head.length_bytes:
+                if head.chunked and (b"\r\n" + body[-7:]).endswith(_LAST_CHUNK):
+                    break
                 piece = self._sock.recv(HEAD_PIECE_BYTES)
                 if not piece:
                     break
@@ -380,7 +391,15 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
     length = fields.get(b"content-length", b"")
     if 300 <= number < 400:
         raise NotUnderstoodError(f"it answers with status {number}, a redirection")
-    if number < 200 or not length.isdigit() or b"transfer-encoding" in fields:
+    chunked = b"transfer-encoding" in fields
+    if number < 200:
+        return _Head(number, 0, keep=False, rest=rest)
+    if number >= 400:
+        # Whoever refuses may do so without a length: a load balancer before the store, say.
+        whole = length.isdigit() and not chunked
+        length_bytes = min(int(length), ERROR_BYTES_MAX) if whole else ERROR_BYTES_MAX
+        return _Head(number, length_bytes, keep=False, rest=rest, chunked=chunked)
+    if not length.isdigit() or chunked:
         raise NotUnderstoodError(f"its answer of status {number} has no length")
     keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
     # More than was announced is not the answer's: such a connection is out of step.

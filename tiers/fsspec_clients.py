@@ -72,7 +72,7 @@ def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> File
         case "gs" | "gcs":
             return _Gcs(kind(**gcs_options(access, given)), path, access)
         case "az" | "abfs" | "abfss":
-            client = azure_client(url, access)
+            client = azure_client(url, access, given)
             return _Azure(kind(**azure_options(url, access, given)), path, access, client)
         case _:
             return _AsyncFilesystem(kind(**given), path)

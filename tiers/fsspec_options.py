@@ -25,6 +25,8 @@ SINGLE_REQUEST_BYTES_MAX: Final = 4 << 30
 """Azure's client cuts bodies beyond its own limits into blocks; an image goes in one piece."""
 GCS_SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 AZURE_HOST: Final = "blob.core.windows.net"
+_OWN_IDENTITY: Final = frozenset(("key", "secret", "token", "session", "profile", "anon"))
+"""Of s3fs's arguments: who asks."""
 
 
 def s3_options(bucket: str, access: Access, given: Mapping[str, object]) -> dict[str, object]:
@@ -65,6 +67,9 @@ def s3_options(bucket: str, access: Access, given: Mapping[str, object]) -> dict
         case "anonymous":
             options["anon"] = True
         case "profile" | "role":
+            options["session"] = aws.session_for(access)
+        case "auto" if _OWN_IDENTITY.isdisjoint(given):
+            # s3fs's own session would look for credentials in files once.
             options["session"] = aws.session_for(access)
         case "auto":
             pass
@@ -137,11 +142,11 @@ def azure_options(url: str, access: Access, given: Mapping[str, object]) -> dict
     return {"account_name": azure_account(url) or access.account, "anon": True, **given}
 
 
-def azure_client(url: str, access: Access) -> Any:
-    """The `BlobServiceClient` that follows `access`."""
+def azure_client(url: str, access: Access, given: Mapping[str, Any]) -> Any:
+    """The `BlobServiceClient` that follows `access`, and what adlfs calls its credentials."""
     from azure.storage.blob.aio import BlobServiceClient
 
-    account = azure_account(url) or access.account
+    account = given.get("account_name") or azure_account(url) or access.account
     options: dict[str, Any] = {
         "retry_total": 0,
         "connection_timeout": access.connect_seconds_max,
@@ -155,11 +160,26 @@ def azure_client(url: str, access: Access) -> Any:
         options["connection_verify"] = access.tls.ca_file
     if access.proxy is not None:
         options["proxies"] = {"http": access.proxy, "https": access.proxy}
+    if "connection_string" in given:
+        return BlobServiceClient.from_connection_string(given["connection_string"], **options)
+    host = given.get("account_host") or f"{account}.{AZURE_HOST}"
     return BlobServiceClient(
-        access.endpoint or f"https://{account}.{AZURE_HOST}",
-        credential=_azure_credential(access, account),
+        access.endpoint or f"https://{host}",
+        credential=_given_credential(given, account) or _azure_credential(access, account),
         **options,
     )
+
+
+def _given_credential(given: Mapping[str, Any], account: str | None) -> Any:
+    """A credential in `storage_options`; None where there is none."""
+    if "account_key" in given:
+        return {"account_name": account, "account_key": given["account_key"]}
+    if "client_secret" in given:
+        from azure.identity import aio
+
+        names = ("tenant_id", "client_id", "client_secret")
+        return aio.ClientSecretCredential(*(given.get(name, "") for name in names))
+    return given.get("sas_token") or given.get("credential")
 
 
 def _azure_credential(access: Access, account: str | None) -> Any:

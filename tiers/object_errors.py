@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 DETAIL_CHARACTERS_MAX: Final = 240
 CHAIN_LENGTH_MAX: Final = 16
-_SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|private|session|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"key|secret|token|pass|cred|sas|private|session|auth|connection_string", re.IGNORECASE
+)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 _QUERY = re.compile(r"(?<=://)([^\s?]+)\?[^\s)\"']+")
 """A query of an Azure URL may be a signature."""
@@ -170,6 +172,9 @@ _NOT_A_FOLDER = Verdict(
     "move it, or choose another store.url",
     "not_a_folder",
 )
+_UNSUPPORTED = Verdict(
+    Kind.STOP, "the store cannot do that", "choose another store, or see the detail", "unsupported"
+)
 _UNKNOWN = Verdict(Kind.LATER, "the store failed", "see the detail; retried with growing pauses")
 
 # S3 error codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html; quota codes
@@ -245,6 +250,8 @@ _BY_CODE: Final[dict[str, Verdict]] = {
         ),
         _BUSY,
     ),
+    # S3's own answer to a header that a server does not know, If-None-Match say.
+    "NotImplemented": _UNSUPPORTED,
     **dict.fromkeys(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"), _GARBLED),
 }
 _BY_STATUS: Final[dict[int, Verdict]] = {
@@ -261,6 +268,7 @@ _BY_STATUS: Final[dict[int, Verdict]] = {
     416: _EMPTY,
     425: _BUSY,
     429: _BUSY,
+    501: _UNSUPPORTED,
     507: _FULL,
 }
 _BY_ERRNO: Final[dict[int, Verdict]] = {
@@ -269,6 +277,8 @@ _BY_ERRNO: Final[dict[int, Verdict]] = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _NOT_A_FOLDER),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    # No hard links, on some mounts: a name that must not replace another is made with one.
+    **dict.fromkeys((errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK), _UNSUPPORTED),
     errno.ECONNREFUSED: _REFUSED,
     errno.ETIMEDOUT: _SLOW,
     **dict.fromkeys(
@@ -293,6 +303,7 @@ _BY_TYPE: Final[dict[str, Verdict]] = {
     **dict.fromkeys(("RefreshError", "UnauthenticatedError"), _CREDENTIALS),
     "PermissionDeniedError": _FORBIDDEN,
     "UnknownConfigurationKeyError": _OPTIONS,
+    **dict.fromkeys(("NotImplementedError", "NotSupportedError"), _UNSUPPORTED),
     # fsspec's clients for GCS and Azure.
     **dict.fromkeys(("ServiceRequestTimeoutError", "ServiceResponseTimeoutError"), _SLOW),
     **dict.fromkeys(("ParamValidationError", "NoRegionError"), _REFUSED_REQUEST),

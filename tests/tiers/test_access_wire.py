@@ -11,9 +11,10 @@ import dataclasses
 import socket
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import unquote
 
+import anyio
 import numpy as np
 import pytest
 import trustme
@@ -21,6 +22,7 @@ import trustme
 from tests.faulty_proxy import Exchange, Fault, FaultyProxy, faulty_proxy
 from tests.object_servers import ACCOUNT, place
 from tests.tiers.tier_suite import NAME, image_of, slot
+from tiers import aws
 from tiers.access import Access, Credentials, Encryption, Tls
 from tiers.errors import TierUnavailable
 from tiers.objects import UrlObjects
@@ -261,6 +263,18 @@ class TestS3:
             "kvlake.s3.eu-central-1.amazonaws.com:443"
         }
 
+    @pytest.mark.usefixtures("profiles")
+    async def test_the_region_of_a_profile_is_signed(
+        self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config").write_text("[profile team]\nregion = eu-west-3\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+            monkeypatch.delenv(name, raising=False)
+        team = Credentials("profile", profile="team")
+        put = await self.put(moto, backend, credentials=team, region=None)
+        assert "/eu-west-3/s3/" in put.fields["authorization"]
+
     async def test_the_region_is_signed(self, moto: S3Server, backend: Backend) -> None:
         put = await self.put(moto, backend, region="eu-central-1")
         assert "/eu-central-1/s3/aws4_request" in put.fields["authorization"]
@@ -339,6 +353,38 @@ class TestS3:
             assert f"Credential={name}/" in put.fields["authorization"]
 
     @pytest.mark.usefixtures("profiles")
+    @pytest.mark.parametrize("kind", ["profile", "auto"])
+    async def test_credentials_that_somebody_renews_in_their_file(
+        self,
+        moto: S3Server,
+        backend: Backend,
+        kind: Literal["profile", "auto"],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.setattr(aws, "REREAD_SECONDS", 0.2)
+        monkeypatch.setattr(aws, "REFRESH_SECONDS", 300.2)
+        keys = Credentials(kind, profile="default" if kind == "profile" else None)
+        file = tmp_path / "credentials"
+        async with faulty_proxy(moto.endpoint) as watch:
+            access = dataclasses.replace(moto.access_at(watch.endpoint, backend), credentials=keys)
+            async with tier_of(place(moto), access) as tier:
+                image = image_of(10)
+                await tier.write(NAME, image)
+                assert "AKDEFAULT" in watch.exchanges[-1].fields["authorization"]
+                file.write_text(file.read_text().replace("AKDEFAULT", "AKRENEWED"))
+                for verb in (lambda: tier.write(NAME, image), lambda: tier.read(NAME, slot())):
+                    with anyio.fail_after(30):
+                        while "AKRENEWED" not in watch.exchanges[-1].fields["authorization"]:
+                            await verb()
+                    watch.exchanges[-1] = watch.exchanges[0]
+                # Half-written, it says nothing.
+                file.write_text("[defau")
+                await anyio.sleep(0.3)
+                await tier.write(NAME, image)
+                assert "AKRENEWED" in watch.exchanges[-1].fields["authorization"]
+
+    @pytest.mark.usefixtures("profiles")
     async def test_credentials_of_a_role(
         self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -407,6 +453,18 @@ class TestAzure:
         async with faulty_proxy(azure.endpoint) as watch:
             put = await written(place(azure), azure.access_at(watch.endpoint, backend), watch)
         assert put.fields["authorization"].startswith(f"SharedKey {ACCOUNT}:")
+
+    @pytest.mark.parametrize("whole", [False, True], ids=["key", "connection string"])
+    async def test_storage_options_say_who_asks(self, azure: AzureServer, *, whole: bool) -> None:
+        access = Access(endpoint=azure.endpoint, account=ACCOUNT)
+        options: dict[str, object] = {"account_key": azure.account_key}
+        if whole:
+            text = f"AccountName={ACCOUNT};AccountKey={azure.account_key};"
+            options = {"connection_string": f"{text}BlobEndpoint={azure.endpoint};"}
+        tier = UrlObjects(place(azure), access, storage_options=options)
+        await tier.write(NAME, image_of(10))
+        assert await tier.read(NAME, slot()) == 10
+        await tier.close()
 
     async def test_a_shared_access_signature(self, azure: AzureServer, backend: Backend) -> None:
         import datetime as dt

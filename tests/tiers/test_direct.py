@@ -282,6 +282,34 @@ async def test_a_refusal_is_told_with_its_code_and_words() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "until the end"])
+async def test_a_refusal_may_have_no_length(*, chunked: bool) -> None:
+    body = b"<Error><Code>SlowDown</Code><Message>ask less</Message></Error>"
+    head = b"HTTP/1.1 503 Slow Down\r\n"
+    if chunked:
+        parts = [
+            head + b"Transfer-Encoding: chunked\r\n\r\n",
+            b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
+        ]
+    else:
+        parts = [head + b"Connection: close\r\n\r\n", body]
+    async with telling(Slowly(parts, 0.01), OK + IMAGE.tobytes()) as (told, tier):
+        told.for_obstore = b"HTTP/1.1 500 not it\r\nContent-Length: 0\r\n\r\n"
+        told.ends = not chunked
+        with pytest.raises(TierUnavailable, match="SlowDown ask less") as caught:
+            await tier.read("name", slot())
+        assert (caught.value.cause, caught.value.retryable) == ("busy", True)
+        # It says nothing of how the store answers what it does serve.
+        assert await tier.read("name", slot()) == IMAGE.nbytes
+
+
+async def test_hints_before_the_answer_are_passed_over() -> None:
+    hints = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
+    async with telling(hints + hints + OK + IMAGE.tobytes()) as (told, tier):
+        told.for_obstore = b"HTTP/1.1 500 not it\r\nContent-Length: 0\r\n\r\n"
+        assert await tier.read("name", slot()) == IMAGE.nbytes
+
+
 @pytest.mark.parametrize("answer", [None, OK + IMAGE[:1000].tobytes()], ids=["head", "body"])
 async def test_a_cancel_does_not_wait_for_the_server(answer: bytes | None) -> None:
     async with telling(answer) as (_, tier):

@@ -84,6 +84,16 @@ class TestLocalFolder:
         assert not info.value.retryable
         assert str(root) in str(info.value)
 
+    async def test_a_mount_without_hard_links_is_whole_without(
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_source: str, _target: str) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+        monkeypatch.setattr(os, "link", refuse)
+        assert (await tier.probe()).creates is False
+        assert [path for path in root.rglob("*") if path.is_file()] == []
+
     async def test_a_file_where_the_folder_should_be(self, tier: UrlObjects, root: Path) -> None:
         root.write_text("a file")
         with pytest.raises(TierUnavailable, match="a file stands where a folder is needed"):

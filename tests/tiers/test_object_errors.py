@@ -123,6 +123,8 @@ FULL = (TierFull, None)
         (OSError(errno.ENOSPC, "full"), FULL),
         (OSError(errno.EDQUOT, "quota"), FULL),
         (OSError(errno.EIO, "disk"), LATER),
+        (OSError(errno.EOPNOTSUPP, "no links"), STOP),
+        (OSError(errno.ENOSYS, "no links"), STOP),
         (ModuleNotFoundError("No module named 'gcsfs'"), STOP),
         (TypeError("unexpected keyword argument"), STOP),
         (named("NoCredentialsError"), STOP),

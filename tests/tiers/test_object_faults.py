@@ -73,6 +73,13 @@ class TestFaultsOnTheWay:
         await behind_proxy.probe()
         assert await behind_proxy.read(NAME, slot()) == 10
 
+    async def test_a_store_that_refuses_conditions_is_whole_without(
+        self, behind_proxy: UrlObjects, proxy: FaultyProxy
+    ) -> None:
+        await proxy.become(Fault.NO_CONDITIONS)
+        assert (await behind_proxy.probe()).creates is False
+        assert await behind_proxy.list("probe") == []
+
     async def test_a_body_that_ends_early_is_retryable(
         self, behind_proxy: UrlObjects, proxy: FaultyProxy
     ) -> None:
