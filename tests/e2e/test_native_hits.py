@@ -1,9 +1,10 @@
-"""vLLM's own offloading on kvlake's tiers: hits, as in `test_hits.py`, and those of requests with
-adapters or constrained outputs, as in `test_requests.py`.
+"""vLLM's own offloading on kvlake's tiers: hits, as in `test_hits.py`.
 
-Their tests run here as they are, on an engine with `OffloadingConnector`; not those of loads that
+Its tests run here as they are, on an engine with `OffloadingConnector`; not those of loads that
 are too short to pay, for vLLM weighs none.
 """
+
+# pyright: reportUnusedImport=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import pytest
 
 from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
-from tests.e2e import adapters
 from tests.e2e.arms import PATIENT, attach
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after each)
@@ -31,11 +31,6 @@ from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after 
     test_the_oracle_sees_what_it_should,
     test_three_turns,
     test_without_a_salt,
-)
-from tests.e2e.test_requests import (  # noqa: F401 (the tests, and their fixture)
-    loras,
-    test_an_adapter_has_its_own_chunks,
-    test_constrained_outputs_share_with_others,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +59,6 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
         "max_num_batched_tokens": 512,
         "max_model_len": 4096,
         "enable_chunked_prefill": True,
-        **adapters.ENGINE_ARGS,
     }
     spec = EngineSpec(model, sidecar.socket, engine_args)
     with NativeEngine(spec, folder / "engine.log") as engine:
