@@ -28,13 +28,15 @@ from tests.e2e.arms import (
     idle,
     own_hit,
     same_output,
+    whole_blocks,
     words,
 )
+from tests.e2e.group_suite import ENGINE_ARGS
 from tests.e2e.native import NativeEngine
-from tests.e2e.test_hybrid import ENGINE_ARGS, check_bytes, whole, write_gemma
+from tests.e2e.test_hybrid import check_bytes, write_gemma
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from sidecar.demo.engine import Engine
@@ -62,7 +64,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def cluster(folder: Path, engine: Engine) -> Generator[SidecarProcess]:
     """An empty sidecar with a folder that outlives it; at its end everything is written."""
     (folder / "store").mkdir(exist_ok=True)
     url = f"file://{folder / 'store'}"
@@ -86,7 +88,7 @@ def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
         oracle = own_hit(engine, call, before=[call])
         assert oracle.blocks[0] != oracle.blocks[1], "ranks hold different heads"
         measured = external_hit(engine, call, before=[call])
-        assert measured.generation.cached_tokens == whole(900)
+        assert measured.generation.cached_tokens == whole_blocks(900)
         assert same_output(measured.generation, oracle.generation)
         check_bytes(measured, oracle)
         empty(engine)
@@ -99,7 +101,7 @@ def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
         again = Measured(generation, blocks_of(engine), oracle.salt)
         assert same_output(generation, oracle.generation)
         check_bytes(again, oracle)
-        assert counters(sidecar)["chunks_read"] >= whole(900) // 32
+        assert counters(sidecar)["chunks_read"] >= whole_blocks(900) // 32
 
 
 def test_an_adapter_has_its_own_chunks(folder: Path, engine: Engine) -> None:
@@ -109,7 +111,7 @@ def test_an_adapter_has_its_own_chunks(folder: Path, engine: Engine) -> None:
     with cluster(folder, engine):
         oracle = own_hit(engine, call, before=[call])
         measured = external_hit(engine, call, before=[call])
-        assert measured.generation.cached_tokens == whole(700)
+        assert measured.generation.cached_tokens == whole_blocks(700)
         assert same_output(measured.generation, oracle.generation)
         empty(engine)
         other = plain.generate(engine, measured.salt)
