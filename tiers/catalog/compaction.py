@@ -8,6 +8,8 @@ A small round adds a snapshot with the rows of new logs. A whole one merges ever
 snapshots, and only it withdraws and deletes. A segment goes in two whole rounds: the first
 withdraws it, in a log that readers see at their next refresh; the second, at least
 `grace_seconds` later, deletes the object, unless it was announced or written again meanwhile.
+A whole round that comes in between, because there are many new rows, lets the first wait go on:
+it withdraws nothing, and what others withdrew meanwhile stays beyond the base.
 
 Any number of rounds may run at once, be killed at any step, and begin again: files are only ever
 added until the manifest is created, which one of them does. What the others made stays until it
@@ -157,6 +159,12 @@ class _Round:
         """Whether what the base withdraws may be deleted now."""
         return 0 < manifest.base_seconds <= self._work.deletable_before
 
+    def _waits(self, manifest: Manifest) -> bool:
+        """Whether what the base withdraws is to wait on, and no more is withdrawn before that."""
+        # Who asks for a whole round wants the bounds to hold now.
+        asked = self._work.plan.whole
+        return bool(manifest.base_withdrawn) and manifest.base_seconds > 0 and not asked
+
     # --- a small round ---------------------------------------------------------------------
 
     async def _small(self, state: State) -> Manifest:
@@ -196,7 +204,9 @@ class _Round:
     async def _whole(self, state: State) -> Manifest:
         work, generation = self._work, state.next_generation
         merge = WholeMerge(work, state, self._log)
-        names = await merge.run(self._snapshots(generation), deletes=self._deletes(state.manifest))
+        deletes = self._deletes(state.manifest)
+        waits = not deletes and self._waits(state.manifest)
+        done = await merge.run(self._snapshots(generation), deletes=deletes, waits=waits)
         census, held = self._report.census, self._report.census.whole
         self._report.waiting = census.withdrawn
         written = self._merged(state, generation)
@@ -206,18 +216,22 @@ class _Round:
         since = work.now_seconds + self._clock() - self._began
         # What was withdrawn by the manifest before does not begin to wait again.
         anew = (
-            bool(self._report.withdrawn or self._report.lost)
-            or not state.manifest.base_withdrawn
-            or bool(np.any(state.fresh.size_bytes == 0))
+            done.anew
+            if waits
+            else (
+                bool(self._report.withdrawn or self._report.lost)
+                or not state.manifest.base_withdrawn
+                or bool(np.any(state.fresh.size_bytes == 0))
+            )
         )
         largest = await anyio.to_thread.run_sync(census.largest, TENANTS_MAX)
         reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
         return Manifest(
             generation=generation,
-            snapshots=tuple(names),
-            base=len(names),
+            snapshots=done.names,
+            base=done.base,
             base_seconds=since if anew else state.manifest.base_seconds,
-            base_withdrawn=census.withdrawn,
+            base_withdrawn=census.withdrawn - done.late,
             rows=held.objects + census.withdrawn,
             held=held,
             merged=written,

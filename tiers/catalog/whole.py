@@ -9,17 +9,17 @@ Invariants: those of `compaction.py`; a row is announced as withdrawn before it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
-from tiers.catalog.bounds import Ages, Verdict, Whys
+from tiers.catalog.bounds import Ages, Bounds, Verdict, Whys
 from tiers.catalog.census import held_by_tenant, word_of
 from tiers.catalog.comparing import Objects, compared, deletable
 from tiers.catalog.manifest import TENANTS_MAX
-from tiers.catalog.merge import merged, withdrawals
+from tiers.catalog.merge import both_have, merged, withdrawals
 from tiers.catalog.rows import Rows, joined
 from tiers.catalog.shards import Shards
 from tiers.catalog.sweep import slice_folder
@@ -33,6 +33,20 @@ if TYPE_CHECKING:
 ANNOUNCED_ROWS: Final = 50_000
 DELETED_NAMES: Final = 100
 """Objects that are deleted between two looks at the lease."""
+LATE_ROWS_MAX: Final = 25_000
+"""Rows withdrawn while the base waits that are kept beyond it; each round reads them again."""
+
+
+class Done(NamedTuple):
+    """The files of a whole merge."""
+
+    names: tuple[str, ...]
+    base: int
+    """How many of them, the first ones, are the base."""
+    late: int
+    """Rows beyond the base: what was withdrawn while it waits."""
+    anew: bool
+    """Whether the base has to wait again, where it was to wait on."""
 
 
 class WholeMerge:
@@ -43,15 +57,19 @@ class WholeMerge:
         self._state = state
         self._log = log
         self._news: list[Rows] = []
+        self._late: list[Rows] = []
+        self._anew = False
 
-    async def run(self, out: Snapshots, *, deletes: bool) -> list[str]:
-        """Merge all into `out`; the names of its files.
+    async def run(self, out: Snapshots, *, deletes: bool, waits: bool) -> Done:
+        """Merge all into `out`.
 
-        `deletes`: what the base withdraws may be deleted now.
+        `deletes`: what the base withdraws may be deleted now. `waits`: it is to wait as long as it
+        did, so nothing is withdrawn for a bound, and rows that others withdrew are kept apart.
         """
         work, plan = self._work, self._work.plan
-        ages = await self._ages()
-        verdict = await anyio.to_thread.run_sync(Verdict, plan.bounds, ages, work.now_seconds)
+        bounds = Bounds() if waits else plan.bounds
+        ages = await self._ages(bounds)
+        verdict = await anyio.to_thread.run_sync(Verdict, bounds, ages, work.now_seconds)
         async for shard, found, withdrawn in Shards(work.files, self._state).rows():
             await work.check_alive()
             rows = found
@@ -66,23 +84,41 @@ class WholeMerge:
                 if work.tell is not None:
                     await work.tell(gone, whys)
                 await self._announce(withdrawals(gone))
+            if waits:
+                rows = await anyio.to_thread.run_sync(self._without_late, rows, withdrawn)
             await out.add(rows)
-        names = await out.close()
+        base = len(await out.close())
+        late = joined(self._late)
+        if len(late):
+            await out.write(late)
         await self._announce(None)
-        return names
+        return Done(tuple(await out.close()), base, len(late), self._anew)
 
-    async def _ages(self) -> Ages:
+    def _without_late(self, rows: Rows, withdrawn: Rows) -> Rows:
+        """The rows that may go to a base which waits on; the others are kept, if they are few."""
+        going = np.flatnonzero(rows.size_bytes == 0)
+        late = going[~both_have(rows.take(going), withdrawn)]
+        if not len(late):
+            return rows
+        if sum(len(one) for one in self._late) + len(late) > LATE_ROWS_MAX:
+            self._anew = True
+            return rows
+        self._late.append(rows.take(late))
+        kept = np.ones(len(rows), dtype=np.bool_)
+        kept[late] = False
+        return rows.take(kept)
+
+    async def _ages(self, bounds: Bounds) -> Ages:
         """What is offered before the round, by age; only where a bound needs to know."""
         work = self._work
-        ages = Ages(work.plan.bounds, work.now_seconds)
-        if await anyio.to_thread.run_sync(self._needs_ages):
+        ages = Ages(bounds, work.now_seconds)
+        if await anyio.to_thread.run_sync(self._needs_ages, bounds):
             async for _, rows, _ in Shards(work.files, self._state).rows():
                 await work.check_alive()
                 await anyio.to_thread.run_sync(ages.add, rows)
         return ages
 
-    def _needs_ages(self) -> bool:
-        bounds = self._work.plan.bounds
+    def _needs_ages(self, bounds: Bounds) -> bool:
         if bounds.capped or bounds.tenant.capped:
             return True
         if not bounds.capped_anywhere:

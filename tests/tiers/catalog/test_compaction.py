@@ -3,98 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from tests.tiers.catalog.bucket import START_SECONDS, Bucket, Killed, View
-from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows, others_turns
+from tests.tiers.catalog.bucket import START_SECONDS, Killed, View
+from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, others_turns
+from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots
 from tiers.catalog import manifest as manifests
 from tiers.catalog.bounds import Bounds, Limits, Why, Whys
 from tiers.catalog.census import Holding
-from tiers.catalog.compaction import Plan, Report, Superseded, compact
-from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.compaction import Plan, Superseded, compact
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,
     manifest_name,
-    object_name,
     parse_manifest,
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, Rows
 from tiers.errors import TierUnavailable
-from tiers.layout import Segment
-
-SEGMENT = Segment(0, 8, 0, 4)
-GRACE, KEEP = 100.0, 200.0
-LATER = 10_000.0
-
-
-def chunk_key(number: int) -> bytes:
-    return bytes([number * 37 % 256]) + number.to_bytes(31, "big")
-
-
-class World:
-    """A bucket, one sidecar that writes to it, and readers."""
-
-    def __init__(self) -> None:
-        self.bucket = Bucket()
-        self.tier = View(self.bucket)
-        self.log = self.writer()
-
-    def writer(self) -> LogWriter:
-        return LogWriter(self.tier, FOLDER, new_writer(), rows_max=10, seconds_max=1.0)
-
-    def reader(self) -> CatalogReader:
-        return CatalogReader(self.tier, FOLDER, Counts())
-
-    def name(self, number: int) -> str:
-        return object_name(NAMESPACE, chunk_key(number), SEGMENT)
-
-    async def put(self, number: int, size_bytes: int = 1000) -> Row:
-        """Write an object; the row that announces it."""
-        await self.tier.write(self.name(number), image_of(size_bytes))
-        return Row(chunk_key(number), SEGMENT.name, self.bucket.micros, size_bytes, 1)
-
-    async def write(self, *numbers: int, size_bytes: int = 1000, tenant: bytes = b"") -> None:
-        """Write objects, and announce them in one file."""
-        for number in numbers:
-            row = await self.put(number, size_bytes)
-            self.log.append(row._replace(tenant=tenant))
-        await self.log.flush()
-
-    async def compact(
-        self,
-        bounds: Bounds | None = None,
-        *,
-        whole: bool = True,
-        reconcile: bool = False,
-        dry_run: bool = False,
-        tell: Callable[[Rows, Whys], Awaitable[None]] | None = None,
-    ) -> Report:
-        plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, None, dry_run)
-        return await compact(
-            self.tier, PREFIX, plan, self.bucket.now, tell=tell, clock=lambda: self.bucket.now
-        )
-
-    async def offered(self, reader: CatalogReader | None = None) -> set[int]:
-        """What a reader that starts now offers."""
-        return view_of(await new_rows(reader or self.reader()))
-
-    def there(self) -> set[int]:
-        return {n for n in range(300) if self.name(n) in self.bucket.objects}
-
-
-def view_of(rows: Sequence[Row]) -> set[int]:
-    held: dict[bytes, tuple[int, bool]] = {}
-    for row in rows:
-        held[row.key] = max(held.get(row.key, (0, False)), (row.written_at, row.withdrawn))
-    return {int.from_bytes(key[1:], "big") for key, (_, withdrawn) in held.items() if not withdrawn}
 
 
 @pytest.fixture
@@ -105,7 +37,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.mark.parametrize("whole", [False, True])
 async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> None:
-    old = world.reader()
+    counts = Counts()
+    old = CatalogReader(world.tier, FOLDER, counts)
     seen: list[Row] = []
     for first in range(0, 60, 6):
         await world.write(*range(first, first + 6))
@@ -116,7 +49,7 @@ async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> No
         seen += await new_rows(old)
         assert view_of(seen) == set(range(first + 6))
         assert await world.offered() == set(range(first + 6))
-    assert old._counts.reloads == 0
+    assert counts.reloads == 0
     assert not old.take_doubt()
     assert len(world.bucket.names(f"{FOLDER}/log")) <= 2
     assert len(world.bucket.names(f"{FOLDER}/manifest")) <= compaction.MANIFESTS_KEPT + 1
@@ -129,11 +62,11 @@ async def test_small_rounds_become_a_whole_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "OVERLAY_ROWS", 20)
-    wholes: list[bool] = []
+    done: list[bool] = []
     for first in range(0, 80, 5):
         await world.write(*range(first, first + 5))
-        wholes.append((await world.compact(whole=False)).whole)
-    assert 0 < sum(wholes) < 5
+        done.append((await world.compact(whole=False)).whole)
+    assert 0 < sum(done) < 5
     assert await world.offered() == set(range(80))
 
 
@@ -385,7 +318,11 @@ async def test_of_two_rounds_at_once_one_creates_the_manifest(
     assert report.generation == 0
     await world.write(12)
     raced.clear()
-    monkeypatch.setattr(snapshots, "digest_of", lambda body: f"{len(raced):032x}")
+
+    def digest_of(_: object) -> str:
+        return f"{len(raced):032x}"
+
+    monkeypatch.setattr(snapshots, "digest_of", digest_of)
     with pytest.raises(Superseded):
         await world.compact()
     monkeypatch.undo()
