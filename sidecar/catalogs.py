@@ -76,8 +76,8 @@ class Catalogs:
 
     @property
     def crowd(self) -> int:
-        """Names in the largest catalog's folder."""
-        return max((reader.names_known for reader in self._readers.values()), default=0)
+        """Log files of a catalog that wait to be merged, of the one that has most."""
+        return max((reader.logs_unmerged for reader in self._readers.values()), default=0)
 
     @property
     def due_in(self) -> float | None:

@@ -48,7 +48,10 @@ KEEP_SECONDS_MIN: Final = 600.0
 KEEP_REFRESHES: Final = 20
 CROWDED_SECONDS: Final = 30.0
 CROWDED_FILES: Final = 500
-"""Names in a catalog's folder, half of a listing's page, that make a round due at once."""
+"""Log files to be merged, half of a listing's page, that make a round due at once.
+
+Those that were merged stay for a while, and looking more often would not end that.
+"""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -156,7 +159,7 @@ class Collector:
         store: the store.
         config: of this sidecar; it has a store.
         health: whether the store can create.
-        crowd: names that the largest catalog's folder had at the last refresh.
+        crowd: log files to be merged that a catalog had at the last refresh, the one with most.
     """
 
     def __init__(

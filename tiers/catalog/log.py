@@ -113,10 +113,10 @@ class LogWriter:
             left, begun = len(self._rows), self._clock()
             while left > 0:
                 if self._unsent is None:
-                    rows = rows_of(self._rows[: min(left, ROWS_PER_FILE_MAX)])
+                    rows = self._rows[: min(left, ROWS_PER_FILE_MAX)]
                     if self._tally is not None:
                         self._tally.cut()
-                    self._unsent = (await anyio.to_thread.run_sync(encode, rows), len(rows))
+                    self._unsent = (await anyio.to_thread.run_sync(_encoded, rows), len(rows))
                 # An answer may have been lost, so the same bytes are sent again under the same
                 # name: a reader never finds two files of one number.
                 body, count = self._unsent
@@ -140,3 +140,7 @@ class LogWriter:
         name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))
         await self._tier.write(name, body)
         self.files += 1
+
+
+def _encoded(rows: list[Row]) -> Bytes:
+    return encode(rows_of(rows))

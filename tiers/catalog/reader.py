@@ -168,6 +168,7 @@ class CatalogReader:
         self._positions: dict[str, LogFile] = {}
         self._merged: dict[str, int] = {}
         self._names_known = 0
+        self._unmerged = 0
         self._paged = 0
         """Refreshes since all names were listed."""
         self._doubt = False
@@ -192,6 +193,7 @@ class CatalogReader:
     async def changes(self) -> AsyncIterator[Rows]:
         """Rows that are new since the last call, file by file. Raises `TierUnavailable`."""
         contents = await self._list()
+        listed_all = not self._paged
         if self._fresh and not contents.manifests and not contents.logs:
             self._doubt = not self._looked
         self._looked = True
@@ -209,6 +211,7 @@ class CatalogReader:
                     yield snapshot
             self._manifest = manifest
             self._forget(contents)
+        self._count_unmerged(contents, whole=listed_all or newer is not None)
         self._unfinished = True
         gaps, self._gaps = self._gaps, {}
         for file in contents.logs:
@@ -240,6 +243,17 @@ class CatalogReader:
     def names_known(self) -> int:
         """Names in the catalog's folder at the last refresh."""
         return self._names_known
+
+    @property
+    def logs_unmerged(self) -> int:
+        """Log files that compaction has yet to merge, at the last refresh."""
+        return self._unmerged
+
+    def _count_unmerged(self, contents: Contents, *, whole: bool) -> None:
+        # What is not a listing of all names adds what is new; after a new manifest, which leaves
+        # little, all are listed the next time.
+        known = 0 if whole else self._unmerged
+        self._unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
 
     def take_doubt(self) -> bool:
         """Whether, since the last call, the catalog was found absent, damaged or incomplete."""

@@ -1,0 +1,58 @@
+"""What is left to merge, and that announcing it leaves the event loop to others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from sidecar.collector import CROWDED_FILES
+from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
+from tiers.catalog import log as logs
+from tiers.catalog.bounds import Bounds
+from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.rows import Row, Rows, rows_of
+
+LONG = 1e9
+
+
+@pytest.mark.parametrize("page_names", [100, 1000], ids=["listed in parts", "listed at once"])
+async def test_logs_that_are_merged_and_young_are_no_crowd(page_names: int) -> None:
+    tier = memory()
+    log = writer(tier)
+    one = reader(tier, page_names=page_names)
+    for number in range(700):
+        log.append(row(number))
+        await log.flush()
+        if number == 100:
+            await new_rows(one)
+            assert one.logs_unmerged == 101
+    await new_rows(one)
+    assert one.logs_unmerged == 700 > CROWDED_FILES
+    await compact(tier, PREFIX, Plan(Bounds(), LONG, LONG), LONG)
+    assert len(await tier.list(f"{FOLDER}/log")) == 700
+    for added in range(3):
+        log.append(row(1000 + added))
+        await log.flush()
+        assert await new_rows(one) == [row(1000 + added)]
+        assert one.logs_unmerged == added + 1
+    fresh = reader(tier)
+    assert len(await new_rows(fresh)) == 703
+    assert fresh.logs_unmerged == 3
+
+
+async def test_rows_become_columns_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def seen(rows: Sequence[Row]) -> Rows:
+        threads.add(threading.get_ident())
+        return rows_of(rows)
+
+    monkeypatch.setattr(logs, "rows_of", seen)
+    log = writer(memory())
+    log.append(row(1))
+    await log.flush()
+    assert log.files == 1
+    assert threads
+    assert threading.get_ident() not in threads
