@@ -10,7 +10,8 @@ Invariants:
   touch files.
 * A stop is a drain: nothing new is accepted, running copies end, what is queued for the store is
   written for at most `limits.drain_seconds_max`, and what is left then is counted and told. A
-  second signal ends the process at once.
+  second signal ends the process at once, and so does a thread that hangs in a system call for long
+  after all of these limits.
 * Whatever way it ends, short of being killed, its sockets are removed, and its memory is kept or
   removed (`hostmemory.py`); after a kill the next sidecar of the same name takes over.
 """
@@ -70,6 +71,8 @@ TICK_REST: Final = 9.0
 TICK_SECONDS_IDLE: Final = 1.0
 STORE_CLOSE_SECONDS_MAX: Final = 2.0
 ANNOUNCE_SECONDS_MAX: Final = 5.0
+HANGING_SECONDS_MAX: Final = 10.0
+"""How long an ending waits, beyond all its own limits, for threads that nothing can interrupt."""
 
 _logger = logging.getLogger("kvlake.server")
 
@@ -210,6 +213,7 @@ class Server:
                     ready(info)
                 await self._stopping.wait()
                 self._watchdog.enter(Phase.DRAINING)
+                stack.callback(self._end_in_time().cancel)
                 accepting.cancel()
                 self._directory.attach_path.unlink(missing_ok=True)
                 if self._broken is None:
@@ -279,16 +283,33 @@ class Server:
                 name = signal.Signals(number).name
                 if self._stopping.is_set():
                     _logger.error("second signal, ending at once", extra=fields(signal=name))
-                    self._abandon()
+                    self._abandon(Exit.AT_ONCE)
                 _logger.info("stopping", extra=fields(signal=name))
                 self._stopping.set()
 
-    def _abandon(self) -> None:
+    def _end_in_time(self) -> asyncio.TimerHandle:
+        """Have the process end although a system call of one of its threads does not."""
+
+        def give_up() -> None:
+            # An embedding program ends when it wants to.
+            if threading.current_thread() is not threading.main_thread():
+                return
+            _logger.error(
+                "a call of the store does not come back (a mount whose server is gone?): ended "
+                "without it, as a kill would"
+            )
+            self._abandon(Exit.LOSS)
+
+        seconds_max = self._config.limits.drain_seconds_max + ANNOUNCE_SECONDS_MAX
+        loop = asyncio.get_running_loop()
+        return loop.call_later(seconds_max + HANGING_SECONDS_MAX, give_up)
+
+    def _abandon(self, code: Exit) -> None:
         """End the process now: threads may be copying, so nothing is unmapped first."""
         self._directory.remove_sockets()
         if self._config.host.after_stop == "remove":
             self._pool.remove_files()
-        os._exit(Exit.AT_ONCE)
+        os._exit(code)
 
     async def _tick(self) -> None:
         """Let time pass for the engine: finely while something ends with it, else rarely."""

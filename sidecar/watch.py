@@ -195,7 +195,7 @@ class StoreWatch:
             return str(error)
         if self.health.creates is False and before is not False:
             _logger.warning(
-                "the store replaces objects that it was told to create only: its catalog is not "
+                "the store can not write so that nothing is replaced: its catalog is not "
                 "compacted, and nothing is collected; bound it with a lifecycle rule of its own",
                 extra=fields(url=self._store.url),
             )

@@ -159,6 +159,42 @@ async def run_to_end(
         raise
 
 
+class Leaving:
+    """Work in threads that use no memory of the caller's, so that a cancel does not wait for them.
+
+    A mount whose server is gone holds a thread for as long as it likes. Whoever waits for a listing
+    goes on at its deadline, and says that the store is unwell.
+
+    Args:
+        left_max: threads that may be left behind; beyond it `run` raises `TimeoutError` at once.
+    """
+
+    def __init__(self, left_max: int) -> None:
+        self._left_max = left_max
+        self._left: list[_ThreadWork] = []
+        self._limiter = anyio.CapacityLimiter(left_max)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns. After a cancel it may go on, and nobody hears of it."""
+        async with self._limiter:
+            self._left = [one for one in self._left if not one.ended]
+            if len(self._left) >= self._left_max:
+                raise TimeoutError(
+                    f"{len(self._left)} listings have not come back: is this a mount whose server "
+                    "is gone?"
+                )
+            thread = _ThreadWork()
+            try:
+                # A limiter of its own: the shared one would have no place left one day.
+                return await anyio.to_thread.run_sync(
+                    thread.run, work, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
+                )
+            except BaseException:
+                if not thread.abandon():
+                    self._left.append(thread)
+                raise
+
+
 def fill(found: Bytes | bytes, into: Bytes, seen: Seen | None) -> int:
     """Copy a whole object into a slot; its size in bytes. Raises `ImageTruncated`."""
     body = np.frombuffer(found, dtype=np.uint8)

@@ -40,6 +40,7 @@ from tiers.filesystems import (
     PIECE_BYTES,
     Bytes,
     Found,
+    Leaving,
     Listing,
     Seen,
     check_size,
@@ -84,6 +85,7 @@ class LocalFolder:
         threads = min(threads_max, LOCAL_THREADS_MAX)
         self._writers = anyio.CapacityLimiter(threads)
         self._readers = anyio.CapacityLimiter(threads)
+        self._listings = Leaving(threads)
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         """See `Filesystem.put`."""
@@ -96,7 +98,7 @@ class LocalFolder:
 
     async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
         """See `Filesystem.find`."""
-        found = await run_to_end(lambda: self._find(folder, deep=deep), self._readers)
+        found = await self._listings.run(lambda: self._find(folder, deep=deep))
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:

@@ -54,11 +54,28 @@ async def main() -> int:
 sys.exit(anyio.run(main))
 """
 
+HANGING = (
+    PROCESS.replace('"drain_seconds_max": 600', '"drain_seconds_max": 1')
+    .replace("ready=lambda info:", "ready=lambda info: hang() or")
+    .replace(
+        "async def main",
+        """
+def hang():
+    import os, time
+    from sidecar import server
+
+    server.ANNOUNCE_SECONDS_MAX = server.HANGING_SECONDS_MAX = 0.5
+    os.replace = lambda *paths: time.sleep(3600)
+
+async def main""",
+    )
+)
+
 
 class SidecarProcess:
-    def __init__(self, directory: Path, stall_seconds: float) -> None:
+    def __init__(self, directory: Path, stall_seconds: float, program: str = PROCESS) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), str(directory), str(stall_seconds)],
+            [sys.executable, "-c", textwrap.dedent(program), str(directory), str(stall_seconds)],
             stdout=subprocess.PIPE,
             cwd=ROOT_OF_REPOSITORY,
             text=True,
@@ -100,6 +117,17 @@ def test_second_signal_ends_it_at_once(short_directory: Path) -> None:
         sidecar.process.send_signal(signal.SIGTERM)
         assert worker.at_end()
     assert sidecar.end() == Exit.AT_ONCE
+    assert [name for name in left_in(short_directory) if not name.endswith(".lock")] == []
+
+
+def test_a_write_that_never_comes_back_does_not_keep_it(short_directory: Path) -> None:
+    # In place of a mount whose server is gone, in a system call that nothing interrupts.
+    sidecar = SidecarProcess(short_directory, stall_seconds=0, program=HANGING)
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert worker.at_end()
+    assert sidecar.end() == Exit.LOSS
     assert [name for name in left_in(short_directory) if not name.endswith(".lock")] == []
 
 

@@ -15,8 +15,10 @@ import anyio
 import pytest
 
 from tests.tiers.tier_suite import NAME, image_of
-from tiers.filesystems import run_to_end
+from tiers.errors import TierUnavailable
+from tiers.filesystems import Leaving, run_to_end
 from tiers.objects import UrlObjects
+from tiers.wrap import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,3 +87,51 @@ class TestRunToEnd:
     async def test_what_the_work_raises_is_raised(self) -> None:
         with pytest.raises(ZeroDivisionError):
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
+
+
+class TestLeaving:
+    async def test_a_cancel_waits_for_nothing_that_hangs(self) -> None:
+        leaving, mount, begun = Leaving(2), threading.Event(), threading.Event()
+
+        def hang() -> None:
+            begun.set()
+            mount.wait(60)
+
+        for _ in range(2):
+            begun.clear()
+            await cancel_scope(lambda: leaving.run(hang), begun)
+        with pytest.raises(TimeoutError, match="2 listings have not come back"):
+            await leaving.run(lambda: 1)
+        mount.set()
+        with anyio.fail_after(30):
+            while True:
+                try:
+                    assert await leaving.run(lambda: 1) == 1
+                    break
+                except TimeoutError:
+                    await anyio.sleep(0.01)
+
+    async def test_what_never_began_is_not_waited_for(self) -> None:
+        leaving = Leaving(1)
+        for _ in range(3):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await leaving.run(lambda: 1)
+        assert await leaving.run(lambda: 1) == 1
+
+    async def test_a_folder_whose_server_is_gone_meets_its_deadline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mount, scandir = threading.Event(), os.scandir
+
+        def hang(path: str) -> Any:
+            mount.wait(60)
+            return scandir(path)
+
+        tier = Deadline(UrlObjects(f"file://{tmp_path}"), seconds_max=0.1)
+        await tier.write(NAME, image_of(10))
+        monkeypatch.setattr(os, "scandir", hang)
+        with pytest.raises(TierUnavailable, match="deadline_seconds_max"):
+            await tier.list("")
+        mount.set()
+        assert len(await tier.list(NAME.rsplit("/", 1)[0])) == 1
