@@ -6,7 +6,7 @@ line in vLLM's log. Both roles come to the same answer, from vLLM's configuratio
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    iter_layer_specs,
 )
 
 from connector.drafting import drafting_refusal
@@ -25,8 +26,13 @@ from connector.recurrent import ALIGNED, recurrent, recurrent_refusal
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 SLEEP_IS_TOLD: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """Whether this vLLM tells a connector before its memory goes; see `sleep.py`."""
+_VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
+"""Backends with which vLLM turns its prefix caching off where it is to be batch invariant."""
 
 
 def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
@@ -43,7 +49,12 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         )
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    reason = nodes_refusal(vllm_config) or recurrent_refusal(vllm_config, groups)
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    reason = (
+        nodes_refusal(vllm_config)
+        or prefix_refusal(vllm_config, specs)
+        or recurrent_refusal(vllm_config, groups)
+    )
     if reason or (reason := drafting_refusal(vllm_config)):
         return reason
     unknown = {
@@ -93,6 +104,45 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             cut.segment(group.layer_names, num_heads, place, latent=any(latent))
         except LayoutError as error:
             return str(error)
+    return ""
+
+
+def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
+    """Why an engine cannot go on from the KV of a prefix, or nothing.
+
+    vLLM turns its own prefix caching off then, and hands a connector the requests all the same.
+    `specs` are those of the single layers.
+    """
+    # Not at import: it reads the environment.
+    from vllm.envs import VLLM_BATCH_INVARIANT
+
+    model = vllm_config.model_config
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return (
+            "its prompts are attended to as a whole (Prefix-LM), so that the KV of a prefix is "
+            "another one in each prompt"
+        )
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        pooler = model.pooler_config
+        return (
+            f"with {pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling it needs what it "
+            "computed of a whole prompt in one step"
+        )
+    if model.is_diffusion:
+        return (
+            "it is a diffusion model, which may give out tokens before it has computed their KV "
+            "for good"
+        )
+    cache = vllm_config.cache_config
+    backend = getattr(vllm_config.attention_config.backend, "name", "")
+    if VLLM_BATCH_INVARIANT and (
+        backend in _VARIANT_FROM_A_PREFIX or not cache.enable_prefix_caching
+    ):
+        # Which backend "auto" came to mean is said nowhere, but that it turned caching off is.
+        return (
+            "with VLLM_BATCH_INVARIANT=1 vLLM goes on from no cached prefix where the backend is "
+            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, which this engine has, or no prefix caching"
+        )
     return ""
 
 

@@ -3,14 +3,13 @@
 Which of them were also run on a real engine is in `docs/support.md`.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from inspect import isfunction
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,17 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from connector.events import events_endpoints
-from connector.nodes import nodes_refusal
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    kv_cache_config,
     request_of,
     spec_of,
-    vllm_config,
 )
 from tests.connector.conversations import converse
 from tests.connector.engine import Engine
@@ -378,81 +374,6 @@ class TestHandingOver:
 def test_no_layer_waits_for_the_cache() -> None:
     """So CUDA graphs stay whole (docs/adr/0027)."""
     assert not KVLakeConnector.requires_piecewise_for_cudagraph({})
-
-
-class TestRefused:
-    """Served without the cache, with the reason in one line of the log."""
-
-    def reason(self, model: Path, change: Callable[[Any, Any], Any], caplog: Any) -> str:
-        config, kv = vllm_config(model), kv_cache_config()
-        kv = change(config, kv) or kv
-        caplog.clear()
-        connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv)
-        assert connector.get_num_new_matched_tokens(request_of("a", PROMPT), 0) == (0, False)
-        (line,) = [one.getMessage() for one in caplog.records if "without the cache" in one.message]
-        return str(line)
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-        ],
-    )
-    def test_parallelism(self, model: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-        def change(config: Any, _: Any) -> None:
-            setattr(config.parallel_config, name, 2)
-
-        assert f"{name}=2 is not supported" in self.reason(model, change, caplog)
-
-    def test_ranks_on_several_nodes(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Each would attach to the sidecar of its own node, and no chunk ever be whole."""
-
-        def change(config: Any, _: Any) -> None:
-            config.parallel_config.nnodes = 2
-
-        assert "ranks are on 2 nodes" in self.reason(model, change, caplog)
-
-    def test_ranks_that_schedule_for_themselves(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def change(config: Any, _: Any) -> None:
-            config.parallel_config.world_size = 2
-            config.parallel_config.distributed_executor_backend = "external_launcher"
-
-        assert "external_launcher" in self.reason(model, change, caplog)
-
-    def test_ranks_that_ray_places_on_several_nodes(
-        self, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """With a double of Ray, which says where it placed what."""
-        table = {
-            "bundles": {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 1.0}},
-            "bundles_to_node_id": {0: "here", 1: "there", 2: "elsewhere"},
-        }
-        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-        double = ModuleType("ray.util")
-        monkeypatch.setattr(double, "placement_group_table", lambda _: table, raising=False)
-        monkeypatch.setitem(sys.modules, "ray.util", double)
-        monkeypatch.setattr("vllm.platforms.current_platform.ray_device_key", "GPU", raising=False)
-
-        def change(config: Any, _: Any) -> None:
-            config.parallel_config.placement_group = object()
-
-        assert "ranks are on 2 nodes" in self.reason(model, change, caplog)
-        config = vllm_config(model)
-        change(config, None)
-        monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "1")
-        assert not nodes_refusal(config)
-        monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
-        table["bundles_to_node_id"][1] = "here"  # type: ignore[index]
-        assert not nodes_refusal(config)
-
-    def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-        def change(config: Any, _: Any) -> None:
-            config.model_config.enable_sleep_mode = True
-
-        assert "enable_sleep_mode" in self.reason(model, change, caplog)
 
 
 @pytest.mark.parametrize(

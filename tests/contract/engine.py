@@ -92,13 +92,16 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
             "max_model_len use_mla multimodal_config quantization_config code_revision "
-            "hf_config_path runner_type convert_type"
+            "hf_config_path runner_type convert_type pooler_config"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
             "dtype": ATTRIBUTE,
             "architecture": PROPERTY,
             "architectures": PROPERTY,
+            "is_diffusion": PROPERTY,
+            "is_prefix_caching_supported": PROPERTY,
+            "has_inner_state": PROPERTY,
             "get_head_size": "()",
             "get_total_num_kv_heads": "()",
             "get_total_num_hidden_layers": "()",
@@ -126,7 +129,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "cache_dtype block_size prefix_caching_hash_algo prefix_match_unit "
             "enable_prefix_caching "
-            "kv_cache_dtype_skip_layers"
+            "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype"
         )
     ),
     "vllm.config.multimodal:MultiModalConfig": Used(
@@ -135,6 +138,7 @@ ENGINE: Final[dict[str, Used]] = {
             "mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
         )
     ),
+    "vllm.config.pooler:PoolerConfig": Used(attributes("seq_pooling_type tok_pooling_type")),
     "vllm.config.lora:LoRAConfig": Used(attributes("lora_dtype")),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),
@@ -156,8 +160,9 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.v1.kv_cache_interface:KVCacheConfig": Used(attributes("num_blocks kv_cache_groups")),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": Used(attributes("layer_names kv_cache_spec")),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": Used(
-        attributes("block_size num_kv_heads head_size head_size_v dtype")
+        attributes("block_size num_kv_heads head_size head_size_v dtype non_causal")
     ),
+    "vllm.v1.kv_cache_interface:iter_layer_specs": Used({"": "(kv_cache_spec)"}),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": Used(attributes("sliding_window")),
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": Used(
         attributes("attention_chunk_size")
@@ -200,6 +205,12 @@ ENGINE: Final[dict[str, Used]] = {
         {"__init__": "(vllm_config, role, kv_cache_config)"}
     ),
     "vllm.config.vllm:get_current_vllm_config": Used({"": "()"}),
+    "vllm.config.vllm:get_layers_from_vllm_config": Used(
+        {"": "(vllm_config, layer_type, layer_names=)"}
+    ),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": Used(
+        {"get_kv_cache_spec": "abstract (vllm_config)"}
+    ),
     "vllm.lora.request:LoRARequest": Used(
         attributes("lora_name lora_int_id lora_path load_inplace")
     ),
@@ -224,6 +235,7 @@ ENGINE: Final[dict[str, Used]] = {
         }
     ),
     "vllm.plugins:DEFAULT_PLUGINS_GROUP": Used({"": ATTRIBUTE}),
+    "vllm.envs:VLLM_BATCH_INVARIANT": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_KVCACHE_SPACE": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_RAY_BUNDLE_INDICES": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_OMP_THREADS_BIND": Used({"": ATTRIBUTE}),

@@ -1,0 +1,166 @@
+"""Engines that are served without the cache: what `connector.refusals` says of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from vllm.config.pooler import PoolerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from connector.nodes import nodes_refusal
+from connector.refusals import prefix_refusal
+from connector.vllm import KVLakeConnector
+from tests.connector.configurations import (
+    kv_cache_config,
+    request_of,
+    spec_of,
+    vllm_config,
+)
+
+PROMPT = [number % 89 for number in range(300)]
+
+
+def reason_of(model: Path, change: Callable[[Any, Any], Any], caplog: Any) -> str:
+    config, kv = vllm_config(model), kv_cache_config()
+    kv = change(config, kv) or kv
+    caplog.clear()
+    connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv)
+    assert connector.get_num_new_matched_tokens(request_of("a", PROMPT), 0) == (0, False)
+    (line,) = [one.getMessage() for one in caplog.records if "without the cache" in one.message]
+    return str(line)
+
+
+class TestRefused:
+    """Served without the cache, with the reason in one line of the log."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ],
+    )
+    def test_parallelism(self, model: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        def change(config: Any, _: Any) -> None:
+            setattr(config.parallel_config, name, 2)
+
+        assert f"{name}=2 is not supported" in reason_of(model, change, caplog)
+
+    def test_ranks_on_several_nodes(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Each would attach to the sidecar of its own node, and no chunk ever be whole."""
+
+        def change(config: Any, _: Any) -> None:
+            config.parallel_config.nnodes = 2
+
+        assert "ranks are on 2 nodes" in reason_of(model, change, caplog)
+
+    def test_ranks_that_schedule_for_themselves(
+        self, model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.parallel_config.world_size = 2
+            config.parallel_config.distributed_executor_backend = "external_launcher"
+
+        assert "external_launcher" in reason_of(model, change, caplog)
+
+    def test_ranks_that_ray_places_on_several_nodes(
+        self, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With a double of Ray, which says where it placed what."""
+        table = {
+            "bundles": {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 1.0}},
+            "bundles_to_node_id": {0: "here", 1: "there", 2: "elsewhere"},
+        }
+        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+        double = ModuleType("ray.util")
+
+        def places(_: object) -> Any:
+            return table
+
+        monkeypatch.setattr(double, "placement_group_table", places, raising=False)
+        monkeypatch.setitem(sys.modules, "ray.util", double)
+        monkeypatch.setattr("vllm.platforms.current_platform.ray_device_key", "GPU", raising=False)
+
+        def change(config: Any, _: Any) -> None:
+            config.parallel_config.placement_group = object()
+
+        assert "ranks are on 2 nodes" in reason_of(model, change, caplog)
+        config = vllm_config(model)
+        change(config, None)
+        monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "1")
+        assert not nodes_refusal(config)
+        monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
+        table["bundles_to_node_id"][1] = "here"  # type: ignore[index]
+        assert not nodes_refusal(config)
+
+    def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.model_config.enable_sleep_mode = True
+
+        assert "enable_sleep_mode" in reason_of(model, change, caplog)
+
+
+class TestPrefixes:
+    """Models that cannot go on from the KV of a prefix, of which vLLM asks all the same."""
+
+    def test_prompts_that_are_attended_to_as_a_whole(
+        self, model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def change(*_: Any) -> Any:
+            return kv_cache_config(specs=[replace(spec_of(), non_causal=True)])
+
+        assert "Prefix-LM" in reason_of(model, change, caplog)
+
+    @pytest.mark.parametrize(
+        ("pooling", "cached"),
+        [("MEAN", False), ("CLS", False), ("STEP", False), ("LAST", True), ("ALL", True)],
+    )
+    def test_pooling_of_a_whole_prompt(self, model: Path, pooling: Any, cached: bool) -> None:
+        """Its forward pass raises where a part was not computed, and with it the engine ends."""
+        config = vllm_config(model)
+        config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
+        assert (pooling in prefix_refusal(config, [spec_of()])) != cached
+
+    def test_diffusion(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """A request may emit tokens whose KV is of a canvas that was not committed."""
+
+        def change(config: Any, _: Any) -> None:
+            # Not from the start: on CPUs vLLM itself refuses such a model.
+            vars(config.model_config).pop("is_diffusion", None)
+            config.model_config.hf_config.canvas_length = 32
+
+        assert "diffusion" in reason_of(model, change, caplog)
+
+    @pytest.mark.parametrize(
+        ("backend", "prefix_caching", "cached"),
+        [
+            ("FLASH_ATTN", True, True),
+            (None, True, True),
+            ("FLASHINFER", True, False),
+            ("TRITON_MLA", True, False),
+            # As vLLM leaves it where the backend came to be one of these.
+            (None, False, False),
+        ],
+    )
+    def test_batch_invariance(
+        self,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        backend: str | None,
+        prefix_caching: bool,
+        cached: bool,
+    ) -> None:
+        config = vllm_config(model, prefix_caching=prefix_caching)
+        if backend is not None:
+            kinds: Any = AttentionBackendEnum
+            config.attention_config.backend = kinds[backend]
+        assert not prefix_refusal(config, [spec_of()])
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert ("VLLM_BATCH_INVARIANT" in prefix_refusal(config, [spec_of()])) != cached
