@@ -13,8 +13,7 @@ OFFLOADING: Final[dict[str, Used]] = {
             "get_manager": "abstract ()",
             "get_worker": "abstract (kv_caches)",
             "build_metric_definitions": "class (extra_config)",
-        },
-        "0.32",
+        }
     ),
     f"{OFFLOAD}.base:OffloadingWorker": Used(
         {
@@ -23,73 +22,59 @@ OFFLOADING: Final[dict[str, Used]] = {
             "get_finished": "abstract ()",
             "wait": "abstract (job_ids)",
             "shutdown": "()",
-        },
-        "0.32",
+        }
     ),
     f"{OFFLOAD}.base:TransferResult": Used(
-        attributes("job_id success transfer_size transfer_time"), "0.32"
+        attributes("job_id success transfer_size transfer_time")
     ),
-    f"{OFFLOAD}.base:GPULoadStoreSpec": Used(
-        attributes("block_ids group_sizes block_indices"), "0.32"
-    ),
-    f"{OFFLOAD}.base:CanonicalKVCaches": Used(attributes("tensors group_data_refs"), "0.32"),
-    f"{OFFLOAD}.base:CanonicalKVCacheTensor": Used(attributes("tensor page_size_bytes"), "0.32"),
-    f"{OFFLOAD}.base:CanonicalKVCacheRef": Used(
-        attributes("tensor_idx page_size_bytes mapping"), "0.32"
-    ),
+    f"{OFFLOAD}.base:GPULoadStoreSpec": Used(attributes("block_ids group_sizes block_indices")),
+    f"{OFFLOAD}.base:CanonicalKVCaches": Used(attributes("tensors group_data_refs")),
+    f"{OFFLOAD}.base:CanonicalKVCacheTensor": Used(attributes("tensor page_size_bytes")),
+    f"{OFFLOAD}.base:CanonicalKVCacheRef": Used(attributes("tensor_idx page_size_bytes mapping")),
     f"{OFFLOAD}.base:CanonicalPageMapping": Used(
-        attributes("canonical_page_size_bytes runs num_writers writer_index"), "0.32"
+        attributes("canonical_page_size_bytes runs num_writers writer_index")
     ),
     f"{OFFLOAD}.base:CopyRun": Used(
         attributes(
             "local_offset canonical_offset fragment_size num_fragments local_stride "
             "canonical_stride"
-        ),
-        "0.32",
+        )
     ),
     f"{OFFLOAD}.base:ReqContext": Used(
         attributes("req_id kv_transfer_params load_tier_filter")
-        | {"get_offload_key_position": "(key)"},
-        "0.32",
+        | {"get_offload_key_position": "(key)"}
     ),
-    f"{OFFLOAD}.base:TierFilter": Used({"allows": "(medium, locality)"}, "0.32"),
-    f"{OFFLOAD}.base:LookupResult": Used(attributes("MISS HIT HIT_PENDING RETRY"), "0.32"),
-    f"{OFFLOAD}.base:Medium": Used(attributes("CPU STORAGE"), "0.32"),
-    f"{OFFLOAD}.base:Locality": Used(attributes("LOCAL REMOTE"), "0.32"),
-    f"{OFFLOAD}.base:OffloadingEvent": Used(
-        attributes("keys medium removed locality ownership"), "0.32"
-    ),
-    f"{OFFLOAD}.base:RequestOffloadingContext": Used(attributes("policy"), "0.32"),
-    f"{OFFLOAD}.base:OffloadKey": Used({"": ATTRIBUTE}, "0.32"),
-    f"{OFFLOAD}.base:ScheduleEndContext": Used({}, "0.32"),
-    f"{OFFLOAD}.base:LoadStoreSpec": Used({}, "0.32"),
-    f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids"), "0.32"),
+    f"{OFFLOAD}.base:TierFilter": Used({"allows": "(medium, locality)"}),
+    f"{OFFLOAD}.base:LookupResult": Used(attributes("MISS HIT HIT_PENDING RETRY")),
+    f"{OFFLOAD}.base:Medium": Used(attributes("CPU STORAGE")),
+    f"{OFFLOAD}.base:Locality": Used(attributes("LOCAL REMOTE")),
+    f"{OFFLOAD}.base:OffloadingEvent": Used(attributes("keys medium removed locality ownership")),
+    f"{OFFLOAD}.base:RequestOffloadingContext": Used(attributes("policy")),
+    f"{OFFLOAD}.base:OffloadKey": Used({"": ATTRIBUTE}),
+    f"{OFFLOAD}.base:ScheduleEndContext": Used({}),
+    f"{OFFLOAD}.base:LoadStoreSpec": Used({}),
+    f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids")),
     f"{OFFLOAD}.base:OffloadingManager": Used(
-        {"on_new_request": "abstract (req_context)", "on_request_finished": "(req_context)"},
-        "0.32",
+        {"on_new_request": "abstract (req_context)", "on_request_finished": "(req_context)"}
     ),
-    f"{OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}, "0.32"),
+    f"{OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}),
     f"{OFFLOAD}.config:OffloadingConfig": Used(
         attributes(
             "groups enable_kv_cache_events extra_config engine_id model cache parallel "
             "replicated_layout canonical_layout kv_cache_layout"
-        ),
-        "0.32",
+        )
     ),
     f"{OFFLOAD}.config:OffloadingGroupConfig": Used(
-        attributes("tokens_per_block layer_names group_id"), "0.32"
+        attributes("tokens_per_block layer_names group_id")
     ),
-    f"{OFFLOAD}.config:OffloadingModelConfig": Used(attributes("name dtype"), "0.32"),
-    f"{OFFLOAD}.config:OffloadingCacheConfig": Used(
-        attributes("tokens_per_hash blocks_per_chunk"), "0.32"
-    ),
+    f"{OFFLOAD}.config:OffloadingModelConfig": Used(attributes("name dtype")),
+    f"{OFFLOAD}.config:OffloadingCacheConfig": Used(attributes("tokens_per_hash blocks_per_chunk")),
     f"{OFFLOAD}.config:OffloadingParallelConfig": Used(
-        attributes("rank tp_size pp_size pcp_size dcp_size is_parallelism_agnostic"), "0.32"
+        attributes("rank tp_size pp_size pcp_size dcp_size is_parallelism_agnostic")
     ),
     f"{OFFLOAD}.cpu.spec:CPUOffloadingSpec": Used(
         attributes("num_chunks kv_bytes_per_chunk cpu_page_size_per_worker _manager")
-        | {"get_worker": "(kv_caches)"},
-        "0.32",
+        | {"get_worker": "(kv_caches)"}
     ),
     f"{OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion": Used(
         {
@@ -99,18 +84,16 @@ OFFLOADING: Final[dict[str, Used]] = {
             "create_next_worker_view": "(tensor_page_size)",
             "create_next_canonical_view": "(tensor_page_size)",
             "cleanup": "()",
-        },
-        "0.32",
+        }
     ),
-    f"{OFFLOAD}.cpu.gpu_worker:CPUOffloadingWorker": Used(attributes("_mmap_region"), "0.32"),
+    f"{OFFLOAD}.cpu.gpu_worker:CPUOffloadingWorker": Used(attributes("_mmap_region")),
     f"{OFFLOAD}.tiering.spec:TieringOffloadingSpec": Used(
         attributes("secondary_tier_configs _scheduler_mmap")
         | {
             "__init__": "(config)",
             "get_manager": "()",
             "_validate_canonical_refs": "(kv_caches)",
-        },
-        "0.32",
+        }
     ),
     f"{OFFLOAD}.tiering.base:SecondaryTierManager": Used(
         {
@@ -129,28 +112,25 @@ OFFLOADING: Final[dict[str, Used]] = {
             "drain_jobs": "abstract ()",
             "shutdown": "()",
         },
-        "0.32",
+        late={"cache_hit_source": "0.32"},
     ),
-    f"{OFFLOAD}.tiering.base:TransferJob": Used(
-        attributes("job_id keys chunk_ids req_context"), "0.32"
-    ),
+    f"{OFFLOAD}.tiering.base:TransferJob": Used(attributes("job_id keys chunk_ids req_context")),
     f"{OFFLOAD}.tiering.base:JobResult": Used(
-        attributes("job_id success successful_keys transfer_time transfer_bytes"), "0.32"
+        attributes("job_id success successful_keys transfer_time transfer_bytes")
     ),
     f"{OFFLOAD}.tiering.factory:SecondaryTierFactory": Used(
         {
             "create_secondary_tier": "class (tier_config, primary_kv_view, offloading_spec)",
             "get_tier_class": "class (tier_config)",
-        },
-        "0.32",
+        }
     ),
     f"{OFFLOAD}.factory:OffloadingSpecFactory": Used(
-        {"get_spec_cls": "class (extra_config)", "create_spec": "class (config)"}, "0.32"
+        {"get_spec_cls": "class (extra_config)", "create_spec": "class (config)"}
     ),
     f"{CONNECTOR}.v1.offloading.canonical_mapping:canonical_format_id": Used(
-        {"": "(kv_cache_layout)"}, "0.32"
+        {"": "(kv_cache_layout)"}
     ),
     f"{CONNECTOR}.v1.offloading_connector:OffloadingConnector": Used(
-        {"__init__": "(vllm_config, role, kv_cache_config)"}, "0.32"
+        {"__init__": "(vllm_config, role, kv_cache_config)"}
     ),
 }

@@ -65,7 +65,8 @@ def moved(manifest: dict[str, Any]) -> list[str]:
         for name, expected in used.members.items():
             given = members.get(name)
             if given is None:
-                lines.append(f"{_path(symbol, name)} is gone, expected: {expected}")
+                if not _before(version, used.late.get(name, "0")):
+                    lines.append(f"{_path(symbol, name)} is gone, expected: {expected}")
             elif not _fits(expected, given):
                 lines.append(f"{_path(symbol, name)} is {given}, expected: {expected}")
     for symbol, names in ORDER.items():

@@ -127,6 +127,13 @@ class TestWhatMoves:
         assert len(lines) == 3
         assert all("sleep" in line or "_kv_caches" in line for line in lines)
 
+    def test_a_member_that_came_later(self, manifest: dict[str, Any]) -> None:
+        tier = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
+        del manifest["symbols"][tier]["cache_hit_source"]
+        assert moved(manifest) == [f"{tier}.cache_hit_source is gone, expected: attribute"]
+        manifest["version"] = "0.31.0"
+        assert moved(manifest) == []
+
 
 def test_source_is_read_without_importing(tmp_path: Path) -> None:
     """A release that cannot be imported here, and all that a class can hold."""

@@ -9,15 +9,19 @@ ATTRIBUTE: Final = "attribute"
 PROPERTY: Final = "property"
 CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
 OFFLOAD: Final = "vllm.v1.kv_offload"
-"""vLLM's own offloading. kvlake serves it from 0.32 on."""
+"""vLLM's own offloading."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """One symbol. `members` as in `reading.py`; `since` is the first release that has it."""
+    """One symbol. `members` as in `reading.py`; `since` is the first release that has it.
+
+    `late` are the members that came after it, and the first release that has each.
+    """
 
     members: dict[str, str] = field(default_factory=dict[str, str])
     since: str = "0"
+    late: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def attributes(names: str) -> dict[str, str]:
