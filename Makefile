@@ -127,7 +127,8 @@ test: setup
 # them. Tests of what a release has not are skipped (tests/releases.py).
 RELEASE_TESTS = tests/contract tests/connector tests/tiers/test_layout.py tests/tiers/test_packing.py \
 	tests/sidecar/test_events.py tests/sidecar/test_launch.py $(patsubst %,tests/e2e/test_%.py, \
-	hits lifecycle requests store tp2 hybrid native_hits native_lifecycle native_store)
+	hits lifecycle requests store tp2 hybrid native_hits native_lifecycle native_requests \
+	native_store)
 test-release: $(if $(RELEASE),setup)
 	@if [ -z "$(RELEASE)" ]; then
 	  echo "Which release of vLLM? Name one of docs/support.md: make test-release RELEASE=0.31.0" >&2

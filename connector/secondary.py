@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
         ScheduleEndContext,
     )
     from vllm.v1.kv_offload.tiering.base import TransferJob
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from connector.client import Session
     from connector.export import ExportedMemory
@@ -118,6 +117,15 @@ class _Job:
     """Our keys to vLLM's."""
 
 
+def _hit_source() -> Any:
+    """What vLLM counts hits of this tier as; None for vLLM 0.31, which does not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
 class KVLakeTier(SecondaryTierManager):
     """A tier that is shared with other engines, and survives this one.
 
@@ -134,6 +142,7 @@ class KVLakeTier(SecondaryTierManager):
 
     # Host memory and the object store in one; a request's filter is asked for each.
     medium = None
+    cache_hit_source: ClassVar[Any] = _hit_source()
 
     def __init__(
         self,
@@ -182,14 +191,6 @@ class KVLakeTier(SecondaryTierManager):
         self._bounce = Bounce(
             region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
         )
-
-    @property
-    def cache_hit_source(self) -> CacheHitSource:
-        """What vLLM counts a hit of this tier as."""
-        # Not at import: vLLM 0.31 has no such module, and does not ask.
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        return CacheHitSource.HOST
 
     def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
         client = Client(self._socket, make_attempt)
