@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 
 from sidecar.logs import fields
 from tiers.catalog.names import namespace_prefix
@@ -177,5 +178,7 @@ class Reconciler:
         if self._announces:
             for index in unknown:
                 self._catalogs.found(realms[0], rows.row(index))
+        # The others are known by the times of their rows. By the store's clock they would seem to
+        # be newer, and what withdraws them then would be too old to count.
         for realm in realms:
-            await self._feed_rows(realm, rows)
+            await self._feed_rows(realm, rows.take(np.array(unknown, dtype=np.intp)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiers.catalog.merge import both_have, withdrawals
+from tiers.catalog.merge import both_have, newest_of_chunk, withdrawals
 from tiers.catalog.names import segment_name
 from tiers.catalog.sweep import rows_of_listing
 from tiers.filesystems import Found
@@ -35,7 +35,10 @@ Objects = dict[str, tuple[int, float]]
 def compared(
     rows: Rows, objects: Mapping[str, tuple[int, float]], prefix: str, now_seconds: float
 ) -> tuple[Rows, Rows]:
-    """Rows of objects that no row names, and rows that withdraw those without an object."""
+    """Rows of objects that no row names, and rows that withdraw those without an object.
+
+    `rows` are merged ones of the slice, all of each chunk.
+    """
     old = now_seconds - YOUNG_SECONDS
     known = dict(zip(names_of(rows, prefix), range(len(rows)), strict=True))
     missing: list[Found] = []
@@ -50,12 +53,16 @@ def compared(
             if modified > withdrawn_seconds + MARGIN_SECONDS:
                 missing.append(Found(name, size_bytes, modified))
     found = rows_of_listing(missing, prefix)
-    lost = [
-        index
-        for name, index in known.items()
-        if rows.size_bytes[index] and name not in objects and rows.written_at[index] / 1e6 < old
-    ]
-    return found, withdrawals(rows.take(np.array(lost, dtype=np.intp)))
+    newest = newest_of_chunk(rows)
+    lost = np.array(
+        [
+            index
+            for name, index in known.items()
+            if rows.size_bytes[index] and name not in objects and newest[index] / 1e6 < old
+        ],
+        dtype=np.intp,
+    )
+    return found, withdrawals(rows.take(lost), newest[lost])
 
 
 def deletable(

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import Rows, joined
+from tiers.catalog.rows import Longs, Rows, joined
 
 SHARDS: Final = 256
 
@@ -61,8 +61,22 @@ def is_sorted(rows: Rows) -> bool:
     return bool(np.all(rows.keys[1:, 0] >= rows.keys[:-1, 0]))
 
 
-def withdrawals(rows: Rows) -> Rows:
-    """The rows that withdraw these."""
+def newest_of_chunk(rows: Rows) -> Longs:
+    """When a segment of each row's chunk was last written or withdrawn, of sorted rows: shape [n].
+
+    Readers keep one time for all segments of a chunk, this one: what is withdrawn as of any earlier
+    time was written anew since, as far as they can tell.
+    """
+    if not len(rows):
+        return rows.written_at
+    new = np.r_[True, np.any(rows.keys[1:] != rows.keys[:-1], axis=1)]
+    starts = np.flatnonzero(new)
+    newest: Longs = np.maximum.reduceat(rows.written_at, starts)
+    return np.repeat(newest, np.diff(np.r_[starts, len(rows)]))
+
+
+def withdrawals(rows: Rows, written_at: Longs) -> Rows:
+    """The rows that withdraw these, if they were not written after `written_at` (shape [n])."""
     zeros: Any = np.zeros_like(rows.size_bytes)
     return Rows(
         rows.keys,
@@ -71,7 +85,7 @@ def withdrawals(rows: Rows) -> Rows:
         rows.segment_ids,
         rows.num_blocks,
         zeros,
-        rows.written_at,
+        written_at,
         rows.tenants,
     )
 

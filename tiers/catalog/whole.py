@@ -19,7 +19,7 @@ from tiers.catalog.bounds import Ages, Bounds, Verdict, Whys
 from tiers.catalog.census import held_by_tenant, word_of
 from tiers.catalog.comparing import Objects, compared, deletable
 from tiers.catalog.manifest import TENANTS_MAX
-from tiers.catalog.merge import both_have, merged, withdrawals
+from tiers.catalog.merge import both_have, merged, newest_of_chunk, withdrawals
 from tiers.catalog.rows import Rows, joined
 from tiers.catalog.shards import Shards
 from tiers.catalog.sweep import slice_folder
@@ -79,11 +79,11 @@ class WholeMerge:
                     rows = await self._reconciled(rows, objects)
                 if deletes:
                     rows = await self._deleted(rows, withdrawn, objects)
-            rows, gone, whys = await anyio.to_thread.run_sync(_judged, rows, verdict, work.report)
-            if len(gone):
+            rows, fallen = await anyio.to_thread.run_sync(_judged, rows, verdict, work.report)
+            if len(fallen.rows):
                 if work.tell is not None:
-                    await work.tell(gone, whys)
-                await self._announce(withdrawals(gone))
+                    await work.tell(fallen.rows, fallen.whys)
+                await self._announce(fallen.news)
             if waits:
                 rows = await anyio.to_thread.run_sync(self._without_late, rows, withdrawn)
             await out.add(rows)
@@ -172,13 +172,23 @@ class WholeMerge:
             await self._log.write(news)
 
 
-def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, Rows, Whys]:
-    """A shard's rows after what has to go is withdrawn; what that is, and why; counted."""
+class _Fallen(NamedTuple):
+    """What has to go of a shard."""
+
+    rows: Rows
+    whys: Whys
+    news: Rows
+    """The rows that withdraw these."""
+
+
+def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, _Fallen]:
+    """A shard's rows after what has to go is withdrawn, and what that is; counted."""
     whys = verdict.why(rows)
     going = np.flatnonzero(whys)
     gone, whys = rows.take(going), whys[going]
+    news = withdrawals(gone, newest_of_chunk(rows)[going])
     if len(gone):
         report.count(gone, whys)
-        rows = merged(joined([rows, withdrawals(gone)]))
+        rows = merged(joined([rows, news]))
     report.census.add(rows)
-    return rows, gone, whys
+    return rows, _Fallen(gone, whys, news)

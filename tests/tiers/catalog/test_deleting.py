@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers.catalog.kit import NAMESPACE, new_rows
 from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key
+from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots
 from tiers.catalog import whole as wholes
 from tiers.catalog.bounds import Bounds
+from tiers.catalog.comparing import YOUNG_SECONDS
+from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
+from tiers.layout import Segment
 
 
 @pytest.fixture
@@ -90,3 +95,24 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     world.bucket.now += 2 * GRACE
     assert (await world.compact(bounds, whole=False)).deleted == 3
     assert world.there() == set()
+
+
+async def test_what_is_lost_of_a_chunk_is_withdrawn_as_of_its_newest_segment(world: World) -> None:
+    """Readers know one time for each chunk: the newest."""
+    [first, second] = [Segment(0, 4, 0, 4), Segment(4, 8, 0, 4)]
+    for segment in (first, second):
+        await world.tier.write(object_name(NAMESPACE, chunk_key(1), segment), image_of(100))
+        world.log.append(Row(chunk_key(1), segment.name, world.bucket.micros, 100, 1))
+        world.bucket.now += 5
+    await world.log.flush()
+    del world.bucket.objects[object_name(NAMESPACE, chunk_key(1), first)]
+    world.bucket.now += YOUNG_SECONDS - 7
+    # The one that is there is young, and so is what is known of the chunk.
+    assert (await world.compact(reconcile=True)).lost == 0
+    world.bucket.now += 3
+    reader = world.reader()
+    before = await new_rows(reader)
+    assert (await world.compact(reconcile=True)).lost == 1
+    [row] = await new_rows(reader)
+    assert (row.segment, row.withdrawn) == (first.name, True)
+    assert row.written_at == max(one.written_at for one in before)

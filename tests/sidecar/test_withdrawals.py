@@ -1,0 +1,117 @@
+"""What a round of collection withdraws, as engines hear of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from sidecar import reconcile
+from sidecar.commands import Listed
+from sidecar.listed import ListedRow, listed_rows
+from sidecar.protocol import Outcome, Role
+from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
+from tests.sidecar.engine_kit import key, make_world
+from tests.tiers.catalog.bucket import Bucket, View
+from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
+from tiers.catalog.bounds import Bounds
+from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import Counts
+from tiers.catalog.names import catalog_folder
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import Row
+from tiers.layout import Segment
+from tiers.objects import UrlObjects
+
+RANKS = ("0-8.0-2", "0-8.2-4")
+WHOLE = "0-8.0-4"
+FOREIGN_MASK = 1 << len(RANKS)
+
+
+async def collected(*segments: str) -> tuple[list[Row], list[Row]]:
+    """The rows that announce a chunk, each segment later than the one before; then the others."""
+    bucket = Bucket()
+    view = View(bucket)
+    log, one = writer(view), reader(view)
+    for segment in segments:
+        log.append(Row(key(1), segment, bucket.micros, 1000, 1))
+        bucket.now += 0.001
+    await log.flush()
+    offered = await new_rows(one)
+    bucket.now += 1000
+    plan = Plan(Bounds(ttl_seconds=500.0), 100.0, 1000.0)
+    assert (await compact(view, PREFIX, plan, bucket.now)).withdrawn == len(segments)
+    withdrawn = await new_rows(one)
+    assert len(withdrawn) == len(segments)
+    assert len(bucket.names(FOLDER)) > 2
+    return offered, withdrawn
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in order", "turned round"])
+@pytest.mark.parametrize(
+    "segments", [RANKS, (WHOLE, *RANKS), (*RANKS, WHOLE)], ids=["own", "whole first", "whole last"]
+)
+async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
+    segments: tuple[str, ...], turned: bool
+) -> None:
+    masks = {RANKS[0]: 1, RANKS[1]: 2, WHOLE: FOREIGN_MASK}
+    world = make_world()
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in range(2)]
+    offered, withdrawn = await collected(*segments)
+    if turned:
+        withdrawn.reverse()
+    [realm] = world.engine.directory.realms.values()
+    for rows in (offered, withdrawn):
+        lines = [
+            ListedRow(row.key, masks[row.segment], row.written_at, row.withdrawn) for row in rows
+        ]
+        world.send(Listed(0, listed_rows(lines), [Segment.parse(WHOLE)]))
+        if rows is offered:
+            assert realm.stored.get(key(1)) == sum(masks[name] for name in segments)
+    assert realm.stored.get(key(1)) == 0
+    assert not world.index
+    # Whoever computes it again has all of it written.
+    for worker in workers:
+        world.stored(worker, 1, [1])
+    assert sorted(write.rank for write in world.writes.values()) == [0, 1]
+
+
+def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+    bucket = short_directory / "bucket"
+    store = {"url": f"file://{bucket}", "refresh_seconds": 0.05, "catalog_flush": 0.05}
+    config = config_in(short_directory, store={**store, "reconcile_every": 4.0})
+    with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+
+        def wait_held(chunks: int) -> None:
+            sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == chunks)
+
+        assert worker.store(1, key_of("one"), [0]) is Outcome.OK
+        wait_held(1)
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["catalog"]["rows_waiting"] == 0)
+        [one] = bucket.glob("v1/*/??/*/*.arrow")
+        # By a store's clock that is ahead of the writer's.
+        os.utime(one, (time.time(), time.time()))
+        # Another that nobody announced, in the same slice.
+        folder = one.parent.parent / (one.parent.name[:2] + key_of("two").hex()[2:])
+        folder.mkdir()
+        (folder / one.name).write_bytes(one.read_bytes())
+        wait_held(2)
+
+        async def withdraw() -> None:
+            tier = UrlObjects(f"file://{bucket}")
+            catalog = catalog_folder(f"v1/{one.parent.parent.parent.name}")
+            rows = await new_rows(CatalogReader(tier, catalog, Counts()))
+            [row] = [row for row in rows if row.key == key_of("one")]
+            log = LogWriter(tier, catalog, new_writer("c"), rows_max=1, seconds_max=0.0)
+            log.append(row._replace(size_bytes=0))
+            await log.flush()
+
+        anyio.run(withdraw)
+        wait_held(1)
