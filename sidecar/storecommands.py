@@ -33,7 +33,7 @@ from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS, catalog_folder
 from tiers.catalog.reader import Files
-from tiers.catalog.shards import Shards, load
+from tiers.catalog.shards import all_rows
 from tiers.errors import TierError
 from tiers.leftovers import Leftovers, remove_leftovers
 
@@ -128,7 +128,7 @@ async def census_of(store: ObjectTier, prefix: str) -> Census:
     """What a namespace's catalog offers. Raises the tier's errors."""
     census = Census()
     files = Files(store, catalog_folder(prefix), Counts())
-    async for _, rows, _ in Shards(files, await load(files, time.time())).rows():
+    async for rows in all_rows(files, time.time()):
         await anyio.to_thread.run_sync(census.add, rows)
     return census
 
@@ -261,6 +261,9 @@ def gc(
             prefixes = await chosen(store, namespace)
             plan = plan_of(config, whole=True)
             reports = await collect(store, lease, plan, prefixes, Counts())
+            while any(report.logs_left for report in reports):
+                again = await collect(store, lease, plan, prefixes, Counts())
+                reports = [_both(one, two) for one, two in zip(reports, again, strict=True)]
             left = await leftovers(store, prefixes, lease)
             if wait and any(report.waiting for report in reports):
                 await _wait(lease, plan.grace_seconds)
@@ -336,6 +339,7 @@ def _told(report: Report, names: TenantNames) -> Document:
         "found": report.found,
         "lost": report.lost,
         "logs_merged": report.logs_merged,
+        "logs_left": report.logs_left,
         "files_removed": report.files_removed,
         "objects": held.objects,
         "size_bytes": held.size_bytes,
@@ -365,6 +369,11 @@ def gc_text(document: Document) -> str:
         lines += ["", _fallen_text(document), ""]
     lines += _leftovers_text(document["leftovers"])
     waiting = sum(one["waiting"] for one in document["namespaces"])
+    if logs_left := sum(one["logs_left"] for one in document["namespaces"]):
+        lines.append(
+            f"this is without what {logs_left} files of the catalog say: they are more than one "
+            "round merges; kvlake gc without --dry-run goes on until all are"
+        )
     if document["dry_run"]:
         lines.append("nothing was changed (--dry-run)")
     elif waiting:

@@ -26,7 +26,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.shards import Shards, load
+from tiers.catalog.shards import all_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -208,9 +208,8 @@ async def list_chunks(
     Raises the tier's errors.
     """
     files = Files(store, catalog_folder(prefix), Counts())
-    state = await load(files, time.time())
     left = max(0, wanted.limit)
-    async for _, found, _ in Shards(files, state).rows():
+    async for found in all_rows(files, time.time(), _shards(wanted.key)):
         rows = await anyio.to_thread.run_sync(_matching, found, wanted, names)
         if rows is None:
             continue
@@ -222,6 +221,12 @@ async def list_chunks(
         left -= len(starts)
         listing.chunks(rows)
     return False
+
+
+def _shards(key: str) -> range:
+    """Where keys are that begin with these digits."""
+    first = int(f"{key[:2]:0<2}", 16)
+    return range(first, int(f"{key[:2]:f<2}", 16) + 1)
 
 
 def _matching(rows: Rows, wanted: Wanted, names: TenantNames) -> Rows | None:

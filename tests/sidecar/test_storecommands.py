@@ -19,6 +19,7 @@ from sidecar import collector
 from sidecar.cli import main
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
+from tiers.catalog import shards
 from tiers.index import FLAG_STORE
 from tiers.objects import UrlObjects
 
@@ -161,6 +162,34 @@ async def set_aside(url: str, names: list[str]) -> None:
     for name in names:
         await tier.quarantine(name)
     await tier.close()
+
+
+def test_they_go_on_where_more_is_not_merged_than_fits_in_memory(
+    short_directory: Path,
+    store: dict[str, Any],
+    kvlake: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a store that nobody compacts: each chunk is in a log file of its own."""
+    quiet = {**store, "catalog_rows_max": 1, "gc": {"enabled": False}}
+    fill(short_directory, quiet, 30)
+    logs = list((short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"))
+    for limit in ("FRESH_ROWS_MAX", "PASS_ROWS_MAX"):
+        monkeypatch.setattr(shards, limit, 8)
+    [told] = kvlake.json(store, "du")["namespaces"]
+    assert (told["chunks"], told["objects"]) == (30, 30)
+    keys = sorted(key_of(number).hex() for number in range(30))
+    listed = kvlake.json(store, "ls", told["namespace"])
+    assert [one["key"] for one in listed["chunks"]] == keys
+    for digits in (keys[7][:1], keys[7][:2], keys[7][:5], keys[7]):
+        found = kvlake.json(store, "ls", told["namespace"], "--key", digits)["chunks"]
+        assert [one["key"] for one in found] == [key for key in keys if key.startswith(digits)]
+    [tried] = kvlake.json(store, "gc", "--dry-run")["namespaces"]
+    assert 0 < tried["logs_left"] == len(logs) - tried["logs_merged"]
+    assert "kvlake gc without --dry-run goes on" in kvlake(store, "gc", "--dry-run")
+    [told] = kvlake.json(store, "gc")["namespaces"]
+    assert (told["objects"], told["logs_left"], told["logs_merged"]) == (30, 0, len(logs))
+    assert "goes on" not in kvlake(store, "gc", "--dry-run")
 
 
 A, B = tenant_id("a"), tenant_id("b")

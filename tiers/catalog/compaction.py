@@ -107,6 +107,7 @@ class _Round:
         """Do it."""
         work = self._work
         state = await load(work.files, work.now_seconds)
+        self._report.logs_left = state.left
         if state.next_generation > NUMBER_MAX:
             raise TierUnavailable(
                 f"{manifest_name(work.folder, NUMBER_MAX)} has the last number of all, and no "
@@ -140,7 +141,7 @@ class _Round:
         most = min(OVERLAY_ROWS_MAX, max(OVERLAY_ROWS, base_rows // OVERLAY_SHARE))
         if len(state.fresh) > most or len(manifest.snapshots) - manifest.base > OVERLAYS_MAX:
             return True
-        if plan.reconcile or (state.doubt and not state.more):
+        if plan.reconcile or (state.doubt and not state.left):
             return True
         if manifest.base_withdrawn:
             # Withdrawing more before these are deleted would make them wait again, for ever.

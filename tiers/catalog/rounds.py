@@ -50,6 +50,8 @@ class Report:
     whole: bool = False
     generation: int = -1
     logs_merged: int = 0
+    logs_left: int = 0
+    """Log files that are too much for one round: the next one goes on with them."""
     census: Census = field(default_factory=Census)
     """Of a whole round: what is offered after it."""
     withdrawn: int = 0

@@ -1,11 +1,14 @@
 """Going through a whole catalog in bounded memory: its merged rows, shard by shard.
 
 Owns loading a catalog as it is now (`load`: the newest manifest, what its snapshots do not have
-yet) and `Shards`, which yields the merged rows of each first byte of a key in order. Does not own
-the rule of merging (`merge.py`), nor what is made of the rows (`whole.py`, `kvlake du`).
+yet), `Shards`, which yields the merged rows of each first byte of a key in order, and `all_rows`,
+which does both. Does not own the rule of merging (`merge.py`), nor what is made of the rows
+(`whole.py`, `kvlake du`).
 
 In memory are the rows of all logs and small snapshots, at most some `FRESH_ROWS_MAX` (100 MB), and
-one file of the large ones, which are sorted by key and disjoint.
+one file of the large ones, which are sorted by key and disjoint. Logs with more than that are left
+to the next round by `load`. `all_rows` reads them several times if they have more than
+`PASS_ROWS_MAX`, for a part of the keys each time: keys are digests, so it has as many as another.
 
 Invariants: nothing is written; a file that is broken or lost is left out and is a doubt; of a
 writer's log no file is taken before those with lower numbers, unless they are lost.
@@ -29,7 +32,14 @@ from tiers.errors import ChunkMissing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    import numpy.typing as npt
+
 FRESH_ROWS_MAX: Final = 1_000_000
+PASS_ROWS_MAX: Final = 2_000_000
+"""Rows that `all_rows` has at a time, without those that are merged: 200 MB."""
+BLOCK_ROWS: Final = 100_000
+ROW_BYTES_MIN: Final = 96
+"""Of a row in a file: its columns of a fixed width."""
 READS_MAX: Final = 8
 GAP_SECONDS: Final = 60.0
 """A file that is missing before one of this age is lost, and not still to be seen."""
@@ -39,20 +49,24 @@ class Superseded(Exception):  # a condition, as `TierFull`
     """Somebody else has compacted this catalog meanwhile: begin again, or leave it."""
 
 
+def _no_rows() -> Rows:
+    return joined([])
+
+
 @dataclass(slots=True)
 class State:
     """A catalog as it was found."""
 
     contents: Contents
     manifest: Manifest
-    fresh: Rows
+    fresh: Rows = field(default_factory=_no_rows)
     """Merged rows of all logs that were taken and of the snapshots beyond the base."""
-    logs: list[LogFile]
+    logs: list[LogFile] = field(default_factory=list[LogFile])
     """Log files that were taken: contiguous for each writer."""
-    log_rows: Rows
+    log_rows: Rows = field(default_factory=_no_rows)
     """Merged rows of the logs alone."""
-    more: bool
-    """Whether log files were left for another time."""
+    left: int = 0
+    """Log files that were left for another time."""
     doubt: bool = False
     base: tuple[str, ...] = field(default=())
 
@@ -69,39 +83,112 @@ async def load(files: Files, now_seconds: float) -> State:
         files: reads the catalog's files.
         now_seconds: the time by the store's clock.
     """
+    state, logs = await _begun(files, now_seconds)
+    parts: list[Rows] = []
+    num_rows = 0
+    for first in range(0, len(logs), READS_MAX):
+        if num_rows >= FRESH_ROWS_MAX:
+            break
+        some = logs[first : first + READS_MAX]
+        found = await _read(files, _files_of(some))
+        state.logs += some
+        parts += [rows for rows in found if rows is not None]
+        num_rows += sum(len(rows) for rows in found if rows is not None)
+        state.doubt |= None in found
+    state.left = len(logs) - len(state.logs)
+    overlays = await _overlays(files, state)
+    state.log_rows = await anyio.to_thread.run_sync(_merge, parts)
+    state.fresh = state.log_rows
+    if overlays:
+        state.fresh = await anyio.to_thread.run_sync(_merge, [*overlays, state.log_rows])
+    return state
+
+
+async def _begun(files: Files, now_seconds: float) -> tuple[State, list[LogFile]]:
+    """The catalog with none of its rows, and the log files that are not merged."""
     contents = sort_out(files.folder, await files.tier.list(files.folder))
     newest = await files.manifest(contents, -1)
     manifest = newest or NOTHING
     broken = bool(contents.manifests) and max(contents.manifests) != manifest.generation
     logs, gaps = _unmerged(contents, manifest, now_seconds)
-    taken: list[LogFile] = []
-    parts: list[Rows] = []
-    num_rows, more = 0, False
-    for first in range(0, len(logs), READS_MAX):
-        if num_rows >= FRESH_ROWS_MAX:
-            more = True
-            break
-        some = logs[first : first + READS_MAX]
-        found = await _read(files, [(one.found.name, one.found.size_bytes) for one in some])
-        taken += some
-        parts += [rows for rows in found if rows is not None]
-        num_rows += sum(len(rows) for rows in found if rows is not None)
-        broken |= None in found
-    overlays = await _read(files, [(name, 0) for name in manifest.snapshots[manifest.base :]])
-    broken |= None in overlays
-    log_rows = await anyio.to_thread.run_sync(_merge, parts)
-    kept = [rows for rows in overlays if rows is not None]
-    fresh = await anyio.to_thread.run_sync(_merge, [*kept, log_rows]) if kept else log_rows
-    return State(
-        contents=contents,
-        manifest=manifest,
-        fresh=fresh,
-        logs=taken,
-        log_rows=log_rows,
-        more=more,
-        doubt=broken or gaps,
-        base=manifest.snapshots[: manifest.base],
-    )
+    base = manifest.snapshots[: manifest.base]
+    return State(contents, manifest, doubt=broken or gaps, base=base), logs
+
+
+async def _overlays(files: Files, state: State) -> list[Rows]:
+    """The snapshots beyond the base."""
+    names = state.manifest.snapshots[state.manifest.base :]
+    found = await _read(files, [(name, 0) for name in names])
+    state.doubt |= None in found
+    return [rows for rows in found if rows is not None]
+
+
+def _files_of(logs: Sequence[LogFile]) -> list[tuple[str, int]]:
+    return [(one.found.name, one.found.size_bytes) for one in logs]
+
+
+async def all_rows(
+    files: Files, now_seconds: float, shards: range = range(SHARDS)
+) -> AsyncIterator[Rows]:
+    """The merged rows of each of these shards, however many are in logs that are not merged.
+
+    Raises the tier's errors, and `Superseded`.
+    """
+    state, logs = await _begun(files, now_seconds)
+    overlays = await _overlays(files, state)
+    base = _Base(files, state)
+    # At most so many, since names of segments take something, too.
+    num_rows = sum(one.found.size_bytes for one in logs) // ROW_BYTES_MIN
+    passes = max(1, -(-num_rows * len(shards) // (SHARDS * PASS_ROWS_MAX)))
+    step = -(-len(shards) // passes)
+    for first in range(0, len(shards), step):
+        some = shards[first : first + step]
+        fresh = _Fresh(some)
+        for one in overlays:
+            await anyio.to_thread.run_sync(fresh.add, one)
+        for at in range(0, len(logs), READS_MAX):
+            for found in await _read(files, _files_of(logs[at : at + READS_MAX])):
+                if found is not None:
+                    await anyio.to_thread.run_sync(fresh.add, found)
+        for shard in some:
+            old = await base.take(shard)
+            yield await anyio.to_thread.run_sync(_merge, [old, *fresh.take(shard)])
+
+
+class _Fresh:
+    """Rows of some shards that are next to each other, as they come; merged they are not."""
+
+    def __init__(self, shards: range) -> None:
+        self._shards = shards
+        self._waiting: list[Rows] = []
+        # Sorted by shard, and where each shard begins.
+        self._blocks: list[tuple[Rows, npt.NDArray[np.intp]]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting)) + sum(len(rows) for rows, _ in self._blocks)
+
+    def add(self, rows: Rows) -> None:
+        """Take those of the shards. As they are in a file or two, or many small ones."""
+        if len(self._shards) < SHARDS:
+            digits = rows.keys[:, 0]
+            wanted = (digits >= self._shards.start) & (digits < self._shards.stop)
+            rows = rows.take(np.flatnonzero(wanted))
+        self._waiting.append(rows)
+        if sum(map(len, self._waiting)) >= BLOCK_ROWS:
+            self._close()
+
+    def _close(self) -> None:
+        rows, self._waiting = joined(self._waiting), []
+        rows = rows.take(np.argsort(rows.keys[:, 0], kind="stable"))
+        self._blocks.append((rows, shard_starts(rows)))
+
+    def take(self, shard: int) -> list[Rows]:
+        """Those of one shard."""
+        if self._waiting:
+            self._close()
+        return [
+            rows.take(np.arange(starts[shard], starts[shard + 1])) for rows, starts in self._blocks
+        ]
 
 
 def _merge(parts: Sequence[Rows]) -> Rows:
