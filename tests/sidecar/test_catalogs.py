@@ -268,6 +268,9 @@ def test_what_a_tenant_wrote_counts_once_when_it_is_listed_and_merged(
             files = catalog(here.status())["files_written"]
             return bool(sum(one["logs_merged"] for one in logs) == files)
 
+        for sidecar in (here, there):
+            # Each looks through a store without a catalog, and would find what is not told of yet.
+            sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
         for number in range(5):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
             here.wait_until(lambda now: now["counters"]["chunks_written"] == number + 1)  # noqa: B023
