@@ -7,20 +7,33 @@ attaches to whichever serves there.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import anyio
+import numpy as np
 
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import PATIENT, SESSIONS, attach, empty, idle
 from tiers.catalog.names import parse_name
+from tiers.objects import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
     from sidecar.demo.engine import Engine
+    from sidecar.demo.servers import S3Server
 
 SMALL: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
 """Of an engine: memory for two of the longest prompts, so that a dozen requests fill it."""
+
+
+READ_AT_ONCE: Final[dict[str, Any]] = {
+    "refresh_seconds": "100ms",
+    # The model computes sooner than a store is read: wait for it all the same.
+    "recompute": "never",
+}
+"""Of a store: what others wrote is known soon, and always read."""
 
 
 def in_steps(num_tokens: int) -> dict[str, Any]:
@@ -31,14 +44,44 @@ def in_steps(num_tokens: int) -> dict[str, Any]:
 def folder_store(bucket: Path) -> dict[str, Any]:
     """The section `store` of a sidecar, in a folder that is made where it is not there."""
     bucket.mkdir(exist_ok=True)
-    # The model computes sooner than a store is read: wait for it all the same.
-    return {"url": f"file://{bucket}", "refresh_seconds": "100ms", "recompute": "never"}
+    return {"url": f"file://{bucket}", **READ_AT_ONCE}
 
 
-def sidecar_in(folder: Path, **sections: Any) -> SidecarProcess:
-    """A sidecar of a module's folder, not started yet."""
+class Bucket(NamedTuple):
+    """A folder in a bucket of an S3 server, which nobody else uses."""
+
+    server: S3Server
+    prefix: str
+
+    @property
+    def store(self) -> dict[str, Any]:
+        """The section `store` of a sidecar."""
+        place = {"url": self.server.url, "prefix": self.prefix, **self.server.settings}
+        return {**READ_AT_ONCE, **place}
+
+    def fetched(self, folder: Path) -> Path:
+        """A copy of all that is there, in a folder."""
+
+        async def fetch() -> None:
+            tier = UrlObjects(f"{self.server.url}/{self.prefix}", self.server.access_at())
+            try:
+                for found in await tier.list(""):
+                    into = np.zeros(found.size_bytes, dtype=np.uint8)
+                    await tier.read(found.name, into)
+                    path = folder / found.name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(into.tobytes())
+            finally:
+                await tier.close()
+
+        anyio.run(fetch)
+        return folder
+
+
+def sidecar_in(folder: Path, *, name: str = "s", **sections: Any) -> SidecarProcess:
+    """A sidecar of a module's folder, not started yet; beside another one it has another name."""
     config = {"host": {"size": "256MiB"}, "limits": PATIENT, **sections}
-    return SidecarProcess(folder / "s", config)
+    return SidecarProcess(folder / name, config)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Two clusters share a bucket: one cuts the model over two ranks, the other does not cut it.
 
-One engine of the latter has blocks of twice the tokens. What one stored is assembled for the others
-from the segments that overlap, in blocks of their own size. The oracle is a bucket that holds the
-same KV, cut by numpy the way the reader wants it.
+Each has two engines, and the bucket is that of a real S3 server. One engine of the latter cluster
+has blocks of twice the tokens. What one stored is assembled for the others from the segments that
+overlap, in blocks of their own size. The oracle is a store that holds the same KV, cut by numpy the
+way the reader wants it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import pyarrow as pa
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
+from sidecar.demo.servers import S3Server, s3_server
 from tests.e2e.arms import (
-    BLOCK_TOKENS,
-    PATIENT,
     Call,
     Measured,
+    attach,
     blocks_of,
     check_equal,
     counters,
@@ -31,6 +31,7 @@ from tests.e2e.arms import (
     same_output,
     words,
 )
+from tests.e2e.setups import SMALL, Bucket, folder_store, held, sidecar_in
 from tests.tiers.packed import packed
 from tiers.arrow import SlotTemplates
 from tiers.arrow_file import Descriptor, find_descriptor
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.demo.engine import Generation
+    from sidecar.demo.sidecars import SidecarProcess
 
     Bytes = npt.NDArray[np.uint8]
 
@@ -58,9 +60,10 @@ HALVES: Final = (Segment(0, LAYERS, 0, 2), Segment(0, LAYERS, 2, 2))
 
 
 class Cluster(NamedTuple):
-    """A sidecar's folder and two engines that attach to whatever sidecar serves there."""
+    """Two engines, and where the sidecar serves that they attach to: under a name in a folder."""
 
     folder: Path
+    name: str
     engines: tuple[Engine, Engine]
     ranks: int
     block_tokens: tuple[int, int]
@@ -68,35 +71,22 @@ class Cluster(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(cluster: Cluster, bucket: Path) -> Iterator[SidecarProcess]:
-    """An empty sidecar on a bucket, with both engines attached."""
-    bucket.mkdir(exist_ok=True)
-    config: dict[str, Any] = {
-        "host": {"size": "256MiB"},
-        # The model computes sooner than a store is read: wait for it all the same.
-        "store": {"url": f"file://{bucket}", "refresh_seconds": "100ms", "recompute": "never"},
-        "limits": PATIENT,
-    }
-    with SidecarProcess(cluster.folder, config) as sidecar:
+def serving(cluster: Cluster, store: dict[str, Any]) -> Iterator[SidecarProcess]:
+    """An empty sidecar with this store, and both engines attached."""
+    with sidecar_in(cluster.folder, name=cluster.name, store=store) as sidecar:
         sessions = 2 * (1 + cluster.ranks)
-        sidecar.wait("both engines attach", lambda now: len(now["sessions"]) == sessions)
         for engine in cluster.engines:
-            proven(engine, sidecar)
+            attach(engine, sidecar, sessions=sessions)
         yield sidecar
         for engine in cluster.engines:
             empty(engine)
         assert sidecar.drain() == 0
 
 
-def proven(engine: Engine, sidecar: SidecarProcess) -> None:
-    """The sidecar knows a session a moment before the engine does: a store proves it is there."""
-    stored = counters(sidecar)["chunks_stored"]
-    for _ in range(100):
-        engine.generate(words(2 * BLOCK_TOKENS, 1), max_tokens=1, cache_salt=fresh_salt())
-        engine.reset_prefix_cache()
-        if counters(sidecar)["chunks_stored"] > stored:
-            return
-    raise AssertionError("an attached engine stored nothing")
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[S3Server]:
+    with s3_server(folder) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -105,33 +95,27 @@ def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
     with contextlib.ExitStack() as stack:
         made: list[Cluster] = []
         for name, ranks, sizes in (("one", 1, (32, 64)), ("two", 2, (32, 32))):
-            place = folder / name
-            place.mkdir()
-            args = {
-                "tensor_parallel_size": ranks,
-                "num_gpu_blocks_override": 256,
-                "max_model_len": 4096,
-            }
+            args = {"tensor_parallel_size": ranks, **SMALL}
             bind = "|".join(str(core) for core in range(ranks))
-            socket = SidecarProcess(place, {}).socket
+            socket = sidecar_in(folder, name=name).socket
             first, second = (
                 stack.enter_context(
                     Engine(
                         EngineSpec(model, socket, args | {"block_size": size}, threads_bind=bind),
-                        place / f"engine{number}.log",
+                        folder / f"{name}{number}.log",
                     )
                 )
                 for number, size in enumerate(sizes)
             )
-            made.append(Cluster(place, (first, second), ranks, sizes))
+            made.append(Cluster(folder, name, (first, second), ranks, sizes))
         for cluster in made:
             for engine in cluster.engines:
                 engine.wait_ready()
         yield made[0], made[1]
 
 
-def told(sidecar: SidecarProcess, bucket: Path) -> None:
-    """Wait until every kind of engine knows all that is in `bucket`.
+def told(sidecar: SidecarProcess, place: Path) -> None:
+    """Wait until every kind of engine knows all that is in the folder `place`.
 
     A number would not do: what the engines store to show that they are there counts, too.
     """
@@ -139,20 +123,36 @@ def told(sidecar: SidecarProcess, bucket: Path) -> None:
     def whole(status: dict[str, Any]) -> bool:
         known = in_catalog(status)
         # After it was asked: what is written meanwhile can not stand in for what it lacks.
-        return bool(status["tiers"]["store"]["listings"]) and known >= held(bucket)
+        return bool(status["tiers"]["store"]["listings"]) and known >= held(place)
 
     sidecar.wait("the catalog is read", whole)
 
 
-def held(bucket: Path) -> int:
-    """Chunks of which an object is in `bucket`."""
-    names = [parse_name(str(path.relative_to(bucket))) for path in bucket.rglob("*.arrow")]
-    return len({name.key for name in names if name is not None})
-
-
 def in_catalog(status: dict[str, Any]) -> int:
-    """Chunks that every kind of engine here knows to be in the bucket."""
+    """Chunks that every kind of engine here knows to be in the store."""
     return min(int(realm["chunks_in_store"]) for realm in status["realms"])
+
+
+def announced(sidecar: SidecarProcess) -> None:
+    """Wait until the catalog in the bucket has all that this sidecar wrote."""
+    sidecar.wait(
+        "all is announced", lambda now: not now["tiers"]["store"]["catalog"]["rows_waiting"]
+    )
+
+
+def refreshed(sidecar: SidecarProcess) -> None:
+    """Wait for the end of the first refresh that begins from now on.
+
+    Counted are readings of one realm's catalog, and the refresh under way may have read any of them
+    before: it says nothing.
+    """
+    before = sidecar.status()
+
+    def read(status: dict[str, Any]) -> bool:
+        new = status["tiers"]["store"]["listings"] - before["tiers"]["store"]["listings"]
+        return bool(new >= 2 * len(before["realms"]))
+
+    sidecar.wait("the catalog is refreshed", read)
 
 
 def written(sidecar: SidecarProcess, chunks: int) -> None:
@@ -168,37 +168,47 @@ def hit(engine: Engine, call: Call, salt: str) -> Measured:
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 writes", "TP2 writes"])
 def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
-    folder: Path, clusters: tuple[Cluster, Cluster], writer: int
+    folder: Path, clusters: tuple[Cluster, Cluster], server: S3Server, writer: int
 ) -> None:
+    """Both are up, and share nothing but a bucket of an S3 server.
+
+    The hit comes with the first refresh after the writing is in the catalog: nothing is waited for
+    but that.
+    """
     ours, theirs = clusters[writer], clusters[1 - writer]
-    bucket, call, salt = folder / f"bucket{writer}", Call(words(TOKENS, 10 + writer)), fresh_salt()
-    with serving(ours, bucket) as sidecar:
+    bucket, call, salt = (
+        Bucket(server, f"shared{writer}"),
+        Call(words(TOKENS, 10 + writer)),
+        fresh_salt(),
+    )
+    with serving(ours, bucket.store) as sidecar, serving(theirs, bucket.store) as other:
         before = counters(sidecar)["chunks_written"]
         computed = ours.engines[0].generate(call.prompt, cache_salt=salt)
         empty(ours.engines[0])
         written(sidecar, before + CHUNKS)
-        with serving(theirs, bucket) as other:
-            told(other, bucket)
-            read = counters(other)["chunks_read"]
-            first = hit(theirs.engines[0], call, salt)
-            assert first.generation.cached_tokens == WHOLE_TOKENS
-            assert counters(other)["chunks_read"] - read == CHUNKS
-            # The other engine finds in host memory what the first one brought there, if its blocks
-            # are of the same size; else it has it made anew.
-            times = len(set(theirs.block_tokens))
-            second = hit(theirs.engines[1], call, salt)
-            assert counters(other)["chunks_read"] - read == CHUNKS * times
-            assert second.generation.cached_tokens == WHOLE_TOKENS
-            assert counters(other)["reads_unreadable"] == 0
-            assert counters(other)["chunks_written"] < CHUNKS, "the bucket has it, cut otherwise"
+        announced(sidecar)
+        refreshed(other)
+        read, made = (counters(other)[f"chunks_{what}"] for what in ("read", "written"))
+        first = hit(theirs.engines[0], call, salt)
+        assert first.generation.cached_tokens == WHOLE_TOKENS
+        assert counters(other)["chunks_read"] - read == CHUNKS
+        # The other engine finds in host memory what the first one brought there, if its blocks are
+        # of the same size; else it has it made anew.
+        times = len(set(theirs.block_tokens))
+        second = hit(theirs.engines[1], call, salt)
+        assert counters(other)["chunks_read"] - read == CHUNKS * times
+        assert second.generation.cached_tokens == WHOLE_TOKENS
+        assert counters(other)["reads_unreadable"] == 0
+        assert counters(other)["chunks_written"] - made < CHUNKS, "it is there, cut otherwise"
     # Ranks add up in another order: equal but for rounding.
     check_close(first.generation, computed)
     check_close(second.generation, computed)
+    copied = bucket.fetched(folder / f"fetched{writer}")
     cut = HALVES if theirs.ranks == 2 else WHOLE
     for number, found in enumerate((first, second)):
         size = theirs.block_tokens[number]
-        place = recut(bucket, folder / f"oracle{writer}{number}", cut, size)
-        with serving(theirs, place) as oracle:
+        place = recut(copied, folder / f"oracle{writer}{number}", cut, size)
+        with serving(theirs, folder_store(place)) as oracle:
             told(oracle, place)
             expected = hit(theirs.engines[number], call, salt)
         check_equal(found, expected, block_tokens=size)
@@ -211,7 +221,7 @@ def test_blocks_of_another_size_are_a_hit_in_the_same_cluster(
     cluster = clusters[0]
     narrow, wide = cluster.engines
     bucket, call, salt = folder / "bucket-sizes", Call(words(TOKENS, 20)), fresh_salt()
-    with serving(cluster, bucket) as sidecar:
+    with serving(cluster, folder_store(bucket)) as sidecar:
         before, read = counters(sidecar)["chunks_written"], counters(sidecar)["chunks_read"]
         computed = narrow.generate(call.prompt, cache_salt=salt)
         empty(narrow)
@@ -223,7 +233,7 @@ def test_blocks_of_another_size_are_a_hit_in_the_same_cluster(
         assert counters(sidecar)["quarantined_store"] == 0
     check_close(found.generation, computed)
     place = recut(bucket, folder / "oracle-sizes", WHOLE, 64)
-    with serving(cluster, place) as oracle:
+    with serving(cluster, folder_store(place)) as oracle:
         told(oracle, place)
         expected = hit(wide, call, salt)
     check_equal(found, expected, block_tokens=64)
