@@ -12,12 +12,14 @@ nobody but this process.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -27,6 +29,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+
+from connector.worker import IDLE_WAIT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,12 +66,20 @@ class HostCopyWorker(OffloadingWorker):
         region: vLLM's `SharedOffloadRegion`; owned from here on.
         blocks_per_chunk: blocks of one row of the region.
         canonical: whether rows hold canonical pages.
+        several: whether the engine has other workers.
     """
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, region: Any, blocks_per_chunk: int, *, canonical: bool
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: Any,
+        blocks_per_chunk: int,
+        *,
+        canonical: bool,
+        several: bool = False,
     ) -> None:
         self._region = region
+        self._several = several
         self._per_chunk = blocks_per_chunk
         self._groups = _runs_of(kv_caches, region, blocks_per_chunk, canonical=canonical)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy")
@@ -140,7 +152,18 @@ class HostCopyWorker(OffloadingWorker):
         return TransferResult(job_id, True, size_bytes, time.perf_counter() - started)
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call."""
+        """Jobs that ended since the last call. Called once per step.
+
+        A step that computes nothing is there for somebody else's transfer, and is repeated at once.
+        Several workers wait for the next one by spinning, each on its core, which leaves none to
+        the sidecar that the transfer needs: so each sleeps for a moment, or until a copy of its own
+        has ended. A single worker does not spin, and vLLM sleeps between its steps.
+        """
+        if self._several and _computes_nothing():
+            if self._jobs:
+                wait_for(self._jobs.values(), IDLE_WAIT_MS / 1000, FIRST_COMPLETED)
+            else:
+                time.sleep(IDLE_WAIT_MS / 1000)
         ended = [job_id for job_id, job in self._jobs.items() if job.done()]
         return [self._jobs.pop(job_id).result() for job_id in ended]
 
@@ -155,6 +178,14 @@ class HostCopyWorker(OffloadingWorker):
         self._thread.shutdown()
         self._groups.clear()
         self._region.cleanup()
+
+
+def _computes_nothing() -> bool:
+    """Whether this step is without a forward pass."""
+    if not is_forward_context_available():
+        return False
+    metadata: Any = get_forward_context().attn_metadata
+    return metadata is None
 
 
 def _runs_of(

@@ -101,7 +101,13 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         _disown(region)
-        return HostCopyWorker(kv_caches, region, self.blocks_per_chunk, canonical=canonical)
+        return HostCopyWorker(
+            kv_caches,
+            region,
+            self.blocks_per_chunk,
+            canonical=canonical,
+            several=self.config.parallel.world_size > 1,
+        )
 
 
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -166,3 +170,36 @@ def test_ranks_with_the_same_bytes_take_turns(engine_id: str) -> None:
         assert done(worker, 1) == 2 * PAGE
     finally:
         worker.shutdown()
+
+
+def step(*, computes: bool) -> ForwardContext:
+    """As vLLM's runner makes it: of a step that computes nothing there is no metadata."""
+    metadata: Any = {} if computes else None
+    return ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={})
+
+
+def test_workers_that_compute_nothing_leave_their_cores_to_the_sidecar(
+    engine_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They sleep, where another would only repeat the step; one that has a copy waits for that."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    for several in (False, True):
+        caches = caches_of([cache(1)], [[0]])
+        memory = region(engine_id)
+        worker = HostCopyWorker(caches, memory, PER_CHUNK, canonical=False, several=several)
+        for computes in (True, False):
+            with override_forward_context(step(computes=computes)):
+                assert not worker.get_finished()
+            assert bool(pauses) == (several and not computes)
+    assert len(pauses) == 1
+    begin = threading.Event()
+    worker._thread.submit(begin.wait)  # pyright: ignore[reportPrivateUsage]
+    worker.submit_store(1, spec([1], [1], [0]), CPULoadStoreSpec([0]))
+    with override_forward_context(step(computes=False)):
+        assert not worker.get_finished()
+        begin.set()
+        worker.wait({1})
+        assert [result.job_id for result in worker.get_finished()] == [1]
+    assert len(pauses) == 1, "it slept beside a copy of its own"
+    worker.shutdown()
