@@ -7,48 +7,36 @@ engine had, on each rank and in each group.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sidecar.demo.engine import EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import adapters
 from tests.e2e.arms import (
-    PATIENT,
     Call,
     Measured,
-    attach,
     blocks_of,
     counters,
     empty,
     external_hit,
-    idle,
     own_hit,
     same_output,
     whole_blocks,
     words,
 )
 from tests.e2e.group_suite import ENGINE_ARGS
-from tests.e2e.native import NativeEngine
+from tests.e2e.native import CHUNK_TOKENS, NativeEngine
+from tests.e2e.setups import attached, folder_store, listed, sidecar_in
 from tests.e2e.test_hybrid import check_bytes, write_gemma
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [
-    pytest.mark.engine,
-    # Each rank spins on a core while it waits, and a load has its time to be there.
-    pytest.mark.skipif(
-        len(os.sched_getaffinity(0)) < 4,
-        reason="two ranks, the copies of their host tier and a sidecar want four cores",
-    ),
-]
+pytestmark = pytest.mark.engine
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 
@@ -57,58 +45,37 @@ RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = tmp_path_factory.mktemp("gemma")
     write_gemma(model)
-    socket = SidecarProcess(folder / "s", {}).socket
+    socket = sidecar_in(folder).socket
     spec = EngineSpec(str(model), socket, {**ENGINE_ARGS, **RANKS}, threads_bind="0|1")
     with NativeEngine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
-@contextlib.contextmanager
-def cluster(folder: Path, engine: Engine) -> Generator[SidecarProcess]:
-    """An empty sidecar with a folder that outlives it; at its end everything is written."""
-    (folder / "store").mkdir(exist_ok=True)
-    url = f"file://{folder / 'store'}"
-    config = {
-        "host": {"size": "256MiB"},
-        "store": {"url": url, "refresh_seconds": "100ms", "recompute": "never"},
-        "limits": PATIENT,
-    }
-    with SidecarProcess(folder / "s", config) as sidecar:
-        attach(engine, sidecar)
-        yield sidecar
-        empty(engine)
-        sidecar.wait("everything ended", idle)
-        assert sidecar.drain() == 0
-
-
 def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
     """From host memory, and from the object store for a sidecar that is empty."""
-    call = Call(words(900, 1), max_tokens=1)
-    with cluster(folder, engine) as sidecar:
+    call, bucket = Call(words(900, 1), max_tokens=1), folder / "store"
+    with attached(folder, engine, store=folder_store(bucket)):
         oracle = own_hit(engine, call, before=[call])
         assert oracle.blocks[0] != oracle.blocks[1], "ranks hold different heads"
         measured = external_hit(engine, call, before=[call])
         assert measured.generation.cached_tokens == whole_blocks(900)
         assert same_output(measured.generation, oracle.generation)
         check_bytes(measured, oracle)
+    with attached(folder, engine, store=folder_store(bucket)) as sidecar:
+        listed(sidecar, bucket)
         empty(engine)
-        sidecar.wait("everything ended", idle)
-        written = counters(sidecar)["chunks_written"]
-    with cluster(folder, engine) as sidecar:
-        sidecar.wait("the store is listed", lambda now: now["tiers"]["store"]["chunks"] >= written)
-        empty(engine)
-        generation = engine.generate(call.prompt, max_tokens=1, cache_salt=oracle.salt)
+        generation = call.generate(engine, oracle.salt)
         again = Measured(generation, blocks_of(engine), oracle.salt)
         assert same_output(generation, oracle.generation)
         check_bytes(again, oracle)
-        assert counters(sidecar)["chunks_read"] >= whole_blocks(900) // 32
+        assert counters(sidecar)["chunks_read"] >= whole_blocks(900) // CHUNK_TOKENS
 
 
 def test_an_adapter_has_its_own_chunks(folder: Path, engine: Engine) -> None:
     adapters.write_adapter(folder / "adapter", 1)
     options = {"adapter": ("adapter", 1, str(folder / "adapter"))}
     call, plain = Call(words(700, 2), options=options), Call(words(700, 2))
-    with cluster(folder, engine):
+    with attached(folder, engine):
         oracle = own_hit(engine, call, before=[call])
         measured = external_hit(engine, call, before=[call])
         assert measured.generation.cached_tokens == whole_blocks(700)
