@@ -1,9 +1,11 @@
 """vLLM's own offloading: hits from an object store, and from one that lies, fails or is full, as in
 `test_store.py`.
 
-Its tests run here as they are, on one engine with `OffloadingConnector`; not every fault of a
-bucket's network, which is far below what tells one engine from another.
+Its tests run here as they are, on one engine with `OffloadingConnector`; most faults of a bucket's
+network with `--long` alone, for they are far below what tells one engine from another.
 """
+
+# pyright: reportUnusedImport=false
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from tests.e2e import test_store
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_store import (  # noqa: F401 (the tests, and their fixtures)
     ENGINE_ARGS,
+    FAULTS,
     portal,
     proxy,
     server,
@@ -52,4 +55,4 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 class TestUnreliableBucket(test_store.TestUnreliableBucket):
     """Its prompts are many small chunks: one of them is enough to open the breaker."""
 
-    faults: ClassVar = (Fault.STALL, Fault.WRONG_BYTES)
+    long: ClassVar = [one for one in FAULTS if one not in (Fault.STALL, Fault.WRONG_BYTES)]

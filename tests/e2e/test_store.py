@@ -45,7 +45,7 @@ from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tiers.arrow import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.engine
@@ -63,7 +63,7 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 @contextlib.contextmanager
 def cluster(
     folder: Path, engine: Engine, store: dict[str, Any], limits: dict[str, str] | None = None
-) -> Iterator[SidecarProcess]:
+) -> Generator[SidecarProcess]:
     """An empty sidecar with this store, attached; at its end everything is written."""
     config = {
         "host": {"size": "128MiB"},
@@ -264,7 +264,7 @@ def test_damaged_objects_are_never_served(folder: Path, engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _small_disk(place: Path) -> Iterator[None]:
+def _small_disk(place: Path) -> Generator[None]:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)],
         check=False,
@@ -406,7 +406,8 @@ Prompt = tuple[Oracle, Measured]
 def _prompts(request: pytest.FixtureRequest) -> int:
     """How many the cases of the class use."""
     assert request.cls is not None
-    return 2 * len(request.cls.faults) + len(PASSING) + 2
+    skipped = () if request.config.getoption("--long") else request.cls.long
+    return 2 * (len(FAULTS) - len(skipped)) + len(PASSING) + 2
 
 
 @pytest.fixture(scope="class")
@@ -477,12 +478,20 @@ def check_served(sidecar: SidecarProcess, engine: Engine, prompt: Prompt) -> Non
 class TestUnreliableBucket:
     """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
 
-    faults: ClassVar[Sequence[Fault]] = FAULTS
+    long: ClassVar[Sequence[Fault]] = ()
+    """Those that are tried with `--long` alone."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if metafunc.function.__name__ == "test_fault":
-            ids = [fault.value.replace(" ", "-") for fault in self.faults]
-            metafunc.parametrize("fault", self.faults, ids=ids)
+            faults = [
+                pytest.param(
+                    fault,
+                    id=fault.value.replace(" ", "-"),
+                    marks=[pytest.mark.long] if fault in self.long else [],
+                )
+                for fault in FAULTS
+            ]
+            metafunc.parametrize("fault", faults)
 
     def test_fault(
         self,
