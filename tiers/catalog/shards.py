@@ -152,7 +152,8 @@ async def all_rows(
                     await anyio.to_thread.run_sync(fresh.add, found)
         for shard in some:
             old = await base.take(shard)
-            yield await anyio.to_thread.run_sync(_merge, [old, *fresh.take(shard)])
+            new = fresh.take(shard)
+            yield await anyio.to_thread.run_sync(_merge, [old, *new]) if new else old
 
 
 class _Fresh:
@@ -183,11 +184,13 @@ class _Fresh:
         self._blocks.append((rows, shard_starts(rows)))
 
     def take(self, shard: int) -> list[Rows]:
-        """Those of one shard."""
+        """Those of one shard, in no order; none of no rows."""
         if self._waiting:
             self._close()
         return [
-            rows.take(np.arange(starts[shard], starts[shard + 1])) for rows, starts in self._blocks
+            rows.take(np.arange(starts[shard], starts[shard + 1]))
+            for rows, starts in self._blocks
+            if starts[shard] < starts[shard + 1]
         ]
 
 
