@@ -258,7 +258,11 @@ class TestGpu:
     ) -> None:
         monkeypatch.setattr(refusals, "SLEEP_IS_TOLD", True)
         config = SimpleNamespace(
-            model_config=SimpleNamespace(enable_sleep_mode=True),
+            model_config=SimpleNamespace(
+                enable_sleep_mode=True, pooler_config=None, is_diffusion=False
+            ),
+            attention_config=SimpleNamespace(backend=None),
+            cache_config=None,
             parallel_config=SimpleNamespace(
                 distributed_executor_backend="mp", nnodes_within_dp=1, placement_group=None
             ),

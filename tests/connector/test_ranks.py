@@ -57,7 +57,10 @@ def config_of(
         cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
         load_config=SimpleNamespace(load_format="auto"),
         lora_config=None,
+        attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(
+            pooler_config=None,
+            is_diffusion=False,
             enable_sleep_mode=False,
             model="org/model",
             revision=revision,
