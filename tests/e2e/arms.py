@@ -78,12 +78,23 @@ class Call:
     max_tokens: int = GENERATED_TOKENS
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further ones of `Engine.begin`."""
+    media_tokens: int = 0
+    """What the engine puts in for an image, less the one token that stands for it."""
+
+    @property
+    def tokens(self) -> int:
+        """What the engine makes of the prompt."""
+        return len(self.prompt) + self.media_tokens
+
+    def begin(self, engine: Engine, salt: str) -> int:
+        """Start it; `Engine.finish` takes the handle."""
+        return engine.begin(
+            self.prompt, max_tokens=self.max_tokens, cache_salt=salt, **self.options
+        )
 
     def generate(self, engine: Engine, salt: str) -> Generation:
         """Run it."""
-        return engine.generate(
-            self.prompt, max_tokens=self.max_tokens, cache_salt=salt, **self.options
-        )
+        return engine.finish(self.begin(engine, salt))
 
 
 @dataclass(frozen=True)

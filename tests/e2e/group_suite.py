@@ -1,4 +1,4 @@
-"""What a model of several KV cache groups must give on a real engine, as tests.
+"""What a model must give on a real engine, whatever KV cache groups it has, as tests.
 
 A test module subclasses `GroupSuite`, has an engine of its model, and says what of each group a hit
 reads. vLLM lays the pages of all groups over each other. What a hit gives is compared with the
@@ -16,6 +16,7 @@ import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
 from tests.e2e.arms import (
+    GENERATED_TOKENS,
     SESSIONS,
     Call,
     Measured,
@@ -49,18 +50,38 @@ ENGINE_ARGS: Final[dict[str, Any]] = {
 }
 
 
+ALL_SESSIONS: Final = 2 * SESSIONS + 1
+"""Of an engine of one rank and one of two."""
+
+
 @contextlib.contextmanager
-def engine_of(model: Path, folder: Path) -> Generator[Engine]:
+def engine_of(model: Path, folder: Path, **engine_args: Any) -> Generator[Engine]:
     """An engine for the suite."""
-    spec = EngineSpec(str(model), sidecar_in(folder).socket, ENGINE_ARGS)
+    spec = EngineSpec(str(model), sidecar_in(folder).socket, {**ENGINE_ARGS, **engine_args})
     with Engine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
+
+
+def succeeded(
+    engine: Engine, sidecar: SidecarProcess, bucket: Path, *, sessions: int = SESSIONS
+) -> None:
+    """End the sidecar, and start one with empty memory that has read what is in its store."""
+    empty(engine)
+    sidecar.wait("everything ended", idle)
+    assert sidecar.drain() == 0
+    sidecar.start()
+    attach(engine, sidecar, sessions=sessions)
+    listed(sidecar, bucket)
 
 
 class GroupSuite:
     """Subclass it in a module with a fixture `engine`, and give it what raises here."""
 
     groups: ClassVar = 3
+    preempted_tokens: ClassVar = 390
+    """Of a prompt of which a dozen fit in the KV cache, but not with what they generate."""
+    ranks_have_a_store: ClassVar = False
+    """Whether two ranks are asked for a hit of the store, too."""
 
     def blocks_read(self, tokens: int) -> int:
         """Blocks of a hit of so many tokens, in all groups."""
@@ -69,6 +90,10 @@ class GroupSuite:
     def chunks_read(self, tokens: int) -> int:
         """Chunks of a hit of so many tokens, in all groups."""
         raise NotImplementedError
+
+    def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:
+        """A request of so many tokens. Of one seed, a longer one begins as a shorter one."""
+        return Call(words(tokens, seed), max_tokens)
 
     @pytest.fixture
     def sidecar(self, folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
@@ -91,7 +116,7 @@ class GroupSuite:
         """Assert that on poison a request under the salt of `expected` gives what that gave."""
         empty(engine)
         generation = call.generate(engine, expected.salt)
-        assert generation.cached_tokens == whole_blocks(len(call.prompt))
+        assert generation.cached_tokens == whole_blocks(call.tokens)
         assert same_output(generation, expected.generation)
         self.check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
 
@@ -100,7 +125,7 @@ class GroupSuite:
         assert len(sidecar.status()["realms"]) == self.groups
         before = counters(sidecar)
         for max_tokens in (40, 1):
-            call = Call(words(tokens, tokens), max_tokens)
+            call = self.call(tokens, tokens, max_tokens)
             oracle = own_hit(engine, call, before=[call])
             measured = external_hit(engine, call, before=[call])
             assert measured.generation.cached_tokens == whole_blocks(tokens)
@@ -109,9 +134,8 @@ class GroupSuite:
         assert counters(sidecar)["loads_missing"] == before["loads_missing"]
 
     def test_behind_the_engines_own_hit(self, engine: Engine, sidecar: SidecarProcess) -> None:
-        prompt = words(1300, 1)
-        head = Call([*prompt[:512], 7], max_tokens=1)
-        call = Call(prompt)
+        call = self.call(1300, 1)
+        head = replace(call, prompt=[*call.prompt[: 512 - call.media_tokens], 7], max_tokens=1)
         oracle = own_hit(engine, call, before=[head, call])
         measured = external_hit(engine, call, before=[head, call], local=[head])
         cached_tokens = measured.generation.cached_tokens
@@ -120,15 +144,10 @@ class GroupSuite:
 
     def test_object_hit(self, folder: Path, engine: Engine) -> None:
         """An empty sidecar offers what another one left: every group of it, or nothing."""
-        bucket, call = folder / "store", Call(words(1500, 7), max_tokens=1)
+        bucket, call = folder / "store", self.call(1500, 7, max_tokens=1)
         with attached(folder, engine, store=folder_store(bucket)) as sidecar:
             expected = own_hit(engine, call, before=[call])
-            empty(engine)
-            sidecar.wait("everything ended", idle)
-            assert sidecar.drain() == 0
-            sidecar.start()
-            attach(engine, sidecar)
-            listed(sidecar, bucket)
+            succeeded(engine, sidecar, bucket)
             self.check_same(engine, call, expected)
             assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(1500))
 
@@ -136,36 +155,35 @@ class GroupSuite:
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
         """Loads of several requests run side by side, one is aborted; each gets its own bytes."""
-        calls = [Call(words(900 + 10 * number, 20 + number)) for number in range(4)]
+        calls = [self.call(900 + 10 * number, 20 + number) for number in range(4)]
         oracles = [Oracle(engine, call) for call in calls]
         for oracle in oracles:
             oracle.at(0)
         salt = fresh_salt()
         for call in calls:
-            engine.generate(call.prompt, max_tokens=1, cache_salt=salt)
+            replace(call, max_tokens=1).generate(engine, salt)
         empty(engine)
         loaded = counters(sidecar)["chunks_loaded"]
-        handles = [engine.begin(call.prompt, cache_salt=salt) for call in calls]
+        handles = [call.begin(engine, salt) for call in calls]
         engine.abort(handles[2])
         generations = [engine.finish(handle) for handle in handles]
         for number in (0, 1, 3):
-            assert generations[number].cached_tokens == whole_blocks(len(calls[number].prompt))
+            assert generations[number].cached_tokens == whole_blocks(calls[number].tokens)
             oracles[number].check_close(generations[number])
         assert counters(sidecar)["chunks_loaded"] > loaded
 
     def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """More requests than the KV cache has room for: they are preempted, and load again."""
         calls = [
-            Call(words(390 + 10 * number, 60 + number), max_tokens=250) for number in range(12)
+            self.call(self.preempted_tokens + 10 * number, 60 + number, max_tokens=250)
+            for number in range(12)
         ]
-        oracles = [Oracle(engine, Call(call.prompt, max_tokens=1)) for call in calls]
+        oracles = [Oracle(engine, replace(call, max_tokens=1)) for call in calls]
         for oracle in oracles:
             oracle.at(0)
         loaded = counters(sidecar)["chunks_loaded"]
         salt = fresh_salt()
-        handles = [
-            engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt) for call in calls
-        ]
+        handles = [call.begin(engine, salt) for call in calls]
         generations = [engine.finish(handle) for handle in handles]
         # Nothing was stored before: only who was preempted can load.
         assert counters(sidecar)["chunks_loaded"] > loaded
@@ -175,7 +193,7 @@ class GroupSuite:
 
     def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
         """Another engine of the same model hits what the first one stored."""
-        call = Call(words(1100, 8), max_tokens=1)
+        call = self.call(1100, 8, max_tokens=1)
         expected = own_hit(engine, call, before=[call])
         empty(engine)
         with Engine(engine.spec, folder / "second-engine.log") as second:
@@ -185,21 +203,29 @@ class GroupSuite:
             empty(second)
         sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
 
-    def test_two_ranks(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_two_ranks(self, folder: Path, engine: Engine) -> None:
         """Each rank has its own part of every group, and loads that."""
-        engine_args = {**ENGINE_ARGS, "tensor_parallel_size": 2}
+        engine_args = {**engine.spec.engine_args, "tensor_parallel_size": 2}
         spec = replace(engine.spec, engine_args=engine_args, threads_bind="0|1")
-        with Engine(spec, folder / "two-ranks.log") as ranks:
-            ranks.wait_ready()
-            sidecar.wait("all attach", lambda now: len(now["sessions"]) == 2 * SESSIONS + 1)
-            call = Call(words(900, 9), max_tokens=1)
-            before = counters(sidecar)
-            oracle = own_hit(ranks, call, before=[call])
-            measured = external_hit(ranks, call, before=[call])
-            assert measured.generation.cached_tokens == whole_blocks(900)
-            assert same_output(measured.generation, oracle.generation)
-            assert measured.blocks[0] != measured.blocks[1], "ranks hold different parts"
-            self.check_bytes(measured, oracle)
-            assert counters(sidecar)["loads_missing"] == before["loads_missing"]
-            empty(ranks)
-        sidecar.wait("they are gone", lambda now: len(now["sessions"]) == SESSIONS)
+        call, bucket = self.call(900, 9, max_tokens=1), folder / "store-of-ranks"
+        sections: dict[str, Any] = (
+            {"store": folder_store(bucket)} if self.ranks_have_a_store else {}
+        )
+        with attached(folder, engine, **sections) as sidecar:
+            with Engine(spec, folder / "two-ranks.log") as ranks:
+                ranks.wait_ready()
+                sidecar.wait("all attach", lambda now: len(now["sessions"]) == ALL_SESSIONS)
+                before = counters(sidecar)
+                oracle = own_hit(ranks, call, before=[call])
+                assert oracle.blocks[0] != oracle.blocks[1], "ranks hold different parts"
+                measured = external_hit(ranks, call, before=[call])
+                assert measured.generation.cached_tokens == whole_blocks(900)
+                assert same_output(measured.generation, oracle.generation)
+                self.check_bytes(measured, oracle)
+                assert counters(sidecar)["loads_missing"] == before["loads_missing"]
+                if self.ranks_have_a_store:
+                    succeeded(ranks, sidecar, bucket, sessions=ALL_SESSIONS)
+                    self.check_same(ranks, call, oracle)
+                    assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(900))
+                empty(ranks)
+            sidecar.wait("they are gone", lambda now: len(now["sessions"]) == SESSIONS)

@@ -53,6 +53,11 @@ class Holds:
 
     # --- the test's end ------------------------------------------------------------------------
 
+    @property
+    def program(self) -> tuple[str, str]:
+        """What a `SidecarProcess` runs to be held."""
+        return str(Path(__file__)), str(self._folder)
+
     def hold(self, step: str, pid: int) -> None:
         """Hold this step of the client with this pid from now on."""
         self._path("hold", step, pid).touch()

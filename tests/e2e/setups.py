@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
     from sidecar.demo.servers import S3Server
+    from tests.e2e.held_sidecar import Holds
 
 SMALL: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
 """Of an engine: memory for two of the longest prompts, so that a dozen requests fill it."""
@@ -78,18 +79,27 @@ class Bucket(NamedTuple):
         return folder
 
 
-def sidecar_in(folder: Path, *, name: str = "s", **sections: Any) -> SidecarProcess:
-    """A sidecar of a module's folder, not started yet; beside another one it has another name."""
+def sidecar_in(
+    folder: Path, *, name: str = "s", holds: Holds | None = None, **sections: Any
+) -> SidecarProcess:
+    """A sidecar of a module's folder, not started yet; beside another one it has another name.
+
+    With `holds`, one that can be held.
+    """
     config = {"host": {"size": "256MiB"}, "limits": PATIENT, **sections}
-    return SidecarProcess(folder / name, config)
+    options = {} if holds is None else {"program": holds.program}
+    return SidecarProcess(folder / name, config, **options)
 
 
 @contextlib.contextmanager
 def attached(
-    folder: Path, engine: Engine, *, sessions: int = SESSIONS, **sections: Any
+    folder: Path, engine: Engine, *, sessions: int = SESSIONS, **options: Any
 ) -> Generator[SidecarProcess]:
-    """An empty sidecar that the engine is attached to; at its end everything has ended."""
-    with sidecar_in(folder, **sections) as sidecar:
+    """An empty sidecar that the engine is attached to; at its end everything has ended.
+
+    `options` are those of `sidecar_in`.
+    """
+    with sidecar_in(folder, **options) as sidecar:
         attach(engine, sidecar, sessions=sessions)
         yield sidecar
         empty(engine)

@@ -6,29 +6,42 @@ tells their KV apart is the image's hash, in the keys of all chunks that it over
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import Engine
 from sidecar.demo.model import WORDS
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    GENERATED_TOKENS,
+    SESSIONS,
     Call,
+    attach,
+    check_equal,
     check_hit,
     close,
+    counters,
     empty,
     fresh_salt,
+    idle,
+    own_hit,
     same_output,
+    whole_blocks,
     words,
 )
-from tests.e2e.setups import SMALL, attached, sidecar_in
+from tests.e2e.group_suite import GroupSuite, engine_of
+from tests.e2e.held_sidecar import LOAD, Holds
+from tests.e2e.setups import attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from sidecar.demo.sidecars import SidecarProcess
+    from tests.e2e.arms import Measured
 
 pytestmark = pytest.mark.engine
 
@@ -40,6 +53,8 @@ PATCHES: Final = (PIXELS // PATCH_PIXELS) ** 2
 SPECIAL: Final = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 IMAGE_TOKENS: Final = PATCHES + 3
 """What the token becomes: one for each patch, in a frame of others."""
+COUNTING: Final = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+"""Of an engine that needs no hashes of images, and makes none."""
 
 
 def write_idefics(folder: Path, tokenizer_from: str) -> None:
@@ -104,61 +119,153 @@ def write_idefics(folder: Path, tokenizer_from: str) -> None:
 def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     idefics = tmp_path_factory.mktemp("idefics")
     write_idefics(idefics, model)
-    spec = EngineSpec(str(idefics), sidecar_in(folder).socket, SMALL)
-    with Engine(spec, folder / "engine.log") as engine:
-        yield engine.wait_ready()
+    # What prepares the images needs the tokenizer.
+    with engine_of(idefics, folder, skip_tokenizer_init=False) as engine:
+        yield engine
 
 
-@pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
-    with attached(folder, engine) as sidecar:
-        yield sidecar
+def call_of(before: int, behind: int, image: int, max_tokens: int = GENERATED_TOKENS) -> Call:
+    """So many words before an image and behind it. The words are always the same."""
+    prompt = words(before + behind, 1)
+    prompt.insert(before, IMAGE)
+    return Call(prompt, max_tokens, {"image": image}, IMAGE_TOKENS - 1)
 
 
-def prompt_of(before: int, behind: int, seed: int = 1) -> list[int]:
-    """So many words before an image and behind it."""
-    return [*words(before, seed), IMAGE, *words(behind, seed + 1)]
+class TestIdefics3(GroupSuite):
+    """Each prompt has an image, where there is room over the end of its first chunk.
 
+    Requests with other seeds have the same words, but another image.
+    """
 
-@pytest.mark.parametrize(
-    "before", [0, CHUNK_TOKENS - 24, CHUNK_TOKENS + 40], ids=["first", "over two chunks", "second"]
-)
-def test_another_image_shares_only_what_is_before_it(
-    engine: Engine, sidecar: SidecarProcess, before: int
-) -> None:
-    prompt = prompt_of(before, 500)
-    tokens = before + IMAGE_TOKENS + 500
-    one, other = ({"image": seed} for seed in (1, 2))
-    found = check_hit(engine, Call(prompt, options=one))
-    assert found.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    # Now under one salt, from a sidecar that has the prompt with the first image.
-    salt = fresh_salt()
-    empty(engine)
-    first = Call(prompt, options=one).generate(engine, salt)
-    assert first.cached_tokens == 0
-    empty(engine)
-    second = Call(prompt, options=other).generate(engine, salt)
-    assert second.cached_tokens == before // CHUNK_TOKENS * CHUNK_TOKENS
-    assert second.logprobs[0] != first.logprobs[0], "an image changes what is said"
-    for options, expected, same in ((one, found, same_output), (other, second, close)):
+    groups = 1
+    preempted_tokens = 690
+    ranks_have_a_store = True
+
+    def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:
+        before = min(CHUNK_TOKENS - 24, tokens - IMAGE_TOKENS)
+        return call_of(before, tokens - IMAGE_TOKENS - before, seed, max_tokens)
+
+    def another(self, call: Call) -> Call:
+        """The same words around another image."""
+        return replace(call, options={"image": call.options["image"] + 1})
+
+    def blocks_read(self, tokens: int) -> int:
+        return tokens // BLOCK_TOKENS
+
+    def chunks_read(self, tokens: int) -> int:
+        return -(-tokens // CHUNK_TOKENS)
+
+    def check_bytes(self, measured: Measured, oracle: Measured) -> None:
+        """There is nothing but the one group, so all of it must be the same."""
+        check_equal(measured, oracle)
+
+    def check_same(self, engine: Engine, call: Call, expected: Measured) -> None:
+        """And that another image is not taken for the one that is known."""
+        super().check_same(engine, call, expected)
         empty(engine)
-        again = Call(prompt, options=options).generate(engine, salt)
-        assert again.cached_tokens == found.cached_tokens
-        # What was computed behind the shared head is rounded otherwise.
-        assert same(again, expected)
+        another = self.another(call).generate(engine, expected.salt)
+        assert another.cached_tokens == 0
+        assert another.logprobs != expected.generation.logprobs
 
+    @pytest.mark.parametrize("tokens", [125, 165, 515, 1500])
+    def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
+        """None of whole blocks: of such a prompt all is loaded, not only what vLLM would find."""
+        super().test_host_hits(engine, sidecar, tokens)
 
-def test_a_hit_that_ends_inside_an_image(engine: Engine, sidecar: SidecarProcess) -> None:
-    """The rest of the image is computed, of which the tower's output is needed again."""
-    image = {"image": 3}
-    head = CHUNK_TOKENS - 24
-    short, long = prompt_of(head, 0), prompt_of(head, 400)
-    oracle_call = Call(long, options=image)
-    found = check_hit(engine, oracle_call, before=[Call(short, options=image)])
-    assert CHUNK_TOKENS <= found.cached_tokens < head + IMAGE_TOKENS
-    # Another one of the same tokens is no hit at all.
-    salt = fresh_salt()
-    empty(engine)
-    Call(short, options=image).generate(engine, salt)
-    empty(engine)
-    assert Call(long, options={"image": 4}).generate(engine, salt).cached_tokens == 0
+    @pytest.mark.parametrize(
+        "before",
+        [0, CHUNK_TOKENS - 24, CHUNK_TOKENS + 40],
+        ids=["first", "over two chunks", "second"],
+    )
+    def test_another_image_shares_only_what_is_before_it(
+        self, engine: Engine, sidecar: SidecarProcess, before: int
+    ) -> None:
+        one, other = (call_of(before, 500, image) for image in (1, 2))
+        found = check_hit(engine, one)
+        assert found.cached_tokens == whole_blocks(one.tokens)
+        # Now under one salt, from a sidecar that has the prompt with the first image.
+        salt = fresh_salt()
+        empty(engine)
+        first = one.generate(engine, salt)
+        assert first.cached_tokens == 0
+        empty(engine)
+        second = other.generate(engine, salt)
+        assert second.cached_tokens == before // CHUNK_TOKENS * CHUNK_TOKENS
+        assert second.logprobs[0] != first.logprobs[0], "an image changes what is said"
+        for call, expected, same in ((one, found, same_output), (other, second, close)):
+            empty(engine)
+            again = call.generate(engine, salt)
+            assert again.cached_tokens == found.cached_tokens
+            # What was computed behind the shared head is rounded otherwise.
+            assert same(again, expected)
+
+    def test_a_hit_that_ends_inside_an_image(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        """The rest of the image is computed, of which the tower's output is needed again."""
+        head = CHUNK_TOKENS - 24
+        short, long = (call_of(head, behind, 3) for behind in (0, 400))
+        found = check_hit(engine, long, before=[short])
+        assert CHUNK_TOKENS <= found.cached_tokens < head + IMAGE_TOKENS
+        # Another one of the same tokens is no hit at all.
+        salt = fresh_salt()
+        empty(engine)
+        short.generate(engine, salt)
+        empty(engine)
+        assert self.another(long).generate(engine, salt).cached_tokens == 0
+
+    def test_a_prompt_that_ends_with_an_image(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """Of whole blocks: its last token, which is one of the image's, is computed again."""
+        call, salt = call_of(5 * BLOCK_TOKENS - IMAGE_TOKENS, 0, 5), fresh_salt()
+        empty(engine)
+        cold = call.generate(engine, salt)
+        empty(engine)
+        again = call.generate(engine, salt)
+        assert again.cached_tokens == call.tokens
+        assert close(again, cold)
+
+    def test_an_abort_during_a_load(self, folder: Path, engine: Engine) -> None:
+        """Half-way through its copy: its blocks are nobody else's until that has ended."""
+        holds = Holds(folder / "holds")
+        (folder / "holds").mkdir()
+        call = self.call(1100, 30, max_tokens=1)
+        with attached(folder, engine, holds=holds) as sidecar:
+            expected = own_hit(engine, call, before=[call])
+            empty(engine)
+            workers = [one for one in sidecar.status()["sessions"] if one["role"] == "worker"]
+            (pid,) = (one["pid"] for one in workers)
+            holds.hold(LOAD, pid)
+            handle = call.begin(engine, expected.salt)
+            sidecar.wait("the load is held", lambda _: holds.held(LOAD, pid))
+            engine.abort(handle)
+            assert engine.finish(handle).tokens == []
+            holds.let_go()
+            sidecar.wait("everything ended", idle)
+            self.check_same(engine, call, expected)
+
+    @pytest.mark.long
+    def test_images_that_vllm_only_counts_are_not_cached(
+        self, folder: Path, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """Of an engine that hashes none of them; its prompts of words alone are."""
+        call, text = self.call(900, 40), Call(words(900, 41))
+        salt = fresh_salt()
+        call.generate(engine, salt)
+        empty(engine)
+        engine_args = {**engine.spec.engine_args, **COUNTING}
+        spec, log = replace(engine.spec, engine_args=engine_args), folder / "counting.log"
+        with Engine(spec, log) as counting:
+            counting.wait_ready()
+            attach(counting, sidecar, sessions=2 * SESSIONS)
+            sidecar.wait("everything ended", idle)
+            before = counters(sidecar)
+            for _ in range(2):
+                assert call.generate(counting, salt).cached_tokens == 0
+                empty(counting)
+            assert counters(sidecar) == before, "nothing is stored or loaded"
+            assert text.generate(counting, salt).cached_tokens == 0
+            empty(counting)
+            assert text.generate(counting, salt).cached_tokens == whole_blocks(text.tokens)
+            empty(counting)
+        sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
+        assert log.read_text().count("images, audio or video are not cached") == 1
