@@ -1,7 +1,8 @@
 """Comparing a slice of the catalog with a listing of its objects.
 
 Owns finding objects that no row names, rows whose object is gone, and which of the withdrawn
-objects may be deleted. Does not own the listing, nor deleting anything (`whole.py`).
+objects may be deleted, or were only missed. Does not own the listing, nor deleting anything
+(`whole.py`).
 
 Invariants: pure; times of objects are the store's; an object that may be written or announced just
 now is left alone.
@@ -9,6 +10,7 @@ now is left alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -62,16 +64,19 @@ def compared(
         ],
         dtype=np.intp,
     )
-    return found, withdrawals(rows.take(lost), newest[lost])
+    return found, withdrawals(rows.take(lost), newest[lost], missing=True)
 
 
 def deletable(
     rows: Rows, withdrawn: Rows, objects: Mapping[str, tuple[int, float]], prefix: str
-) -> tuple[Rows, list[str]]:
+) -> tuple[Rows, list[str], Rows]:
     """The rows without those that are in `withdrawn` and done with, and objects to be deleted.
 
+    Also rows that offer again what somebody missed, and is there: a reader may have asked a replica
+    that lags behind, or the wrong server. Nothing is deleted on such a word alone.
+
     Args:
-        rows: merged rows of the slice.
+        rows: merged rows of the slice, all of each chunk.
         withdrawn: rows that have withdrawn for long enough.
         objects: all of the slice.
         prefix: the namespace's folder.
@@ -79,18 +84,32 @@ def deletable(
     waiting = np.flatnonzero(rows.size_bytes == 0)
     due = waiting[both_have(rows.take(waiting), withdrawn)]
     doomed: list[str] = []
+    missed: list[int] = []
+    sizes: list[int] = []
     kept = np.ones(len(rows), dtype=np.bool_)
     some = rows.take(due)
     named = zip(due.tolist(), names_of(some, prefix), some.written_at.tolist(), strict=True)
     for index, name, written_at in named:
         there = objects.get(name)
         if there is not None:
-            if not 0 < there[1] <= written_at / 1e6 + MARGIN_SECONDS:
+            size_bytes, modified = there
+            if not 0 < modified <= written_at / 1e6 + MARGIN_SECONDS:
                 # Written again, and about to be announced.
+                continue
+            if size_bytes and not rows.num_blocks[index]:
+                missed.append(index)
+                sizes.append(size_bytes)
                 continue
             doomed.append(name)
         kept[index] = False
-    return (rows.take(kept) if len(due) else rows), doomed
+    # Later than all that was withdrawn of the chunk, so that it counts for readers.
+    chosen = np.array(missed, dtype=np.intp)
+    found = replace(
+        rows.take(chosen),
+        size_bytes=np.array(sizes, dtype=np.int64),
+        written_at=newest_of_chunk(rows)[chosen] + 1,
+    )
+    return (rows.take(kept) if len(due) else rows), doomed, found
 
 
 def names_of(rows: Rows, prefix: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import Longs, Rows, joined
+from tiers.catalog.rows import Ints, Longs, Rows, joined
 
 SHARDS: Final = 256
 
@@ -29,10 +29,12 @@ def merged(rows: Rows) -> Rows:
     # The names, not their numbers: those are a file's own.
     names = np.argsort(np.argsort(np.array(rows.segments, dtype=object))).astype(np.int64)
     segments = names[rows.segment_ids]
-    # The last column is the most significant. Size and tenant only make the choice a fixed one.
+    # The last column is the most significant. Size, tenant and blocks only make the choice a fixed
+    # one, and that what falls to a bound does so though a reader missed it.
     tenants = np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
     order = np.lexsort(
         (
+            rows.num_blocks,
             tenants,
             rows.size_bytes,
             withdrawn,
@@ -75,15 +77,20 @@ def newest_of_chunk(rows: Rows) -> Longs:
     return np.repeat(newest, np.diff(np.r_[starts, len(rows)]))
 
 
-def withdrawals(rows: Rows, written_at: Longs) -> Rows:
-    """The rows that withdraw these, if they were not written after `written_at` (shape [n])."""
+def withdrawals(rows: Rows, written_at: Longs, *, missing: bool) -> Rows:
+    """The rows that withdraw these, if they were not written after `written_at` (shape [n]).
+
+    `missing`: because there is no object, and not because they fall to a bound. Such rows have no
+    blocks, as those of a reader that found none: one that turns up after all is offered again.
+    """
     zeros: Any = np.zeros_like(rows.size_bytes)
+    num_blocks: Ints = np.zeros_like(rows.num_blocks) if missing else np.maximum(rows.num_blocks, 1)
     return Rows(
         rows.keys,
         rows.parents,
         rows.segments,
         rows.segment_ids,
-        rows.num_blocks,
+        num_blocks,
         zeros,
         written_at,
         rows.tenants,

@@ -62,7 +62,7 @@ class Report:
     waiting: int = 0
     """Withdrawn segments whose time to be deleted has not come."""
     found: int = 0
-    """Objects that no row named."""
+    """Objects that no row named, or that somebody missed."""
     lost: int = 0
     """Rows whose object was gone."""
     files_removed: int = 0

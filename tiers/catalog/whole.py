@@ -149,16 +149,22 @@ class WholeMerge:
         return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
 
     async def _deleted(self, rows: Rows, old: Rows, objects: Objects) -> Rows:
-        """Delete what was withdrawn long enough ago; the rows without it."""
+        """Delete what was withdrawn long enough ago, or is there after all; the rows then."""
         work = self._work
-        rows, doomed = await anyio.to_thread.run_sync(deletable, rows, old, objects, work.prefix)
+        rows, doomed, found = await anyio.to_thread.run_sync(
+            deletable, rows, old, objects, work.prefix
+        )
         if not work.plan.dry_run:
             for first in range(0, len(doomed), DELETED_NAMES):
                 # At a slow rate a shard's removal takes longer than a lease.
                 await work.check_alive()
                 await work.tier.delete(doomed[first : first + DELETED_NAMES])
         work.report.deleted += len(doomed)
-        return rows
+        work.report.found += len(found)
+        if not len(found):
+            return rows
+        await self._announce(found)
+        return await anyio.to_thread.run_sync(merged, joined([rows, found]))
 
     async def _announce(self, rows: Rows | None) -> None:
         """Tell readers, some at a time; None: all that waits, now."""
@@ -186,7 +192,7 @@ def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, _Fallen
     whys = verdict.why(rows)
     going = np.flatnonzero(whys)
     gone, whys = rows.take(going), whys[going]
-    news = withdrawals(gone, newest_of_chunk(rows)[going])
+    news = withdrawals(gone, newest_of_chunk(rows)[going], missing=False)
     if len(gone):
         report.count(gone, whys)
         rows = merged(joined([rows, news]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers.catalog.kit import NAMESPACE, new_rows
-from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key
+from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots
 from tiers.catalog import whole as wholes
@@ -52,7 +52,8 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     world.bucket.now += 200
     assert (await world.compact(bounds, whole=False)).withdrawn == 1
     world.bucket.now += GRACE - 1
-    # Somebody found no object 2, and much is written.
+    # Object 2 goes, somebody finds none, and much is written.
+    del world.bucket.objects[world.name(2)]
     world.log.append(Row(chunk_key(2), SEGMENT.name, two))
     await world.write(*range(10, 20))
     report = await world.compact(bounds, whole=False)
@@ -62,11 +63,11 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     report = await world.compact(bounds, whole=False)
     assert (report.whole, report.deleted, report.waiting) == (True, 1, 1)
     assert 1 not in world.there()
-    assert 2 in world.there()
     world.bucket.now += GRACE - 1
-    assert (await world.compact(bounds, whole=False)).deleted == 0
+    assert not (await world.compact(bounds, whole=False)).whole
     world.bucket.now += 2
-    assert (await world.compact(bounds, whole=False)).deleted == 1
+    report = await world.compact(bounds, whole=False)
+    assert (report.deleted, report.waiting) == (0, 0)
     assert world.there() == set(range(10, 20)) == await world.offered()
 
 
@@ -83,6 +84,7 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     assert (await world.compact(bounds, whole=False)).withdrawn == 1
     world.bucket.now += GRACE - 1
     for number in range(10, 20):
+        del world.bucket.objects[world.name(number)]
         world.log.append(Row(chunk_key(number), SEGMENT.name, then))
     await world.log.flush()
     assert (await world.compact(bounds, whole=False)).waiting == 11
@@ -91,9 +93,9 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     world.bucket.now += GRACE
     # Those that came first were kept beyond the base.
     report = await world.compact(bounds, whole=False)
-    assert (report.deleted, report.waiting) == (8, 3)
+    assert (report.deleted, report.waiting) == (1, 3)
     world.bucket.now += 2 * GRACE
-    assert (await world.compact(bounds, whole=False)).deleted == 3
+    assert (await world.compact(bounds, whole=False)).waiting == 0
     assert world.there() == set()
 
 
@@ -116,3 +118,62 @@ async def test_what_is_lost_of_a_chunk_is_withdrawn_as_of_its_newest_segment(wor
     [row] = await new_rows(reader)
     assert (row.segment, row.withdrawn) == (first.name, True)
     assert row.written_at == max(one.written_at for one in before)
+
+
+async def test_what_somebody_missed_and_is_there_is_offered_again(world: World) -> None:
+    old = world.reader()
+    await world.write(1, 2)
+    seen = await new_rows(old)
+    # Both are reported, of another segment too, and later; one is gone.
+    for row in seen:
+        world.log.append(row._replace(size_bytes=0, num_blocks=0))
+    world.log.append(Row(chunk_key(1), "0-4.0-4", world.bucket.micros + 7))
+    await world.log.flush()
+    del world.bucket.objects[world.name(2)]
+    report = await world.compact()
+    assert (report.deleted, report.waiting) == (0, 3)
+    assert await world.offered() == set()
+    world.bucket.now += GRACE + 1
+    report = await world.compact()
+    assert (report.deleted, report.found, report.waiting) == (0, 1, 0)
+    assert world.there() == {1} == await world.offered()
+    seen += await new_rows(old)
+    assert view_of(seen) == {1}
+    again = max(seen, key=lambda row: row.written_at)
+    # Later than what was said of any segment of the chunk.
+    assert again.written_at == int((world.bucket.now - GRACE - 1) * 1e6) + 8
+    assert (again.segment, again.size_bytes) == (SEGMENT.name, 1000)
+    world.bucket.now += GRACE + 1
+    assert (await world.compact()).deleted == 0
+    assert world.there() == {1} == await world.offered()
+
+
+async def test_what_somebody_missed_and_is_there_still_falls_to_a_bound(world: World) -> None:
+    bounds = Bounds(ttl_seconds=1000.0)
+    await world.write(1)
+    world.bucket.now += 900
+    [row] = await new_rows(world.reader())
+    world.log.append(row._replace(size_bytes=0, num_blocks=0))
+    await world.log.flush()
+    await world.compact(bounds)
+    world.bucket.now += 2 * GRACE
+    report = await world.compact(bounds)
+    assert (report.found, report.withdrawn, report.deleted) == (1, 1, 0)
+    world.bucket.now += GRACE + 1
+    assert (await world.compact(bounds)).deleted == 1
+    assert world.there() == set() == await world.offered()
+
+
+async def test_an_object_of_unknown_blocks_falls_to_a_bound_once(world: World) -> None:
+    await world.put(1)
+    world.bucket.now += 1000
+    assert (await world.compact(reconcile=True)).found == 1
+    bounds = Bounds(ttl_seconds=500.0)
+    assert (await world.compact(bounds)).withdrawn == 1
+    # Somebody misses it all the same, as of the same time.
+    [*_, row] = await new_rows(world.reader())
+    world.log.append(row._replace(size_bytes=0, num_blocks=0))
+    await world.log.flush()
+    world.bucket.now += GRACE + 1
+    assert (await world.compact(bounds)).deleted == 1
+    assert world.there() == set()

@@ -194,6 +194,14 @@ class Catalog(RuleBasedStateMachine):
             self.logs[writer].append(Row(key_of(number), SEGMENT.name, time))
             anyio.run(self.logs[writer].flush)
 
+    @rule(number=numbers, writer=st.integers(0, WRITERS - 1))
+    def miss(self, number: int, writer: int) -> None:
+        """One reader is told that there is no object, though there is."""
+        time, withdrawn = self.seen[1].get(key_of(number), (0, True))
+        if not withdrawn:
+            self.logs[writer].append(Row(key_of(number), SEGMENT.name, time))
+            anyio.run(self.logs[writer].flush)
+
     @rule(number=numbers)
     def vanish(self, number: int) -> None:
         """A lifecycle rule of the bucket."""

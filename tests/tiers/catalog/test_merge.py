@@ -84,7 +84,8 @@ def chunk(number: int, minute: int, size_bytes: int = 10, tenant: bytes = b"") -
 
 def test_withdrawing_is_a_row_of_the_same_time() -> None:
     rows = rows_of([chunk(1, 5), chunk(2, 6)])
-    both = merged(joined([rows, withdrawals(rows.take(np.array([0])), rows.written_at[:1])]))
+    gone = withdrawals(rows.take(np.array([0])), rows.written_at[:1], missing=True)
+    both = merged(joined([rows, gone]))
     assert [(row.key, row.withdrawn) for row in listed(both)] == [(key(1), True), (key(2), False)]
 
 
