@@ -129,8 +129,8 @@ async def collect(
 ) -> list[Report]:
     """One round on each namespace, under a lease that is held. Raises as `compact` does.
 
-    A namespace where only a person can help does not keep the others from theirs: the error is
-    raised after all of them.
+    A namespace whose round fails does not keep the others from theirs: the first error is raised
+    after all of them.
     """
     reports: list[Report] = []
     failure: TierUnavailable | None = None
@@ -142,8 +142,6 @@ async def collect(
                 store, prefix, plan, lease.store_seconds, alive=lease.renew, counts=counts
             )
         except TierUnavailable as error:
-            if error.retryable:
-                raise
             failure = failure or error
         else:
             reports.append(report)

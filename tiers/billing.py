@@ -56,10 +56,12 @@ class Billed(Wrapper):
         self.num_bytes["get"] += num_bytes
         return num_bytes
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         """See `ObjectTier.list`."""
         self.requests["list"] += 1
-        found = await super().list(prefix, start_after=start_after, deep=deep)
+        found = await super().list(prefix, start_after=start_after, deep=deep, names_max=names_max)
         self.requests["list"] += max(0, len(found) - 1) // PAGE_NAMES
         return found
 

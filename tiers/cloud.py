@@ -106,7 +106,9 @@ class CloudStore:
         found = np.frombuffer(body, dtype=np.uint8)
         return await run_to_end(lambda: fill(found, into, seen), self._copies)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    ) -> Listing:
         """See `Filesystem.find`."""
         if self._direct is not None:
             # Listings come every few seconds, reads may not.
@@ -121,11 +123,15 @@ class CloudStore:
             chunk_size=LIST_NAMES_PER_STEP,
         )
         async for part in stream:
+            # The offset saves what it can: Azure begins at the name, other servers where they like.
             found += [
-                Found(one["path"], one["size"], one["last_modified"].timestamp()) for one in part
+                Found(one["path"], one["size"], one["last_modified"].timestamp())
+                for one in part
+                if one["path"] > start_after
             ]
-        # The offset saves what it can: Azure begins at the name, and other servers where they like.
-        return [one for one in found if one.name > start_after] if start_after else found
+            if names_max is not None and len(found) >= names_max:
+                break
+        return found
 
     async def _find_here(self, folder: str, start_after: str) -> Listing:
         answer = await obstore.list_with_delimiter_async(self._client, folder or None)

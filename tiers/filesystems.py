@@ -83,10 +83,13 @@ class Filesystem(Protocol):
         """
         ...
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    ) -> Listing:
         """Objects below `folder` ("" for all) whose names sort after `start_after`.
 
-        Not `deep`: only what is in the folder itself, and its folders.
+        Not `deep`: only what is in the folder itself, and its folders. Where there are more than
+        `names_max`, the first so many in order are enough.
         """
         ...
 

@@ -96,7 +96,14 @@ class LocalFolder:
         """See `Filesystem.get`."""
         return await run_to_end(lambda: self._get(self._path(name), into, seen), self._readers)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self,
+        folder: str,
+        *,
+        start_after: str,
+        deep: bool,
+        names_max: int | None,  # noqa: ARG002 (a folder has no pages)
+    ) -> Listing:
         """See `Filesystem.find`."""
         found = await self._listings.run(lambda: self._find(folder, deep=deep))
         return [one for one in found if one.name > start_after]

@@ -113,7 +113,14 @@ class _SyncFilesystem:
         path = f"{self._root}/{name}"
         return await run_to_end(lambda: self._get(path, into, seen), self._limiter)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self,
+        folder: str,
+        *,
+        start_after: str,
+        deep: bool,
+        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
+    ) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
         # `find` answers with a dict and `ls` with a list; the values are the same.
         work = self._fs.find if deep else self._fs.ls
@@ -167,7 +174,14 @@ class _AsyncFilesystem:
         body: bytes = await self._fs._cat_file(path, start=0, end=into.nbytes + 1)
         return await run_to_end(lambda: fill(body, into, seen), self._limiter)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self,
+        folder: str,
+        *,
+        start_after: str,
+        deep: bool,
+        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
+    ) -> Listing:
         root = f"{self._root}/{folder}" if folder else self._root
         if deep:
             below: dict[str, Any] = await self._fs._find(root, detail=True)
@@ -215,7 +229,9 @@ class _S3(_AsyncFilesystem):
         finally:
             body.detach_slot()
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    ) -> Listing:
         # Not through s3fs, which has no way to begin after a name.
         asked: dict[str, Any] = {
             "Bucket": self._bucket,
@@ -234,7 +250,7 @@ class _S3(_AsyncFilesystem):
                 found.append(Found(one["Key"][skip:], int(one["Size"]), modified))
             for one in page.get("CommonPrefixes", ()):
                 found.append(Found(one["Prefix"][skip:], 0, 0.0))
-            if not page.get("IsTruncated"):
+            if not page.get("IsTruncated") or (names_max is not None and len(found) >= names_max):
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
@@ -281,7 +297,9 @@ class _Gcs(_AsyncFilesystem):
         self._connect()
         return await super().get(name, into, seen=seen)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    ) -> Listing:
         self._connect()
         asked: dict[str, Any] = {"prefix": f"{self._path}{folder}/" if folder else self._path}
         if start_after:
@@ -305,7 +323,8 @@ class _Gcs(_AsyncFilesystem):
             for one in page.get("prefixes", ()):
                 found.append(Found(one[skip:], 0, 0.0))
             token = page.get("nextPageToken")
-            if not token:
+            # One more, for the name that it begins at.
+            if not token or (names_max is not None and len(found) > names_max):
                 return [one for one in found if one.name > start_after]
             asked["pageToken"] = token
 
@@ -355,7 +374,14 @@ class _Azure(_AsyncFilesystem):
         )
         return await run_to_end(lambda: fill(body, into, seen), self._limiter)
 
-    async def find(self, folder: str, *, start_after: str, deep: bool) -> Listing:
+    async def find(
+        self,
+        folder: str,
+        *,
+        start_after: str,
+        deep: bool,
+        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
+    ) -> Listing:
         container = self._fs.service_client.get_container_client(self._container)
         prefix = f"{self._path}{folder}/" if folder else self._path
         skip = len(self._path)

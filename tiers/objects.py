@@ -92,12 +92,16 @@ class ObjectTier(Protocol):
         """
         ...
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         """All objects in folder `prefix` and below ("" for all), in no order.
 
         `start_after`: only those whose whole name sorts after it. For a folder without folders:
         servers do not agree on whether "a/x" or "a-b/x" comes first.
         Not `deep`: only what is in the folder itself, and its folders, whose names end with "/".
+        `names_max`: where there are more, the first so many in order of their names are enough, and
+        the rest is asked for with `start_after`. A store that has no such way answers with all.
         What was written before the call is in the answer.
         """
         ...
@@ -177,7 +181,9 @@ class UrlObjects:
         with self._translated("read", name):
             return await self._store.get(name, into, seen=seen)
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         """See `ObjectTier.list`."""
         folder = prefix.rstrip("/")
         for name in (folder, start_after.rstrip("/")):
@@ -185,7 +191,9 @@ class UrlObjects:
                 _check_name(name)
         try:
             with self._translated("list", prefix):
-                return await self._store.find(folder, start_after=start_after, deep=deep)
+                return await self._store.find(
+                    folder, start_after=start_after, deep=deep, names_max=names_max
+                )
         except ChunkMissing as error:
             if self._listed_by_server:
                 # A server lists an empty prefix as empty; taking its 404 for that would have the

@@ -73,10 +73,16 @@ class Wrapper(abc.ABC):
         """See `ObjectTier.read`."""
         return await self._around("read", name, lambda: self._inner.read(name, into, seen=seen))
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         """See `ObjectTier.list`."""
         return await self._around(
-            "list", prefix, lambda: self._inner.list(prefix, start_after=start_after, deep=deep)
+            "list",
+            prefix,
+            lambda: self._inner.list(
+                prefix, start_after=start_after, deep=deep, names_max=names_max
+            ),
         )
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -169,7 +175,7 @@ class Deadline(Wrapper):
     """Ends a verb that takes too long with a retryable `TierExpired`.
 
     A removal has no bound on its names, so every `deleted_together_max` of them have a deadline of
-    their own.
+    their own. A listing has one, and whoever lists very many names asks for them in parts.
 
     The error comes after the deadline where a worker thread still touches the caller's memory:
     it waits for the thread, never the other way round.

@@ -293,7 +293,9 @@ class _Store:
     def __init__(self, objects: dict[str, bytes]) -> None:
         self._objects = objects
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         below = f"{prefix.rstrip('/')}/"
         found = {name: body for name, body in self._objects.items() if name.startswith(below)}
         if not deep:

@@ -120,7 +120,9 @@ class FaultyObjects:
         self._answer("read")
         return len(found)
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         """See `ObjectTier.list`. A listing is as old as its beginning."""
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         found: dict[str, Found] = {}
@@ -135,7 +137,7 @@ class FaultyObjects:
                 found[name] = Found(name, 0, 0.0)
         await self._begin("list")
         self._answer("list")
-        return list(found.values())
+        return [found[name] for name in sorted(found)][:names_max]
 
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""

@@ -70,7 +70,9 @@ class Scripted:
         await self._step("read")
         return 7
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         await self._step("list")
         return [Found("a", 1, 0.0)]
 
@@ -127,8 +129,12 @@ class TestRetrying:
                 return await super().read(name, into, seen=seen)
 
         told: list[tuple[int, int, int]] = []
+
+        def seen(size_bytes: int, first: int, last: int) -> None:
+            told.append((size_bytes, first, last))
+
         tier = Retrying(Telling([later()]), attempts_max=4, sleep=no_sleep)
-        assert await tier.read(NAME, slot(), seen=lambda *piece: told.append(piece)) == 7
+        assert await tier.read(NAME, slot(), seen=seen) == 7
         assert told == [(7, 0, 7), (0, 0, 0)]
 
     @pytest.mark.parametrize("failures", [0, 1, 3])
@@ -506,7 +512,12 @@ class TestPaced:
 
         class Noting(Scripted):
             async def list(
-                self, prefix: str, *, start_after: str = "", deep: bool = True
+                self,
+                prefix: str,
+                *,
+                start_after: str = "",
+                deep: bool = True,
+                names_max: int | None = None,
             ) -> Listing:
                 begun.append(now)
                 return []

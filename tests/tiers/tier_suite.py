@@ -163,6 +163,22 @@ class TierSuite:
         assert await after("log/b", "log/a/0003") == names[-4:]
         assert await after("log/c", "log/a/0001") == []
 
+    async def test_list_in_parts(self, tier: ObjectTier) -> None:
+        names = [f"v1/ab/ab{number:02x}/{rank}.arrow" for number in range(6) for rank in (0, 1)]
+        for name in names:
+            await tier.write(name, image_of(1))
+        found: list[str] = []
+        while part := sorted(
+            one.name
+            for one in await tier.list("v1/ab", start_after=found[-1] if found else "", names_max=5)
+        ):
+            assert part == names[len(found) :][: len(part)]
+            found += part
+        assert found == names
+        # A name that is not there, right before one that is.
+        rest = await tier.list("v1/ab", start_after=names[6][:-1], names_max=2)
+        assert sorted(one.name for one in rest)[:2] == names[6:8]
+
     async def test_list_of_one_level_names_folders(self, tier: ObjectTier) -> None:
         for name in ("a/b/one", "a/b/c/two", "a/three", "ab/four"):
             await tier.write(name, image_of(7))

@@ -4,7 +4,8 @@ Owns the slices, which are the 256 folders by a key's first two digits, and maki
 listing of one. Does not own what is done with them: a sidecar offers and announces what the
 catalog lacks, a collector also withdraws what the catalog has too much.
 
-Invariants: a slice is one listing, held in memory alone; names that are no segment's are left out.
+Invariants: a slice is listed in pages, each with a deadline of its own, and held in memory alone;
+names that are no segment's are left out.
 A row made of a listing has no tenant, parent or number of blocks, and the store's own time: the
 row of whoever wrote the object is newer, and holds, wherever it is known.
 """
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tiers.objects import ObjectTier
 
 SLICES: Final = 256
+PAGE_NAMES: Final = 1000
+"""Names that are asked for at a time: one request of S3, and of most others."""
 
 
 def slice_folder(prefix: str, number: int) -> str:
@@ -36,9 +39,23 @@ async def slices_there(tier: ObjectTier, prefix: str) -> list[int]:
     return [number for number in range(SLICES) if slice_folder(prefix, number) in there]
 
 
+async def listed_in(tier: ObjectTier, prefix: str, number: int) -> Listing:
+    """All objects in one slice. Raises the tier's errors."""
+    folder = slice_folder(prefix, number)
+    found: Listing = []
+    after = ""
+    while True:
+        # All keys of a slice are of one length, so that servers agree on what comes after a name.
+        page = await tier.list(folder, start_after=after, names_max=PAGE_NAMES)
+        found += page
+        if len(page) < PAGE_NAMES:
+            return found
+        after = max(one.name for one in page)
+
+
 async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:
     """A row for each segment in one slice. Raises the tier's errors."""
-    listing = await tier.list(slice_folder(prefix, number))
+    listing = await listed_in(tier, prefix, number)
     return await anyio.to_thread.run_sync(rows_of_listing, listing, prefix)
 
 

@@ -9,6 +9,7 @@ Invariants: those of `compaction.py`; a row is announced as withdrawn before it 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
@@ -22,7 +23,7 @@ from tiers.catalog.manifest import TENANTS_MAX
 from tiers.catalog.merge import both_have, merged, newest_of_chunk, withdrawals
 from tiers.catalog.rows import Rows, joined
 from tiers.catalog.shards import Shards
-from tiers.catalog.sweep import slice_folder
+from tiers.catalog.sweep import listed_in, slice_folder
 
 if TYPE_CHECKING:
     from tiers.catalog.log import LogWriter
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 ANNOUNCED_ROWS: Final = 50_000
 DELETED_NAMES: Final = 100
-"""Objects that are deleted between two looks at the lease."""
+"""Objects that are deleted between two looks at the lease, and at themselves."""
+LOOK_NAMES: Final = 1000
+"""Names of a look right before objects are deleted: one request."""
 LATE_ROWS_MAX: Final = 25_000
 """Rows withdrawn while the base waits that are kept beyond it; each round reads them again."""
 
@@ -78,7 +81,7 @@ class WholeMerge:
                 if plan.reconcile:
                     rows = await self._reconciled(rows, objects)
                 if deletes:
-                    rows = await self._deleted(rows, withdrawn, objects)
+                    rows = await self._deleted(rows, withdrawn, objects, shard)
             rows, fallen = await anyio.to_thread.run_sync(_judged, rows, verdict, work.report)
             if len(fallen.rows):
                 if work.tell is not None:
@@ -132,7 +135,7 @@ class WholeMerge:
         return capped or self._state.doubt or len(known) >= TENANTS_MAX
 
     async def _objects(self, shard: int) -> Objects:
-        listing = await self._work.tier.list(slice_folder(self._work.prefix, shard))
+        listing = await listed_in(self._work.tier, self._work.prefix, shard)
         return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
 
     async def _reconciled(self, rows: Rows, objects: Objects) -> Rows:
@@ -148,23 +151,43 @@ class WholeMerge:
         await self._announce(joined([found, lost]))
         return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
 
-    async def _deleted(self, rows: Rows, old: Rows, objects: Objects) -> Rows:
+    async def _deleted(self, rows: Rows, old: Rows, objects: Objects, shard: int) -> Rows:
         """Delete what was withdrawn long enough ago, or is there after all; the rows then."""
         work = self._work
         rows, doomed, found = await anyio.to_thread.run_sync(
             deletable, rows, old, objects, work.prefix
         )
-        if not work.plan.dry_run:
-            for first in range(0, len(doomed), DELETED_NAMES):
-                # At a slow rate a shard's removal takes longer than a lease.
-                await work.check_alive()
-                await work.tier.delete(doomed[first : first + DELETED_NAMES])
-        work.report.deleted += len(doomed)
+        work.report.deleted += len(doomed) if work.plan.dry_run else 0
+        # What was listed may be minutes old by now, and at a slow rate older than a lease.
+        left = deque(sorted(doomed))
+        while left and not work.plan.dry_run:
+            await work.check_alive()
+            names = await self._unchanged(left, objects, slice_folder(work.prefix, shard))
+            await work.tier.delete(names)
+            work.report.deleted += len(names)
         work.report.found += len(found)
         if not len(found):
             return rows
         await self._announce(found)
         return await anyio.to_thread.run_sync(merged, joined([rows, found]))
+
+    async def _unchanged(self, left: deque[str], objects: Objects, folder: str) -> list[str]:
+        """Take the next names from `left`; those of them whose objects are as they were."""
+        # Right before the first; some servers would take its folder for all that is in that.
+        after = left[0][:-1]
+        page = await self._work.tier.list(folder, start_after=after, names_max=LOOK_NAMES)
+        there = {one.name: (one.size_bytes, one.modified_seconds) for one in page}
+        # All that a store answers with lasts for more of them, where it has no pages.
+        most = max(DELETED_NAMES, len(page) // 10)
+        end = max(there, default="") if len(page) >= LOOK_NAMES else ""
+        names: list[str] = []
+        taken = 0
+        while left and taken < most and (not taken or not end or left[0] <= end):
+            name = left.popleft()
+            taken += 1
+            if there.get(name) == objects[name]:
+                names.append(name)
+        return names
 
     async def _announce(self, rows: Rows | None) -> None:
         """Tell readers, some at a time; None: all that waits, now."""

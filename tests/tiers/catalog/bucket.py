@@ -89,7 +89,9 @@ class View:
             raise Killed
         return len(body)
 
-    async def list(self, prefix: str, *, start_after: str = "", deep: bool = True) -> Listing:
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
         last = await self._turn()
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         found: dict[str, Found] = {}
@@ -103,7 +105,7 @@ class View:
                 found[f"{folder}{below}/"] = Found(f"{folder}{below}/", 0, 0.0)
         if last:
             raise Killed
-        return list(found.values())
+        return [found[name] for name in sorted(found)][:names_max]
 
     async def delete(self, names: Sequence[str]) -> None:
         last = await self._turn()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from tests.tiers.catalog.kit import NAMESPACE, new_rows
+from tests.tiers.catalog.kit import NAMESPACE, PREFIX, new_rows
 from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction, snapshots
+from tiers.catalog import compaction, snapshots, sweep
 from tiers.catalog import whole as wholes
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.comparing import YOUNG_SECONDS
-from tiers.catalog.names import object_name
+from tiers.catalog.names import object_name, parse_name
 from tiers.catalog.rows import Row
+from tiers.errors import TierExpired
+from tiers.filesystems import Listing
 from tiers.layout import Segment
 
 
@@ -177,3 +182,58 @@ async def test_an_object_of_unknown_blocks_falls_to_a_bound_once(world: World) -
     world.bucket.now += GRACE + 1
     assert (await world.compact(bounds)).deleted == 1
     assert world.there() == set()
+
+
+async def test_what_is_written_again_while_a_shard_is_deleted_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleting a shard takes minutes where requests are limited, and its listing is older."""
+    monkeypatch.setattr(wholes, "DELETED_NAMES", 2)
+    monkeypatch.setattr(wholes, "LOOK_NAMES", 3)
+    bounds = Bounds(ttl_seconds=1000.0)
+    numbers = [256 * number for number in range(8)]
+    assert len({chunk_key(number)[0] for number in numbers}) == 1
+    await world.write(*numbers)
+    world.bucket.now += 2000
+    assert (await world.compact(bounds)).withdrawn == 8
+    world.bucket.now += GRACE + 1
+    batches: list[Sequence[str]] = []
+    again = world.writer()
+    inner = world.tier.delete
+
+    async def delete(names: Sequence[str]) -> None:
+        await inner(names)
+        if parse_name(names[0]) is not None:
+            batches.append(names)
+            if len(batches) == 1:
+                # Another cluster computes one of those to come, writes it and tells all.
+                again.append(await world.put(numbers[5]))
+                await again.flush()
+
+    monkeypatch.setattr(world.tier, "delete", delete)
+    report = await world.compact(bounds)
+    assert (report.deleted, report.waiting) == (7, 0)
+    assert max(len(names) for names in batches) == 2
+    assert [name for name in world.bucket.objects if parse_name(name)] == [world.name(numbers[5])]
+    await world.compact(bounds)
+    assert await world.offered() == {numbers[5]}
+
+
+async def test_a_shard_is_listed_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline would end a listing of very many names every time."""
+    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    inner = world.tier.list
+
+    async def list_in_time(prefix: str, **asked: Any) -> Listing:
+        found = await inner(prefix, **asked)
+        if len(found) > 2 and "/catalog" not in prefix:
+            raise TierExpired("not done in time", retryable=True)
+        return found
+
+    numbers = [256 * number for number in range(5)]
+    for number in numbers:
+        await world.put(number)
+    world.bucket.now += YOUNG_SECONDS + 1
+    monkeypatch.setattr(world.tier, "list", list_in_time)
+    assert (await world.compact(reconcile=True)).found == 5
+    assert len(await sweep.objects_in(world.tier, PREFIX, chunk_key(0)[0])) == 5
