@@ -27,3 +27,14 @@ def outer_transfer() -> Any | None:
                 return config.kv_transfer_config
         frame = frame.f_back
     return None
+
+
+def asked_by_several() -> bool:
+    """Whether a class method of ours is being called by a `MultiConnector`'s, for its children."""
+    frame = currentframe()
+    while frame is not None:
+        asking = frame.f_locals.get("cls")
+        if isinstance(asking, type) and issubclass(asking, MultiConnector):
+            return True
+        frame = frame.f_back
+    return False

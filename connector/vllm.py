@@ -35,7 +35,7 @@ from connector.ranks import this_place
 from connector.recurrent import states_of
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
-from connector.several import outer_transfer
+from connector.several import asked_by_several, outer_transfer
 from connector.sleep import SharedMemory
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
@@ -90,7 +90,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
-        endpoint, replay = events_endpoints(events, vllm_config.parallel_config.data_parallel_rank)
+        # As vLLM's publisher counts: ranks of a dense model, each for itself, are all rank 0.
+        index = vllm_config.parallel_config.data_parallel_index
+        endpoint, replay = events_endpoints(events, index)
         attempt = Attempt(
             engine.attach(
                 Role.SCHEDULER,
@@ -125,10 +127,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:  # noqa: ARG003
-        """All of a block in one run, where a GPU's attention backend can; vLLM falls back."""
+        """All of a block in one run, where a GPU's attention backend can; vLLM falls back.
+
+        Of several connectors it asks for none: that is faster, not needed, and NIXL and others need
+        another one.
+        """
         from vllm.platforms import current_platform
 
-        return "BLHNC" if current_platform.is_cuda() else None
+        return "BLHNC" if current_platform.is_cuda() and not asked_by_several() else None
 
     # --- worker --------------------------------------------------------------------------------
 

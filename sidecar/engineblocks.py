@@ -110,12 +110,20 @@ class EngineBlocks:
 def _one_of(event: BlockStored, position: int) -> BlockStored:
     """The event of one of its blocks."""
     size = event.block_size
+    hashes, tokens, parent = event.block_hashes, event.token_ids, event.parent_block_hash
+    if len(tokens) == len(hashes) * size:
+        tokens = tokens[position * size : (position + 1) * size]
+        parent = hashes[position - 1] if position else parent
+    else:
+        # Of windows and states vLLM keeps some blocks of a range, and tells the tokens of all: it
+        # does not say which of them are this block's.
+        tokens, parent = [], None
     extra, ahead = event.extra_keys, event.lookahead_token_ids
     return msgspec.structs.replace(
         event,
-        block_hashes=[event.block_hashes[position]],
-        parent_block_hash=event.block_hashes[position - 1] if position else event.parent_block_hash,
-        token_ids=event.token_ids[position * size : (position + 1) * size],
+        block_hashes=[hashes[position]],
+        parent_block_hash=parent,
+        token_ids=tokens,
         extra_keys=None if extra is None else extra[position : position + 1],
         lookahead_token_ids=None if ahead is None else ahead[position : position + 1],
     )

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -247,6 +248,28 @@ class TestGpu:
     def test_all_of_a_block_is_asked_for_in_one_run(self) -> None:
         layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
         assert layout == KVCacheLayout.BLHNC.name
+
+    def test_beside_others_no_layout_is_asked_for(self) -> None:
+        """NIXL asks for another one, and vLLM then starts no engine at all."""
+        children = [
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            {
+                "kv_connector": "KVLakeConnector",
+                "kv_connector_module_path": "connector.vllm",
+                "kv_role": "kv_both",
+            },
+        ]
+        config: Any = SimpleNamespace(
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"connectors": children},
+            ),
+            attention_config=SimpleNamespace(hisparse_config=None),
+        )
+        # vLLM's own offloading asks for the same as NIXL, which wants its library.
+        layout = MultiConnector.get_required_kvcache_layout(config)
+        assert layout == KVCacheLayout.LBHNC.name
 
     @pytest.mark.skipif(refusals.SLEEP_IS_TOLD, reason="vLLM 0.33 or later")
     def test_an_engine_that_may_sleep_is_not_served_before_vllm_tells_of_it(self) -> None:

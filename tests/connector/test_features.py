@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from inspect import isfunction
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+import connector.vllm
+from connector.engine import ServedEngine
 from connector.events import events_endpoints
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
@@ -396,3 +399,22 @@ def test_where_vllm_publishes_its_own_events(
     assert events_endpoints(events, rank) == expected
     assert events_endpoints(None, rank) == ("", "")
     assert events_endpoints(KVEventsConfig(), rank) == ("", "")
+
+
+def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path) -> None:
+    """Each is rank 0 of one then; where it publishes goes by its number among all."""
+    config = vllm_config(model)
+    config.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:5557"
+    )
+    config.parallel_config.data_parallel_index = 3
+    assert config.parallel_config.data_parallel_rank == 0
+    asked: list[Any] = []
+
+    def attach(self: ServedEngine, *_: Any, **options: Any) -> None:
+        asked.append(options)
+
+    with patch.object(ServedEngine, "attach", attach), patch.object(connector.vllm, "Client"):
+        KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
+    (options,) = asked
+    assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

@@ -110,7 +110,8 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.parallel:ParallelConfig": Used(
         attributes(
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-            "prefill_context_parallel_size world_size distributed_executor_backend placement_group"
+            "prefill_context_parallel_size world_size distributed_executor_backend placement_group "
+            "data_parallel_index"
         )
         | {"nnodes_within_dp": PROPERTY}
     ),

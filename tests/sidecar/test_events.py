@@ -540,6 +540,24 @@ def test_an_engines_blocks_are_bounded() -> None:
     assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
 
 
+def test_of_a_range_that_vllm_kept_in_part_no_tokens_are_made_up() -> None:
+    """Of a window of four blocks vLLM keeps the last, and tells the tokens of all."""
+    blocks = EngineBlocks("e")
+    tokens = list(range(8))
+    event = msgspec.structs.replace(
+        kvevents.decode(
+            msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(4, parent=9)]))
+        ).events[0],
+        token_ids=tokens,
+    )
+    (told,) = blocks.apply([event])
+    assert isinstance(told, kvevents.BlockStored)
+    assert told.token_ids == tokens, "as the engine tells it"
+    (held,) = blocks.snapshot()
+    assert isinstance(held, kvevents.BlockStored)
+    assert (held.block_hashes, held.token_ids, held.parent_block_hash) == ([4], [], None)
+
+
 # --- what is kept --------------------------------------------------------------------------------
 
 
