@@ -104,6 +104,8 @@ class SchedulerRole:
         self._loading: set[str] = set()
         self._expecting: set[str] = set()
         self._block_pool: Any = None
+        self._pool_names: Any = None
+        """The pool's map of cached blocks, as it was when events were taken last."""
         self._tiers = TierEvents()
         self._beside_others = settings.beside_others
         self._stale_told = 0
@@ -540,6 +542,13 @@ class SchedulerRole:
 
     def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""
+        # vLLM makes a new map when it resets its cache, tells of that before it asks us, and calls
+        # no connector for it unless it is asked to.
+        names = None if self._block_pool is None else self._block_pool.cached_block_hash_to_block
+        if names is not self._pool_names:
+            if self._pool_names is not None:
+                self._tiers.cleared()
+            self._pool_names = names
         return self._tiers.take()
 
     def take_stats(self) -> Stats:

@@ -7,7 +7,8 @@ Invariants:
 
 * Whoever applies everything that `take` gave never has a block that is gone: of each place the last
   change counts, a block is told as removed exactly if it was told as stored, and the end of a
-  session with the sidecar is the end of all that was told of.
+  session with the sidecar is the end of all that was told of. After a reset of vLLM's own cache,
+  which its subscribers take for the end of every block, what holds is told anew.
 * At most `told_max` blocks are told of at a time. One that is forgotten for that, the oldest, is
   told as removed; what waits is bounded by the same number.
 """
@@ -41,8 +42,8 @@ class TierEvents:
         self._taken = 0
         """Messages of the session that were taken, and how many it was told that were."""
         self._said = -1
-        self._told: dict[Place, bytes] = {}
-        """The key (or its name, where no more is known) of each block that was told of."""
+        self._told: dict[Place, StoredEvent] = {}
+        """As what each block was told of, last."""
         self._came: dict[Place, StoredEvent] = {}
         self._went: dict[Place, RemovedEvent] = {}
 
@@ -92,6 +93,14 @@ class TierEvents:
             if place in self._told:
                 self._went[place] = removed
 
+    def cleared(self) -> None:
+        """VLLM tells its subscribers that all blocks are gone, these too: tell of them again."""
+        for place in self._went:
+            del self._told[place]
+        # What came meanwhile is told as what it is now.
+        self._came = self._told | self._came
+        self._told, self._went = {}, {}
+
     def take(self) -> list[TierEvent]:
         """What to tell: what went, then what came, each in the order in which it did."""
         events: list[TierEvent] = [*self._went.values(), *self._came.values()]
@@ -99,7 +108,7 @@ class TierEvents:
             del self._told[place]
         for place, stored in self._came.items():
             self._told.pop(place, None)
-            self._told[place] = stored.key
+            self._told[place] = stored
         self._went, self._came = {}, {}
         too_many = len(self._told) - self._told_max
         if too_many > 0:
@@ -118,5 +127,5 @@ def _place(event: TierEvent) -> Place:
     return (event.key[:EVENT_NAME_BYTES], event.tier, event.group)
 
 
-def _removals(told: Iterable[tuple[Place, bytes]]) -> list[RemovedEvent]:
-    return [RemovedEvent(key, tier, group) for (_, tier, group), key in told]
+def _removals(told: Iterable[tuple[Place, StoredEvent]]) -> list[RemovedEvent]:
+    return [RemovedEvent(stored.key, tier, group) for (_, tier, group), stored in told]

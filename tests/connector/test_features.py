@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from inspect import isfunction
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +28,10 @@ from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    kv_cache_config,
     request_of,
     spec_of,
+    vllm_config,
 )
 from tests.connector.conversations import converse
 from tests.connector.engine import Engine

@@ -132,6 +132,31 @@ class TestEvents:
             engine.connector._engine.owner(0)
         }
 
+    @pytest.mark.parametrize("reset_connector", [False, True])
+    def test_what_a_reset_of_vllms_cache_clears_is_told_again(
+        self, engine: Engine, *, reset_connector: bool
+    ) -> None:
+        engine.connector._wants_events = True
+        session = engine.client.session
+        assert session is not None
+        names = [name * 32 for name in (b"a", b"b", b"c")]
+        stored = [StoredEvent(name, bytes(32), 64, "host") for name in names]
+        engine.client.inbox.append(Events(session.epoch, stored, []))
+        engine.role.build_plan({}, lambda _: [])
+        assert len(list(engine.connector.take_events())) == 3
+        # One goes and one comes in the step that tells of the reset.
+        new = StoredEvent(b"d" * 32, bytes(32), 64, "host")
+        gone = RemovedEvent(names[0], "host")
+        engine.client.inbox.append(Events(session.epoch, [new], [gone]))
+        engine.role.build_plan({}, lambda _: [])
+        assert engine.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+        assert engine.role.take_events() == [*stored[1:], new]
+        assert engine.role.take_events() == []
+        # And all of them can still go.
+        engine.client.inbox.append(Events(session.epoch, [], [RemovedEvent(names[1], "host")]))
+        engine.role.build_plan({}, lambda _: [])
+        assert engine.role.take_events() == [RemovedEvent(names[1], "host")]
+
     def test_a_chunk_that_went_and_came_again_is_there(self, engine: Engine) -> None:
         engine.connector._wants_events = True
         session = engine.client.session

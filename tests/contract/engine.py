@@ -182,6 +182,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.v1.core.block_pool:BlockPool": Used(
         {
             "blocks": ATTRIBUTE,
+            "cached_block_hash_to_block": ATTRIBUTE,
             "hash_block_size": ATTRIBUTE,
             "touch": "(blocks)",
             "free_blocks": "(ordered_blocks)",
