@@ -9,8 +9,8 @@ on the CPU platform, which vLLM has none for (`hostcopy.py`).
 Owns how the two halves of an engine agree on a namespace: the workers see vLLM's configuration,
 the scheduler's half is not shown it, so the first worker leaves a note that the scheduler takes.
 
-Invariants: an engine that cannot be told from others is served by vLLM's host tier alone. No name
-of a file outlives the start of an engine.
+Invariants: an engine that cannot be told from others is served by vLLM's host tier alone, and one
+that cannot go on from a cached prefix by none. No name of a file outlives the start of an engine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -31,11 +38,18 @@ from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import flag_of
-from connector.refusals import media_refusal
+from connector.refusals import media_refusal, prefix_refusal
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+    from collections.abc import Collection
+
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        OffloadingWorker,
+        OffloadKey,
+        ReqContext,
+    )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = logging.getLogger("vllm.kvlake")
@@ -45,8 +59,34 @@ OWN_SETTINGS: Final = ("socket", "attach_seconds")
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (vLLM's region is there as well)
 
 
+class NoTiers(OffloadingManager):
+    """Has nothing and takes nothing."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
+        """It is not there."""
+        return LookupResult.MISS
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Never asked for: nothing was said to be there."""
+        raise NotImplementedError
+
+    def prepare_store(
+        self,
+        keys: Collection[OffloadKey],  # noqa: ARG002
+        req_context: ReqContext,  # noqa: ARG002
+    ) -> PrepareStoreOutput:
+        """None of them is to be stored, and none was given up for that."""
+        return PrepareStoreOutput([], LoadStoreSpec(), [])
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """As of any other."""
+        return RequestOffloadingContext()
+
+
 class KVLakeOffloadingSpec(TieringOffloadingSpec):
     """The host tier of vLLM with kvlake below it; its settings are in `docs/operations.md`."""
+
+    _manager: OffloadingManager | None
 
     def __init__(self, config: OffloadingConfig) -> None:
         extra = dict(config.extra_config)
@@ -63,6 +103,12 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         if self._manager is None:
             note = take_note(self.config.engine_id)
             refusal = note.get("refusal", "")
+            if note.get("prefixes") is False:
+                # Of vLLM's host tier, too, it would load them.
+                logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
+                self._manager = NoTiers()
+                self._unlink_region()
+                return self._manager
             if refusal:
                 logger.warning(
                     "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
@@ -71,12 +117,15 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             else:
                 self.secondary_tier_configs[-1]["namespace"] = note["identity"]
             super().get_manager()
-            # All workers have it mapped by now: so it ends with them, however they end.
-            with contextlib.suppress(FileNotFoundError):
-                region_path(self.config.engine_id).unlink()
+            self._unlink_region()
             _disown(self._scheduler_mmap)
         assert self._manager is not None
         return self._manager
+
+    def _unlink_region(self) -> None:
+        # All workers have it mapped by now: so it ends with them, however they end.
+        with contextlib.suppress(FileNotFoundError):
+            region_path(self.config.engine_id).unlink()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker, which is vLLM's, or ours on the CPU platform."""
@@ -111,6 +160,8 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
 
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+    if reason := prefix_refusal(vllm_config, _layer_specs(vllm_config)):
+        return {"refusal": reason, "prefixes": False}
     if reason := drafting_refusal(vllm_config):
         return {"refusal": reason}
     if reason := media_refusal(vllm_config):
@@ -129,6 +180,16 @@ def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         return {"refusal": str(error)}
     # Its layers are in the same blocks, and vLLM's hashes know nothing of it.
     return {"identity": identity | ({"drafter": drafter} if drafter else {})}
+
+
+def _layer_specs(vllm_config: Any) -> list[Any]:
+    """Of the layers of this worker's model: vLLM shows a spec less than that."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    kind: Any = AttentionLayerBase
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, kind)
+    return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
 
 
 def region_path(engine_id: str) -> Path:

@@ -83,12 +83,8 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported by this release"
     latent = [isinstance(group.kv_cache_spec, MLAAttentionSpec) for group in groups]
-    if any(latent):
-        if len(groups) > 1:
-            return "MLA beside groups of other kinds is not supported by this release"
-        if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
-            # Its reference backend attends to the tokens of the step only.
-            return "its MLA backend cannot go on from a cached prefix"
+    if any(latent) and len(groups) > 1:
+        return "MLA beside groups of other kinds is not supported by this release"
     cut = cut_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
@@ -113,10 +109,24 @@ def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
     vLLM turns its own prefix caching off then, and hands a connector the requests all the same.
     `specs` are those of the single layers.
     """
-    # Not at import: it reads the environment.
+    # Not at import: vLLM imports this module in its front end, which must not pick a platform.
     from vllm.envs import VLLM_BATCH_INVARIANT
+    from vllm.platforms import CpuArchEnum, current_platform
 
+    specs = list(specs)
     model = vllm_config.model_config
+    if current_platform.is_cpu():
+        if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
+            return "vLLM's attention cannot go on from a cached prefix on RISC-V"
+        latent = any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+        if latent and not vllm_config.scheduler_config.enable_chunked_prefill:
+            # Its reference backend attends to the tokens of the step only.
+            return "its MLA backend cannot go on from a cached prefix"
+    if any(hasattr(spec, "rswa_window") for spec in specs):
+        return (
+            "its generated tokens are read through a window and its prompts as a whole (R-SWA), so "
+            "that what was generated is no prefix of a prompt"
+        )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         return (
             "its prompts are attended to as a whole (Prefix-LM), so that the KV of a prefix is "

@@ -5,6 +5,8 @@ writes into the slot of each token a number that says what all tokens up to it w
 before it. So a block that was reused too early, or a load that did not come, is an assertion here.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -12,13 +14,16 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from vllm.config import KVTransferConfig, LoRAConfig, set_current_vllm_config
+from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,6 +39,7 @@ from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
     request_of,
+    spec_of,
     vllm_config,
     write_model,
 )
@@ -64,6 +70,7 @@ class Engine:
         *,
         num_blocks: int = 128,
         configured: dict[str, Any] | None = None,
+        pooling: Any = None,
         **extra: Any,
     ) -> None:
         config = vllm_config(model, num_blocks=num_blocks, **(configured or {}))
@@ -80,6 +87,8 @@ class Engine:
                 **extra,
             },
         )
+        if pooling is not None:
+            config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
         self.config = config
         self.engine_id = str(config.kv_transfer_config.engine_id)
         groups = kv_cache_config(num_blocks)
@@ -191,7 +200,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, sidecar: SidecarProcess, **options: Any) -> Iterator[Engine]:
+def engine_of(model: Path, sidecar: SidecarProcess, **options: Any) -> Generator[Engine]:
     engine = Engine(model, sidecar.socket, **options)
     try:
         yield engine
@@ -293,6 +302,38 @@ def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixt
     engine.close()
     assert not engine.manager.secondary_tiers
     assert "--mm-processor-cache-gb 0" in caplog.text
+
+
+def test_an_engine_that_cannot_go_on_from_a_prefix(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's host tier would load it, too: a pooling engine ends at that."""
+    engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, pooling="MEAN")
+    try:
+        assert "MEAN" in caplog.text
+        tokens = prompt(100)
+        for name in ("a", "b"):
+            assert engine.run(name, tokens) == 0
+            engine.forget(host_tier=False)
+        assert not region_path(engine.engine_id).exists()
+    finally:
+        engine.close()
+
+
+def test_layers_that_attend_to_a_prompt_as_a_whole(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a worker knows the layers, and only there is it asked."""
+    config = vllm_config(model)
+    spec = replace(spec_of(), non_causal=True)
+
+    def layers(*_: object) -> dict[str, Any]:
+        return {"layer.0": Mock(get_kv_cache_spec=Mock(return_value=spec))}
+
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", layers)
+    note = offloading._identify(config, BLOCK_TOKENS)
+    assert "Prefix-LM" in note["refusal"]
+    assert not note["prefixes"]
 
 
 @pytest.mark.parametrize("allowed", [False, True])

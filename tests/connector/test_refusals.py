@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import CpuArchEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
 
 from connector.nodes import nodes_refusal
 from connector.refusals import prefix_refusal
@@ -117,6 +119,21 @@ class TestPrefixes:
             return kv_cache_config(specs=[replace(spec_of(), non_causal=True)])
 
         assert "Prefix-LM" in reason_of(model, change, caplog)
+
+    def test_what_was_generated_is_read_through_a_window(self, model: Path) -> None:
+        spec = spec_of(RSWASpec, rswa_window=64)
+        assert "R-SWA" in prefix_refusal(vllm_config(model), [spec])
+
+    def test_machines_whose_attention_cannot(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = vllm_config(model)
+        config.scheduler_config.enable_chunked_prefill = False
+        assert not prefix_refusal(config, [spec_of()])
+        assert "MLA" in prefix_refusal(config, [spec_of(MLAAttentionSpec)])
+        found = "vllm.platforms.current_platform.get_cpu_architecture"
+        monkeypatch.setattr(found, lambda: CpuArchEnum.RISCV)
+        assert "RISC-V" in prefix_refusal(config, [spec_of()])
 
     @pytest.mark.parametrize(
         ("pooling", "cached"),

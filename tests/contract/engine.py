@@ -236,6 +236,8 @@ ENGINE: Final[dict[str, Used]] = {
             "ray_device_key": ATTRIBUTE,
         }
     ),
+    "vllm.platforms.interface:CpuArchEnum": Used(attributes("RISCV")),
+    "vllm.v1.kv_cache_interface:RSWASpec": Used(attributes("rswa_window")),
     "vllm.plugins:DEFAULT_PLUGINS_GROUP": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_BATCH_INVARIANT": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_KVCACHE_SPACE": Used({"": ATTRIBUTE}),

@@ -54,8 +54,17 @@ OFFLOADING: Final[dict[str, Used]] = {
     f"{OFFLOAD}.base:ScheduleEndContext": Used({}),
     f"{OFFLOAD}.base:LoadStoreSpec": Used({}),
     f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids")),
+    f"{OFFLOAD}.base:PrepareStoreOutput": Used(
+        attributes("keys_to_store store_spec evicted_keys")
+    ),
     f"{OFFLOAD}.base:OffloadingManager": Used(
-        {"on_new_request": "abstract (req_context)", "on_request_finished": "(req_context)"}
+        {
+            "lookup": "abstract (key, req_context)",
+            "prepare_load": "abstract (keys, req_context)",
+            "prepare_store": "abstract (keys, req_context)",
+            "on_new_request": "abstract (req_context)",
+            "on_request_finished": "(req_context)",
+        }
     ),
     f"{OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}),
     f"{OFFLOAD}.config:OffloadingConfig": Used(
