@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from connector.options import samples_weights
 from connector.processing import overrides_of, plain, processing_of
-from connector.recurrent import recurrent, state_description, state_encoding
+from connector.recurrent import recurrent, state_description, state_encoding, state_settings
 from connector.weights import model_identity
 from tiers.packing import BY_TOKEN, regroups
 
@@ -114,12 +114,18 @@ def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     """
     model = vllm_config.model_config
     values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
-    return _of_model(vllm_config) | {
-        "model_dtype": str(model.dtype).removeprefix("torch."),
-        "encoding": encoding_of(vllm_config, block_tokens, values),
-        # What vLLM itself makes its block hashes with; they are part of the keys.
-        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-    }
+    # Of states in the engine's blocks vLLM tells how many bytes they have.
+    states = {"states": state_settings(vllm_config)} if model.has_inner_state else {}
+    return (
+        _of_model(vllm_config)
+        | states
+        | {
+            "model_dtype": str(model.dtype).removeprefix("torch."),
+            "encoding": encoding_of(vllm_config, block_tokens, values),
+            # What vLLM itself makes its block hashes with; they are part of the keys.
+            "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+        }
+    )
 
 
 def _of_model(vllm_config: Any) -> dict[str, Any]:

@@ -32,6 +32,9 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
     Raises:
         OSError: a file that a setting names cannot be read.
     """
+    # Not at import: it reads the environment.
+    from vllm.envs import VLLM_BATCH_INVARIANT
+
     model = vllm_config.model_config
     description: dict[str, Any] = {
         name: plain(value) for name in _MODEL_SETTINGS if (value := getattr(model, name, None))
@@ -53,6 +56,11 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
         description["long_rope"] = long
     if vllm_config.lora_config is not None and vllm_config.lora_config.lora_dtype != model.dtype:
         description["lora_dtype"] = str(vllm_config.lora_config.lora_dtype)
+    if VLLM_BATCH_INVARIANT:
+        # There rounding counts: what is promised is equal bits, which other kernels do not give,
+        # nor sums over another number of ranks.
+        tensors = int(vllm_config.parallel_config.tensor_parallel_size)
+        description["batch_invariant"] = {"tensors": tensors}
     if media := media_settings(model.multimodal_config):
         description["media"] = media
     return description

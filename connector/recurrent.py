@@ -74,23 +74,25 @@ def recurrent_refusal(vllm_config: Any, groups: Sequence[Any]) -> str:
 
 def state_encoding(spec: Any) -> str:
     """What wrote a state: the kind of layer, and the machine whose kernels lay it out."""
+    kind = str(spec.mamba_type.name).lower().replace("_", "-")
+    return f"state-{kind}-{_machine()}"
+
+
+def _machine() -> str:
     import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
         capability: Any = current_platform.get_device_capability()
-        machine = f"cuda-{capability.major}.{capability.minor}"
-    else:
-        # The kernels that are taken differ with these, and how they lay a state out may.
-        flags = {
-            name: bool(getattr(torch.cpu, f"_is_{name}_supported")())
-            for name in ("avx512_bf16", "amx_tile")
-        }
-        architecture = current_platform.get_cpu_architecture().name.lower()
-        found = [name.replace("_", "") for name, has in flags.items() if has]
-        machine = "-".join(["cpu", architecture, *found])
-    kind = str(spec.mamba_type.name).lower().replace("_", "-")
-    return f"state-{kind}-{machine}"
+        return f"cuda-{capability.major}.{capability.minor}"
+    # The kernels that are taken differ with these, and how they lay a state out may.
+    flags = {
+        name: bool(getattr(torch.cpu, f"_is_{name}_supported")())
+        for name in ("avx512_bf16", "amx_tile")
+    }
+    architecture = current_platform.get_cpu_architecture().name.lower()
+    found = [name.replace("_", "") for name, has in flags.items() if has]
+    return "-".join(["cpu", architecture, *found])
 
 
 def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
@@ -106,6 +108,18 @@ def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
         "tensors": int(vllm_config.parallel_config.tensor_parallel_size),
         "backend": str(config.backend.name),
         "rounding": bool(config.enable_stochastic_rounding),
+    }
+
+
+def state_settings(vllm_config: Any) -> dict[str, Any]:
+    """The same as far as an engine's configuration tells, for one whose specs are not shown."""
+    cache, config = vllm_config.cache_config, vllm_config.mamba_config
+    return {
+        "dtypes": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
+        "mode": str(cache.mamba_cache_mode),
+        "backend": str(config.backend.name),
+        "rounding": bool(config.enable_stochastic_rounding),
+        "machine": _machine(),
     }
 
 

@@ -242,6 +242,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
             cache_dtype=values["cache_dtype"], kv_cache_dtype_skip_layers=values["skip_layers"]
         ),
         load_config=SimpleNamespace(load_format=values["load_format"]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=values.get("tensors", 1)),
         lora_config=lora_dtype and SimpleNamespace(lora_dtype=lora_dtype),
     )
 
@@ -294,6 +295,17 @@ class TestNamespace:
     ) -> None:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
+
+    def test_batch_invariant_engines_share_among_themselves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_weights(tmp_path)
+        other = namespace(tmp_path)
+        assert namespace(tmp_path, tensors=2) == other
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert namespace(tmp_path) == namespace(tmp_path) != other
+        # A sum over ranks is another one.
+        assert namespace(tmp_path, tensors=2) != namespace(tmp_path)
 
     def test_the_dtype_of_the_model_counts_beside_a_quantized_cache(self, tmp_path: Path) -> None:
         write_weights(tmp_path)

@@ -10,6 +10,7 @@ before it. So a block that was reused too early, or a load that did not come, is
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import secrets
@@ -22,7 +23,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, LoRAConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, LoRAConfig, ModelConfig, set_current_vllm_config
+from vllm.config.mamba import MambaBackendEnum
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -334,6 +336,30 @@ def test_layers_that_attend_to_a_prompt_as_a_whole(
     note = offloading._identify(config, BLOCK_TOKENS)
     assert "Prefix-LM" in note["refusal"]
     assert not note["prefixes"]
+
+
+def test_states_of_other_dtypes_and_kernels_are_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 and bfloat16 are as many bytes, which is all that vLLM tells a tier of them."""
+
+    def of(**changes: Any) -> str:
+        config = vllm_config(model)
+        for name, value in changes.items():
+            owner = config.cache_config if hasattr(config.cache_config, name) else None
+            setattr(owner or config.mamba_config, name, value)
+        return json.dumps(offloading._identify(config, BLOCK_TOKENS)["identity"], sort_keys=True)
+
+    changes: list[dict[str, Any]] = [
+        {"mamba_ssm_cache_dtype": "float16"},
+        {"mamba_ssm_cache_dtype": "bfloat16"},
+        {"mamba_cache_dtype": "float16"},
+        {"enable_stochastic_rounding": True},
+        {"backend": MambaBackendEnum.FLASHINFER},
+    ]
+    assert len({of(), *(of(**one) for one in changes)}) == 1, "of a model without states"
+    monkeypatch.setattr(ModelConfig, "has_inner_state", True)
+    assert len({of(), *(of(**one) for one in changes)}) == len(changes) + 1
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -130,7 +130,8 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "cache_dtype block_size prefix_caching_hash_algo prefix_match_unit "
             "enable_prefix_caching "
-            "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype"
+            "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
+            "mamba_cache_mode"
         )
     ),
     "vllm.config.multimodal:MultiModalConfig": Used(
