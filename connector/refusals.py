@@ -49,12 +49,7 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
         )
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    reason = (
-        nodes_refusal(vllm_config)
-        or prefix_refusal(vllm_config, specs)
-        or recurrent_refusal(vllm_config, groups)
-    )
+    reason = nodes_refusal(vllm_config) or recurrent_refusal(vllm_config, groups)
     if reason or (reason := drafting_refusal(vllm_config)):
         return reason
     unknown = {
@@ -69,6 +64,9 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             f"its KV cache is of {len(groups)} groups{kinds}; this release knows full, "
             "sliding-window and chunked local attention, and recurrent layers"
         )
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if reason := prefix_refusal(vllm_config, specs):
+        return reason
     if parallel.pipeline_parallel_size > 1 and len(groups) > 1:
         # A stage is shown its own layers of a group only, so which of the group's these are is
         # not known to it, nor what the group is to be called.
@@ -143,11 +141,10 @@ def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
             "it is a diffusion model, which may give out tokens before it has computed their KV "
             "for good"
         )
-    cache = vllm_config.cache_config
+    if not VLLM_BATCH_INVARIANT:
+        return ""
     backend = getattr(vllm_config.attention_config.backend, "name", "")
-    if VLLM_BATCH_INVARIANT and (
-        backend in _VARIANT_FROM_A_PREFIX or not cache.enable_prefix_caching
-    ):
+    if backend in _VARIANT_FROM_A_PREFIX or not vllm_config.cache_config.enable_prefix_caching:
         # Which backend "auto" came to mean is said nowhere, but that it turned caching off is.
         return (
             "with VLLM_BATCH_INVARIANT=1 vLLM goes on from no cached prefix where the backend is "

@@ -54,9 +54,7 @@ OFFLOADING: Final[dict[str, Used]] = {
     f"{OFFLOAD}.base:ScheduleEndContext": Used({}),
     f"{OFFLOAD}.base:LoadStoreSpec": Used({}),
     f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids")),
-    f"{OFFLOAD}.base:PrepareStoreOutput": Used(
-        attributes("keys_to_store store_spec evicted_keys")
-    ),
+    f"{OFFLOAD}.base:PrepareStoreOutput": Used(attributes("keys_to_store store_spec evicted_keys")),
     f"{OFFLOAD}.base:OffloadingManager": Used(
         {
             "lookup": "abstract (key, req_context)",
