@@ -73,11 +73,13 @@ class StepReport:
     failed: int = 0
     stores_expired: int = 0
     loads_expired: int = 0
+    refusal: str = ""
+    """Why a rank can never share its memory, told once."""
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.ended and not self.loads_expired
+        return not self.ended and not self.loads_expired and not self.refusal
 
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""
@@ -89,4 +91,5 @@ class StepReport:
             self.failed + other.failed,
             self.stores_expired + other.stores_expired,
             self.loads_expired + other.loads_expired,
+            self.refusal or other.refusal,
         )

@@ -109,6 +109,7 @@ class SchedulerRole:
         self._tiers = TierEvents()
         self._beside_others = settings.beside_others
         self._stale_told = 0
+        self.retired = False
         self.stats = Stats()
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -120,6 +121,8 @@ class SchedulerRole:
 
     def new_request(self, request: Any) -> None:
         """Hash the prompt, and ask for what the object store alone holds."""
+        if self.retired:
+            return
         state = self._requests.track(request)
         session = self._client.session
         if state is None or session is None or not self._reads(state):
@@ -134,6 +137,8 @@ class SchedulerRole:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be loaded; None while the store is being read."""
+        if self.retired:
+            return 0
         state = self._requests.track(request)
         if state is None or state.void or request.skip_reading_prefix_cache:
             return 0
@@ -539,6 +544,14 @@ class SchedulerRole:
         if session is not None:
             # Nobody will ask for those keys again.
             self._client.send(session, Release(session.epoch, [], [], pins=True))
+
+    def retire(self) -> None:
+        """From now on nothing is cached: a rank can never share its memory, so no chunk is whole.
+
+        Stores that are under way end as the ranks report them.
+        """
+        self.retired = True
+        self._client.close()
 
     def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""

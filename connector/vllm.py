@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from connector.client import Attempt, Client
@@ -73,6 +72,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._shared: SharedMemory | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
+        self._untold_refusal = ""
         self._engine = ServedEngine(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
@@ -151,14 +151,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe and share the cache; without it the worker serves uncached."""
         engine = self._engine
         if engine.refusal:
-            if any(
-                isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
-                for group in self._kv_cache_config.kv_cache_groups
-            ):
-                # The scheduler is shown one layer of such a group, and so did not refuse it.
-                logger.warning(
-                    "kvlake: this worker is served without the cache, because %s", engine.refusal
-                )
+            # The scheduler may be shown less: of a group of unlike layers, one.
+            self._untold_refusal = engine.refusal
             return
         place = this_place()
 
@@ -180,6 +174,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             memory = share()
         except (ExportRefused, LayoutError, KeyError) as error:
             logger.warning("kvlake: this worker is served without the cache, because %s", error)
+            self._untold_refusal = str(error)
             return
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
@@ -245,11 +240,13 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that ended on this rank."""
+        """Stores that ended on this rank, and once why it is not served, if it is not."""
         transfers, self._transfers = self._transfers, None
-        if transfers is None or transfers.report.empty:
-            return None
-        return KVLakeWorkerMetadata(transfers.report)
+        report = StepReport() if transfers is None else transfers.report
+        if self._untold_refusal:
+            report = report.add(StepReport(refusal=self._untold_refusal))
+            self._untold_refusal = ""
+        return None if report.empty else KVLakeWorkerMetadata(report)
 
     # --- scheduler -----------------------------------------------------------------------------
 
@@ -306,6 +303,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVLakeWorkerMetadata):
             self._scheduler.stores_ended(metadata.report)
+            if metadata.report.refusal and not self._scheduler.retired:
+                logger.warning(
+                    "kvlake: this engine is served without the cache, because %s",
+                    metadata.report.refusal,
+                )
+                self._scheduler.retire()
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +28,11 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
@@ -335,22 +331,3 @@ def test_a_model_with_an_unknown_group_is_served_without_the_cache(
     worker.wait_for_save()
     assert not worker.get_transfer_results(set()).finished_recving
     assert scheduler.request_finished_all_groups(request, ([1], [2])) == (False, None)
-
-
-def test_layers_of_one_group_with_pages_of_several_sizes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM shows its scheduler one layer of such a group; the worker sees all, and says it."""
-    config = vllm_config(write_model(tmp_path))
-    specs = {"a": spec_of(), "b": replace(spec_of(), head_size=64)}
-    shown = kv_cache_config(specs=[spec_of()])
-    uniform = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(BLOCK_TOKENS, specs))
-    seen = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[uniform])
-    with caplog.at_level(logging.WARNING, logger="vllm.kvlake"):
-        KVLakeConnector(config, KVConnectorRole.SCHEDULER, shown).shutdown()
-        caplog.clear()
-        worker = KVLakeConnector(config, KVConnectorRole.WORKER, seen)
-        worker.register_kv_caches({})
-    lines = [record.getMessage() for record in caplog.records]
-    (line,) = [line for line in lines if line.startswith("kvlake")]
-    assert "UniformTypeKVCacheSpecs among them" in line

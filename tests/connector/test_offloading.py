@@ -16,10 +16,8 @@ import random
 import secrets
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +27,10 @@ from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.prefill_prefix_lm_attention import (
+    PrefillPrefixLMAttention,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -41,7 +43,6 @@ from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
     request_of,
-    spec_of,
     vllm_config,
     write_model,
 )
@@ -322,18 +323,18 @@ def test_an_engine_that_cannot_go_on_from_a_prefix(
         engine.close()
 
 
-def test_layers_that_attend_to_a_prompt_as_a_whole(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
     """Only a worker knows the layers, and only there is it asked."""
     config = vllm_config(model)
-    spec = replace(spec_of(), non_causal=True)
-
-    def layers(*_: object) -> dict[str, Any]:
-        return {"layer.0": Mock(get_kv_cache_spec=Mock(return_value=spec))}
-
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", layers)
-    note = offloading._identify(config, BLOCK_TOKENS)
+    with set_current_vllm_config(config):
+        for kind in (Attention, PrefillPrefixLMAttention):
+            options: dict[str, Any] = {
+                "cache_config": config.cache_config,
+                "prefix": f"layers.{kind.__name__}",
+            }
+            kind(2, 32, 1.0, num_kv_heads=2, **options)
+            note = offloading._identify(config, BLOCK_TOKENS)
+            assert ("identity" in note) == (kind is Attention)
     assert "Prefix-LM" in note["refusal"]
     assert not note["prefixes"]
 

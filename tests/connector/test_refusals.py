@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,17 +15,28 @@ from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import CpuArchEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connector.nodes import nodes_refusal
+from connector.ranks import Place
 from connector.refusals import prefix_refusal
 from connector.vllm import KVLakeConnector
+from sidecar.protocol import Submit
 from tests.connector.configurations import (
+    BLOCK_TOKENS,
     kv_cache_config,
     request_of,
     spec_of,
     vllm_config,
 )
+from tests.connector.engine import Engine
 
 PROMPT = [number % 89 for number in range(300)]
 
@@ -181,3 +193,85 @@ class TestPrefixes:
         assert not prefix_refusal(config, [spec_of()])
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert ("VLLM_BATCH_INVARIANT" in prefix_refusal(config, [spec_of()])) != cached
+
+
+class TestRanksThatAreNotServed:
+    """What only a worker can know ends the scheduler's part with the first step."""
+
+    def replaced(self, engine: Engine, *numbers: int) -> None:
+        """Have these ranks refuse: layers with pages of several sizes are one group of theirs."""
+        specs: dict[str, KVCacheSpec] = {"a": spec_of(), "b": replace(spec_of(), head_size=64)}
+        uniform = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(BLOCK_TOKENS, specs))
+        seen = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[uniform])
+        for number in numbers:
+            rank = engine.ranks[number]
+            config = engine.scheduler.vllm_config
+            rank.connector = rank.loaded = KVLakeConnector(config, KVConnectorRole.WORKER, seen)
+            rank.connector.register_kv_caches({})
+
+    @pytest.mark.parametrize("refusing", [(0, 1), (1,)])
+    def test_layers_of_one_group_with_pages_of_several_sizes(
+        self,
+        make: Callable[..., Engine],
+        caplog: pytest.LogCaptureFixture,
+        refusing: tuple[int, ...],
+    ) -> None:
+        """vLLM shows its scheduler one layer of such a group; the workers see all, and say it."""
+        engine = make(ranks=2)
+        self.replaced(engine, *refusing)
+        caplog.clear()
+        # What its steps are to store waits for two ranks, and for one of them in vain.
+        engine.run(request_of("a", PROMPT, max_tokens=40))
+        (line,) = [one.getMessage() for one in caplog.records if "kvlake: " in one.message]
+        assert "UniformTypeKVCacheSpecs among them" in line
+        assert engine.client.closed
+        engine.check_idle()
+        jobs = [len(rank.client.sent_of(Submit)) for rank in engine.ranks]
+        engine.forget()
+        engine.run(request_of("b", PROMPT, max_tokens=1))
+        assert engine.computed["b"] == len(PROMPT)
+        assert jobs == [len(rank.client.sent_of(Submit)) for rank in engine.ranks]
+        assert caplog.text.count("kvlake: ") == 1
+        engine.check_idle()
+
+    def test_what_is_under_way_ends(self, make: Callable[..., Engine]) -> None:
+        """A load, a read of the store, and requests that wait for another engine."""
+        engine = make(ranks=2)
+        engine.run(request_of("earlier", PROMPT, max_tokens=1))
+        engine.forget()
+        stored = [*PROMPT, *range(100)]
+        engine.run(request_of("in the store", [7, *stored], max_tokens=1))
+        engine.forget()
+        for key in list(engine.sidecar.parts)[-4:]:
+            engine.sidecar.demote(key)
+        waiting = request_of("c", [8, *stored], max_tokens=1)
+        waiting.kv_transfer_params = {"kvlake": {"expect_tokens": 64, "wait_seconds": 60}}
+        requests = [
+            engine.add(request_of("a", PROMPT, max_tokens=4)),
+            engine.add(request_of("b", [7, *stored], max_tokens=4)),
+            engine.add(waiting),
+        ]
+        self.replaced(engine, 1)
+        engine.finish(*requests)
+        engine.settle()
+        assert engine.client.closed
+        assert engine.computed["c"] >= len(stored)
+        engine.check_idle()
+
+    def test_memory_that_cannot_be_shared(
+        self,
+        make: Callable[..., Engine],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
+        engine = make()
+        rank = engine.ranks[0]
+        kv = kv_cache_config(num_blocks=8)
+        rank.connector = KVLakeConnector(engine.scheduler.vllm_config, KVConnectorRole.WORKER, kv)
+        rank.loaded = rank.connector
+        rank.connector.register_kv_caches({})
+        engine.run(request_of("a", PROMPT, max_tokens=4))
+        assert "this engine is served without the cache, because" in caplog.text
+        assert engine.client.closed
+        engine.check_idle()

@@ -1,7 +1,8 @@
 """Speculative decoding: what a draft leaves behind, and drafters with layers in the KV cache.
 
 On vLLM's own scheduler, with a model that accepts the drafts that it would have said itself and
-checks every KV that it reads. On real engines: `tests/e2e/test_speculation.py`.
+checks every KV that it reads. On real engines: `tests/e2e/test_drafters.py`,
+and n-grams in `tests/e2e/test_requests.py`.
 """
 
 from __future__ import annotations
