@@ -7,6 +7,8 @@ from typing import Final
 from tests.contract.used import ATTRIBUTE, CONNECTOR, OFFLOAD, Used, attributes
 
 OFFLOADING: Final[dict[str, Used]] = {
+    "vllm.forward_context:get_forward_context": Used({"": "()"}),
+    "vllm.forward_context:is_forward_context_available": Used({"": "()"}),
     f"{OFFLOAD}.base:OffloadingSpec": Used(
         attributes("config extra_config offload_prompt_only blocks_per_chunk replicated_layout")
         | {
