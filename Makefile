@@ -170,10 +170,12 @@ gpu-bench:
 	@$(gpu_python)
 	$(GPU_ENV) "$(GPU_PYTHON)" -m benchmarks.gpu.run $(GPU_ARGS)
 
-# The table also goes to build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"':
-# the others keep what an earlier run said of them.
+# Both matrices: the connector's, and that of vLLM's own offloading. The tables also go to
+# build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"' or
+# KILL_ARGS='-k "native and sidecar"': the others keep what an earlier run said of them.
 kill-matrix: setup
-	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest tests/e2e/test_kill_matrix.py $(KILL_ARGS)
+	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest --long tests/e2e/test_kill_matrix.py \
+	  tests/e2e/test_native_kill_matrix.py $(KILL_ARGS)
 
 soak: setup
 	@$(BIN)/python -m tests.soak.run --minutes $(or $(MINUTES),30) $(SOAK_ARGS)

@@ -12,10 +12,11 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from sidecar.protocol import Role
 from tests.e2e.arms import empty, fresh_salt
-from tests.e2e.held_sidecar import ATTACH, LOAD, STORE
+from tests.e2e.holds import COPY_IN, COPY_OUT, LOAD, STORE, attach_as
 from tests.e2e.kill_table import Cell, Stage, Victim
-from tests.e2e.kill_world import CHUNKS, until
+from tests.e2e.kill_world import until
 from tests.faulty_proxy import Fault
 
 if TYPE_CHECKING:
@@ -40,17 +41,20 @@ class Staged:
 
 def attach(world: World, cell: Cell) -> Staged:
     """A process of the engine attaches anew, and a request comes meanwhile."""
-    pid = world.victim.core if cell.victim is Victim.CORE else world.victim.worker
-    who = "engine core" if pid == world.victim.core else "worker"
-    world.holds.hold(ATTACH, pid)
-    world.holds.hang_up(pid)
-    until("an attach is held", lambda: world.holds.held(ATTACH, pid))
+    role = Role.SCHEDULER if cell.victim is Victim.CORE else Role.WORKER
+    pid = world.victim.clients[role]
+    who = "worker's attach" if pid == world.victim.worker else "engine core's attach"
+    if (role, pid) == (Role.WORKER, world.victim.core):
+        who += " as worker"
+    world.holds.hold(attach_as(role), pid)
+    world.holds.hang_up(role, pid)
+
+    def attaching() -> bool:
+        return world.holds.held(attach_as(role), pid) and (role, pid) not in world.attached()
+
+    until("an attach is held", attaching)
     handle = world.begin(world.victim, fresh_salt())
-    return Staged(
-        [handle],
-        f"the {who}'s attach is read, not answered",
-        lambda: world.holds.held(ATTACH, pid) and pid not in world.attached(),
-    )
+    return Staged([handle], f"the {who} is read, not answered", attaching)
 
 
 def lookup(world: World, cell: Cell) -> Staged:
@@ -59,7 +63,7 @@ def lookup(world: World, cell: Cell) -> Staged:
     world.renew_sidecar()
     empty(world.victim.engine)
     salt = world.store_salts.pop()
-    world.wait("the bucket is listed", _listed)
+    world.wait("the bucket is listed", lambda status: _listed(status, world.seam.chunks))
     world.become(Fault.HOLD, READS)
     handle = world.begin(world.victim, salt)
 
@@ -73,20 +77,47 @@ def lookup(world: World, cell: Cell) -> Staged:
 
 
 def load(world: World, cell: Cell) -> Staged:
-    """A chunk is being copied into the engine's blocks."""
-    salt = fresh_salt()
-    world.generate(world.victim, salt)
-    empty(world.victim.engine)
-    return _copying(world, LOAD, salt)
+    """A chunk is being copied by the sidecar into what the engine shares with it."""
+    return _copying(world, LOAD, _stored(world))
 
 
 def store(world: World, cell: Cell) -> Staged:
-    """A chunk is being copied from the engine's blocks."""
+    """A chunk is being copied by the sidecar from what the engine shares with it."""
     return _copying(world, STORE, fresh_salt())
 
 
-def _copying(world: World, step: str, salt: str) -> Staged:
+def copy_in(world: World, cell: Cell) -> Staged:
+    """Chunks are being copied by vLLM's worker from its host tier into the engine's blocks."""
+    return _copying_inside(world, COPY_IN, _stored(world))
+
+
+def copy_out(world: World, cell: Cell) -> Staged:
+    """Chunks are being copied by vLLM's worker from the engine's blocks to its host tier."""
+    return _copying_inside(world, COPY_OUT, fresh_salt())
+
+
+def _stored(world: World) -> str:
+    salt = fresh_salt()
+    world.generate(world.victim, salt)
+    empty(world.victim.engine)
+    return salt
+
+
+def _copying_inside(world: World, step: str, salt: str) -> Staged:
     pid = world.victim.worker
+    world.holds.hold(step, pid)
+    handle = world.begin(world.victim, salt)
+
+    def copying() -> bool:
+        return world.holds.held(step, pid)
+
+    until(f"a {step} is held", copying)
+    way = "into blocks" if step == COPY_IN else "out of blocks"
+    return Staged([handle], f"a copy {way} between two layers", copying)
+
+
+def _copying(world: World, step: str, salt: str) -> Staged:
+    pid = world.victim.clients[Role.WORKER]
     world.holds.hold(step, pid)
     handle = world.begin(world.victim, salt)
     until(f"a {step} is held", lambda: world.holds.held(step, pid))
@@ -128,10 +159,10 @@ def drain(world: World, cell: Cell) -> Staged:
     return Staged([handle], f"draining, {len(world.proxy.holding)} PUT half-way", draining)
 
 
-def _listed(status: dict[str, Any]) -> bool:
+def _listed(status: dict[str, Any], chunks: int) -> bool:
     """The catalog was read whole: the number of chunks alone may be that of one of its files."""
     store = status["tiers"]["store"]
-    return bool(store["listings"] and store["chunks"] >= CHUNKS)
+    return bool(store["listings"] and store["chunks"] >= chunks)
 
 
 STAGES: Final[dict[Stage, Callable[[World, Cell], Staged]]] = {
@@ -141,4 +172,6 @@ STAGES: Final[dict[Stage, Callable[[World, Cell], Staged]]] = {
     Stage.STORE: store,
     Stage.WRITE: write,
     Stage.DRAIN: drain,
+    Stage.COPY_IN: copy_in,
+    Stage.COPY_OUT: copy_out,
 }

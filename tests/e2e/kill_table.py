@@ -8,13 +8,20 @@ from __future__ import annotations
 import enum
 import itertools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class Backend(enum.StrEnum):
+    """Which of kvlake's two ways into vLLM the engines take."""
+
+    CONNECTOR = "KVLakeConnector"
+    OFFLOADING = "vLLM's own offloading"
 
 
 class Victim(enum.StrEnum):
@@ -42,6 +49,8 @@ class Stage(enum.StrEnum):
     STORE = "store"
     WRITE = "write"
     DRAIN = "drain"
+    COPY_IN = "copy in"
+    COPY_OUT = "copy out"
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Cell:
     victim: Victim
     signal: Signal
     stage: Stage
+    backend: Backend = Backend.CONNECTOR
 
     @property
     def kills_an_engine(self) -> bool:
@@ -61,16 +71,20 @@ class Cell:
         return f"{self.victim}-{self.signal}-{self.stage}".replace(" ", "-")
 
 
+OF_HOST_TIER: Final = (Stage.COPY_IN, Stage.COPY_OUT)
+"""Stages that there are only where vLLM has a host tier of its own."""
 CELLS: Final = [
-    Cell(victim, signal, stage)
-    for victim, signal, stage in itertools.product(Victim, Signal, Stage)
+    Cell(victim, signal, stage, backend)
+    for backend, victim, signal, stage in itertools.product(Backend, Victim, Signal, Stage)
+    if backend is Backend.OFFLOADING or stage not in OF_HOST_TIER
 ]
 
 
-def in_order_of_running() -> list[Cell]:
+def in_order_of_running(backend: Backend) -> list[Cell]:
     """All cells, those that kill an engine spread out: its successor takes a while to start."""
-    kills = [cell for cell in CELLS if cell.kills_an_engine]
-    others = [cell for cell in CELLS if not cell.kills_an_engine]
+    cells = [cell for cell in CELLS if cell.backend is backend]
+    kills = [cell for cell in cells if cell.kills_an_engine]
+    others = [cell for cell in cells if not cell.kills_an_engine]
     between = len(others) // len(kills)
     ordered: list[Cell] = []
     for kill in kills:
@@ -99,6 +113,19 @@ class Row:
     left: str = ""
     """What was left over."""
     outcome: str = "failed"
+    backend: str = Backend.CONNECTOR
+
+    @classmethod
+    def of(cls, cell: Cell) -> Row:
+        """A row of which nothing is known yet."""
+        return cls(cell.victim, cell.signal, cell.stage, backend=cell.backend)
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that it is of."""
+        return Cell(
+            Victim(self.victim), Signal(self.signal), Stage(self.stage), Backend(self.backend)
+        )
 
 
 @dataclass(frozen=True)
@@ -124,13 +151,24 @@ ROWS: Final = pytest.StashKey[dict[Cell, Row]]()
 
 
 def markdown(rows: dict[Cell, Row]) -> str:
-    """The table, every cell of the matrix in it."""
+    """A table for each matrix of which something was run, every cell of it in it."""
+    tables = [
+        f"{backend}:\n\n{_table(rows, backend)}"
+        for backend in Backend
+        if any(cell.backend is backend for cell in rows)
+    ]
+    return "\n".join(tables)
+
+
+def _table(rows: dict[Cell, Row], backend: Backend) -> str:
     lines = [
         "| " + " | ".join(column.title for column in _COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),
     ]
     for cell in CELLS:
-        row = rows.get(cell) or Row(cell.victim, cell.signal, cell.stage, outcome="not run")
+        if cell.backend is not backend:
+            continue
+        row = rows.get(cell) or replace(Row.of(cell), outcome="not run")
         values = asdict(row)
         lines.append("| " + " | ".join(values[column.field] for column in _COLUMNS) + " |")
     return "\n".join(lines) + "\n"
@@ -148,7 +186,7 @@ def plain(rows: dict[Cell, Row]) -> list[dict[str, str]]:
 def from_plain(found: list[dict[str, str]]) -> dict[Cell, Row]:
     """What `plain` made."""
     rows = [Row(**fields) for fields in found]
-    return {Cell(Victim(row.victim), Signal(row.signal), Stage(row.stage)): row for row in rows}
+    return {row.cell: row for row in rows}
 
 
 def write(rows: dict[Cell, Row], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the kill matrix strikes: two engines, their sidecar, and an S3 server behind a proxy.
+"""What a kill matrix strikes: two engines, their sidecar, and an S3 server behind a proxy.
 
 Owns these processes: starting them, striking one, bringing it back, and knowing what they had open
 when all was well. `witness` is an engine that lives through the whole matrix; `victim` is the one
@@ -18,11 +18,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
-from tests.e2e import held_sidecar
-from tests.e2e.arms import CHUNK_TOKENS, PATIENT, Call, Oracle, empty, fresh_salt, idle, words
+from tests.e2e.arms import PATIENT, Call, Oracle, empty, fresh_salt, idle, words
+from tests.e2e.holds import Holds
+from tests.e2e.kill_seams import PROMPT_TOKENS
 from tests.e2e.kill_table import Signal, Victim
 from tests.e2e.leftovers import (
     SHARED_MEMORY,
@@ -42,10 +43,8 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Generation
     from sidecar.demo.servers import S3Server
+    from tests.e2e.kill_seams import Seam
 
-PROMPT_TOKENS: Final = 700
-WHOLE_TOKENS: Final = 672
-CHUNKS: Final = 3
 GENERATED_TOKENS: Final = 16
 """Enough that a request still runs while its prompt is being stored."""
 SALTS_PREPARED: Final = 12
@@ -53,7 +52,6 @@ SALTS_PREPARED: Final = 12
 WITNESS_CORE: Final = "0"
 VICTIM_CORE: Final = "1"
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 128, "max_model_len": 2048}
-SESSIONS: Final = 4
 WAIT_SECONDS_MAX: Final = 60.0
 TRIES_MAX: Final = 8
 
@@ -65,22 +63,24 @@ LIMITS: Final = {
     "drain_seconds_max": "6s",
 }
 STORE_SECONDS_MAX: Final = "2s"
+HOLDS: Final = "holds"
 
 
 class Struck:
     """An engine, with the processes of it that are struck."""
 
-    def __init__(self, model: str, folder: Path, name: str, threads_bind: str) -> None:
+    def __init__(self, seam: Seam, model: str, folder: Path, name: str, threads_bind: str) -> None:
+        self._seam = seam
         # A name of its own for the sidecar's socket, which exists from `introduce` on.
         self._socket = folder / f"{name}.sock"
         spec = EngineSpec(
             model,
             str(self._socket),
             ENGINE_ARGS,
-            connector_extra={"attach_seconds": 0},
+            connector_extra={"attach_seconds": 0, "holds": str(folder / HOLDS)},
             threads_bind=threads_bind,
         )
-        self.engine = Engine(spec, folder / f"{name}.log")
+        self.engine = seam.make_engine(spec, folder / f"{name}.log")
 
     def introduce(self, socket: str) -> None:
         """Let it attach to the sidecar at this socket."""
@@ -92,6 +92,7 @@ class Struck:
         self.pids = group_of(self.engine.process.pid)
         self.core = called(self.pids, "VLLM::EngineCore")
         self.worker = called(self.pids, "VLLM::Worker")
+        self.clients = self._seam.clients(self.core, self.worker)
         self.shared_memory = shared_memory_of(self.pids)
         return self
 
@@ -109,6 +110,7 @@ class World:
 
     def __init__(
         self,
+        seam: Seam,
         folder: Path,
         model: str,
         server: S3Server,
@@ -118,6 +120,7 @@ class World:
         kills: int,
     ) -> None:
         """`kills`: how many engines will be killed. Their successors are started ahead."""
+        self.seam = seam
         self.folder = folder
         self.server = server
         self.proxy = proxy
@@ -127,8 +130,8 @@ class World:
         self._spares = kills
         self._spare: Struck | None = None
         self._stopped: int | None = None
-        (folder / "holds").mkdir()
-        self.holds = held_sidecar.Holds(folder / "holds")
+        (folder / HOLDS).mkdir()
+        self.holds = Holds(folder / HOLDS)
         self.sidecar = self._new_sidecar(PATIENT, "60s").start()
         self.witness = self._new_engine(WITNESS_CORE)
         self.victim = self._new_engine(VICTIM_CORE)
@@ -137,7 +140,7 @@ class World:
         self.oracle = Oracle(
             self.witness.engine, Call(words(PROMPT_TOKENS, 7), max_tokens=GENERATED_TOKENS)
         )
-        cached = [*range(0, WHOLE_TOKENS, CHUNK_TOKENS), WHOLE_TOKENS]
+        cached = [*range(0, seam.whole_tokens, seam.chunk_tokens), seam.whole_tokens]
         measured = [self.oracle.at(tokens) for tokens in cached]
         self._contents = {content for one in measured for content in one.blocks[0]}
         self.sealed_salt = fresh_salt()
@@ -162,16 +165,14 @@ class World:
                 "recompute": "never",
             },
             "limits": limits,
-            # Some are held in the middle of the victim's copies, one each, while others serve the
-            # witness.
-            "copy": {"threads": 4},
+            "copy": {"threads": self.seam.copy_threads},
         }
-        program = (str(Path(held_sidecar.__file__)), str(self.folder / "holds"))
+        program = ("-m", "tests.e2e.held_sidecar", str(self.folder / HOLDS))
         return SidecarProcess(self.folder / "s", config, program=program)
 
     def _new_engine(self, core: str) -> Struck:
         self._engines += 1
-        return Struck(self._model, self.folder, f"engine-{self._engines}", core)
+        return Struck(self.seam, self._model, self.folder, f"engine-{self._engines}", core)
 
     def _prepare_store(self) -> list[str]:
         """Have the prompt in the bucket under many salts, and in no memory."""
@@ -181,7 +182,7 @@ class World:
             self.generate(self.witness, salt)
             empty(self.witness.engine)
         self.wait("everything is written", idle)
-        assert self.sidecar.status()["counters"]["chunks_written"] >= CHUNKS * len(salts)
+        assert self.sidecar.status()["counters"]["chunks_written"] >= self.seam.chunks * len(salts)
         assert self.sidecar.drain() == 0
         self.sidecar.remove_pool()
         return salts
@@ -219,9 +220,9 @@ class World:
                 empty(party.engine)
                 generation = self.generate(party, salt)
             self.check_bytes(party)
-            if generation.cached_tokens == WHOLE_TOKENS:
+            if generation.cached_tokens == self.seam.whole_tokens:
                 self.sealed_salt = salt
-                return WHOLE_TOKENS
+                return self.seam.whole_tokens
         raise AssertionError(f"no hit in {TRIES_MAX} tries; {self.sidecar.status()}")
 
     # --- the processes -------------------------------------------------------------------------
@@ -331,9 +332,9 @@ class World:
         """The sidecar's status."""
         return self.sidecar.status()
 
-    def attached(self) -> set[int]:
-        """Processes that are attached to the sidecar."""
-        return {session["pid"] for session in self.status()["sessions"]}
+    def attached(self) -> set[tuple[str, int]]:
+        """Roles and processes that are attached to the sidecar."""
+        return {(session["role"], session["pid"]) for session in self.status()["sessions"]}
 
     def wait(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until a condition holds of the sidecar's status."""
@@ -342,8 +343,7 @@ class World:
     def wait_attached(self) -> float:
         """Wait until both engines are attached; seconds that it took."""
         started = time.monotonic()
-        wanted = {party_pid for one in (self.witness, self.victim)
-                  for party_pid in (one.core, one.worker)}  # fmt: skip
+        wanted = {*self.witness.clients.items(), *self.victim.clients.items()}
         until("both engines are attached", lambda: self.attached() == wanted)
         return time.monotonic() - started
 

@@ -30,19 +30,23 @@ class NativeEngine(Engine):
     """An engine with vLLM's `OffloadingConnector` on the tiers of a sidecar."""
 
     chunk_tokens = CHUNK_TOKENS
+    blocks_per_chunk = BLOCKS_PER_CHUNK
     has_host_tier = True
+    spec_name = "SettlingSpec"
+    spec_module = "tests.e2e.settling"
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
         self._settled = log.with_suffix(".settled")
         extra = {
-            "spec_name": "SettlingSpec",
-            "spec_module_path": "tests.e2e.settling",
+            "spec_name": self.spec_name,
+            "spec_module_path": self.spec_module,
             "socket": spec.socket,
             "cpu_bytes_to_use": HOST_TIER_BYTES,
-            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            "blocks_per_chunk": self.blocks_per_chunk,
             # Its adapters stay what they are for as long as a sidecar lives.
             "adapters_by_path": True,
             "settled": str(self._settled),
+            **spec.connector_extra,
         }
         connector = {
             "kv_connector": "OffloadingConnector",

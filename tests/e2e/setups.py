@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
     from sidecar.demo.servers import S3Server
-    from tests.e2e.held_sidecar import Holds
+    from tests.e2e.holds import Holds
 
 SMALL: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
 """Of an engine: memory for two of the longest prompts, so that a dozen requests fill it."""

@@ -33,7 +33,7 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.group_suite import GroupSuite, engine_of
-from tests.e2e.held_sidecar import LOAD, Holds
+from tests.e2e.holds import LOAD, Holds
 from tests.e2e.setups import attached
 
 if TYPE_CHECKING:
