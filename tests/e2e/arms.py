@@ -36,7 +36,7 @@ CLOSE: Final = 0.25
 SESSIONS: Final = 2
 """What an engine of one rank attaches: its scheduler and its worker."""
 
-PATIENT: Final = dict.fromkeys(
+PATIENT: Final[dict[str, str]] = dict.fromkeys(
     ("lookup_wait", "load_deadline", "lease_ttl", "store_deadline"), "60s"
 )
 """Limits under which the oracle decides what is right, not the clock: a machine may be slow."""

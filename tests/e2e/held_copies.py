@@ -26,13 +26,13 @@ class HeldSpec(SettlingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker for CPU engines, held."""
-        worker = super().get_worker(kv_caches)
+        worker: Any = super().get_worker(kv_caches)
         assert isinstance(worker, HostCopyWorker)
         hold_copies(worker, Holds(Path(self.extra_config["holds"])))
         return worker
 
 
-def hold_copies(worker: HostCopyWorker, holds: Holds) -> None:
+def hold_copies(worker: Any, holds: Holds) -> None:
     """Wait after each layer of a copy, in the copy thread: there is one."""
     copy = worker._copy
     step = COPY_OUT
@@ -40,9 +40,10 @@ def hold_copies(worker: HostCopyWorker, holds: Holds) -> None:
     def copied(job_id: int, pieces: list[Any], *, store: bool) -> TransferResult:
         nonlocal step
         step = COPY_OUT if store else COPY_IN
-        return copy(job_id, pieces, store=store)
+        result: TransferResult = copy(job_id, pieces, store=store)
+        return result
 
-    worker._copy = copied  # type: ignore[method-assign]
+    worker._copy = copied
     pid = os.getpid()
     worker._groups = [_Held(runs, lambda: holds.wait(step, pid)) for runs in worker._groups]
 

@@ -216,9 +216,10 @@ class World:
         """
         for _ in range(TRIES_MAX):
             salt = fresh_salt()
-            for _ in range(2):
-                empty(party.engine)
-                generation = self.generate(party, salt)
+            empty(party.engine)
+            self.generate(party, salt)
+            empty(party.engine)
+            generation = self.generate(party, salt)
             self.check_bytes(party)
             if generation.cached_tokens == self.seam.whole_tokens:
                 self.sealed_salt = salt
