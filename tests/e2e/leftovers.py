@@ -16,7 +16,8 @@ from typing import Final
 SHARED_MEMORY: Final = Path("/dev/shm")
 _VLLMS: Final = (f"{SHARED_MEMORY}/psm_", f"{SHARED_MEMORY}/sem.")
 _MEMFD: Final = re.compile(r"/memfd:(\S+)")
-_RANDOM: Final = re.compile(r"[0-9a-f]{6,}|[0-9]+")
+_UUID: Final = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_RANDOM: Final = re.compile(rf"{_UUID}|[0-9a-f]{{6,}}|[0-9]+")
 _NUMBER: Final = re.compile(r"\[?\d+\]?")
 
 

@@ -168,10 +168,7 @@ def kill_engine(world: World, cell: Cell, staged: Staged, row: Row) -> None:
     row.left = f"{left} of vLLM's own in /dev/shm; " if left else ""
     row.back = f"{world.wait_attached():.2f}"
     # Under a salt that the dead engine's sidecar or the engine beside it sealed.
-    empty(world.victim.engine)
-    generation = world.generate(world.victim, world.sealed_salt)
-    assert generation.cached_tokens == world.seam.whole_tokens
-    world.check_bytes(world.victim)
+    world.finds(world.victim)
     row.requests += "; its successor hits"
 
 
