@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.e2e.kill_table import CELLS, Row, from_plain, plain
+from tests.e2e.kill_table import CELLS, Backend, Row, from_plain, markdown, plain
 
 
 def test_rows_go_to_another_process_and_are_the_same_there() -> None:
@@ -12,3 +12,14 @@ def test_rows_go_to_another_process_and_are_the_same_there() -> None:
     found = plain(rows)
     assert all(type(value) is str for fields in found for value in fields.values())
     assert from_plain(found) == rows
+
+
+def test_each_matrix_of_which_something_was_run_is_shown_whole() -> None:
+    for backend in Backend:
+        cells = [cell for cell in CELLS if cell.backend is backend]
+        table = markdown({cells[-1]: Row.of(cells[-1])})
+        assert table.startswith(f"{backend}:")
+        assert table.count("| not run |") == len(cells) - 1
+    assert all(
+        f"{backend}:" in markdown({cell: Row.of(cell) for cell in CELLS}) for backend in Backend
+    )
