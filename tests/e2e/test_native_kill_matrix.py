@@ -14,7 +14,11 @@ import pytest
 
 from tests.e2e.kill_seams import OFFLOADING
 from tests.e2e.kill_table import Backend, in_order_of_running
-from tests.e2e.test_kill_matrix import check_cell, row, world  # noqa: F401 (fixtures)
+from tests.e2e.test_kill_matrix import (
+    check_cell,
+    row,  # noqa: F401 (a fixture)  # pyright: ignore[reportUnusedImport]
+    world,  # noqa: F401 (a fixture)  # pyright: ignore[reportUnusedImport]
+)
 
 if TYPE_CHECKING:
     from tests.e2e.kill_seams import Seam
