@@ -167,8 +167,7 @@ class World:
             "limits": limits,
             "copy": {"threads": self.seam.copy_threads},
         }
-        program = ("-m", "tests.e2e.held_sidecar", str(self.folder / HOLDS))
-        return SidecarProcess(self.folder / "s", config, program=program)
+        return SidecarProcess(self.folder / "s", config, program=self.holds.program)
 
     def _new_engine(self, core: str) -> Struck:
         self._engines += 1
