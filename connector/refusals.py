@@ -1,7 +1,8 @@
 """Which engines are cached: what is known of each kind of KV cache group, and what is refused.
 
 An engine that cannot be cached safely is served without the cache, never wrongly; the reason is one
-line in vLLM's log. Both roles come to the same answer, from vLLM's configuration alone.
+line in vLLM's log. Each role asks for itself, of vLLM's configuration alone; a worker that is shown
+more of it than the scheduler tells it with its first step.
 """
 
 from __future__ import annotations

@@ -258,6 +258,25 @@ class TestRanksThatAreNotServed:
         assert engine.computed["c"] >= len(stored)
         engine.check_idle()
 
+    def test_caching_that_vllm_turned_off_in_its_worker(
+        self,
+        make: Callable[..., Engine],
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """A worker's process has a configuration of its own, and there the backend is chosen."""
+        engine = make()
+        config = vllm_config(model, prefix_caching=False)
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        worker = KVLakeConnector(config, KVConnectorRole.WORKER, kv_cache_config(num_blocks=8))
+        worker.register_kv_caches({})
+        engine.ranks[0].connector = engine.ranks[0].loaded = worker
+        engine.run(request_of("a", PROMPT, max_tokens=4))
+        assert "VLLM_BATCH_INVARIANT" in caplog.text
+        assert engine.client.closed
+        engine.check_idle()
+
     def test_memory_that_cannot_be_shared(
         self,
         make: Callable[..., Engine],
