@@ -25,6 +25,8 @@ import contextlib
 import ctypes
 import datetime as dt
 import logging
+import threading
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -40,6 +42,7 @@ from tiers.access import azure_account, provider_of
 from tiers.direct import DirectReads, NotUnderstoodError
 from tiers.filesystems import Bytes, Found, Listing, Seen, fill, run_to_end
 from tiers.object_errors import Kind, judge
+from tiers.turns import step_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +70,7 @@ class CloudStore:
     """A bucket or container, and a prefix in it."""
 
     def __init__(self, url: str, access: Access) -> None:
+        _start_runtime()
         # One for both ways: two would ask for a role's credentials twice.
         provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
         self._client = _client(url, access, provider)
@@ -196,6 +200,23 @@ def _keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, MAPPED_ALLOCATION_BYTES_MIN)
     mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
+
+
+@cache
+def _start_runtime() -> None:
+    """Have obstore start its threads, once in a process, from one that has stepped back.
+
+    Threads of Linux inherit niceness from the one that starts them, and obstore's come with its
+    first call: from the event loop they would be of the loop's rank.
+    """
+
+    def first_call() -> None:
+        step_back()
+        obstore.put(store.MemoryStore(), "first", b"")
+
+    thread = threading.Thread(target=first_call, name="kvlake-obstore")
+    thread.start()
+    thread.join()
 
 
 def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectReads | None:

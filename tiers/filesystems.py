@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
+from tiers.turns import step_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +121,7 @@ class _ThreadWork:
             if self._abandoned:
                 raise RuntimeError("work was abandoned before its thread began")
             self._started = True
+        step_back()
         try:
             return work()
         finally:
