@@ -17,6 +17,7 @@ rate, and behind it for 1.8 to 2.0 (two cores); with two processes beside that n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -38,9 +39,10 @@ _stepped_back = threading.local()
 def step_back() -> None:
     """Have the calling thread compute when the event loop and the engine do not, for good.
 
-    What it is given to do next it does so, too: giving niceness back is a privilege.
+    What it is given to do next it does so, too: giving niceness back is a privilege. A thread that
+    runs an event loop, and has been given a thread's work, stays where it is.
     """
-    if getattr(_stepped_back, "done", False):
+    if getattr(_stepped_back, "done", False) or _runs_a_loop():
         return
     _stepped_back.done = True
     thread = threading.get_native_id()
@@ -48,6 +50,14 @@ def step_back() -> None:
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness + BEHIND, NICENESS_MAX))
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Turns:

@@ -50,6 +50,11 @@ class TestStepBack:
             assert found == min(own + BEHIND, NICENESS_MAX)
         assert niceness() == own
 
+    async def test_a_loop_that_does_a_threads_work_stays_where_it_is(self) -> None:
+        own = niceness()
+        step_back()
+        assert niceness() == own
+
     def test_what_obstore_starts_stands_behind_the_loop(self) -> None:
         words = [sys.executable, "-c", OBSTORE]
         told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
