@@ -34,6 +34,7 @@ from sidecar.logs import fields, story_of
 from tiers.arrow import payload_hasher
 from tiers.errors import ChunkCorrupt
 from tiers.filesystems import run_to_end
+from tiers.turns import OwnThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,10 +88,15 @@ class Copies:
 
     async def run(self) -> None:
         """Work on the queue until cancelled; a copy that runs then is waited for."""
-        async with anyio.create_task_group() as group:
-            for _ in range(self._threads):
-                group.start_soon(self._copier)
-            await self._gate()
+        # Engines wait for a copy, which holds their fence: it does not stand behind anybody.
+        threads = OwnThreads(self._threads, "kvlake-copy")
+        try:
+            async with anyio.create_task_group() as group:
+                for _ in range(self._threads):
+                    group.start_soon(self._copier, threads)
+                await self._gate()
+        finally:
+            threads.close()
 
     def add(self, group: Group) -> None:
         """Queue a group; one whose fence is reached already does not wait for the next poll."""
@@ -126,7 +132,7 @@ class Copies:
                 detail = f"{what} until the job's deadline"
                 self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
 
-    async def _copier(self) -> None:
+    async def _copier(self, threads: OwnThreads) -> None:
         while True:
             await self._ready.acquire()
             group = self._queue.next()
@@ -142,7 +148,7 @@ class Copies:
             self._begun.append(begun)
             try:
                 with group.memory.in_use() as mapped:
-                    ended = await self._copy(group, mapped=mapped)
+                    ended = await self._copy(group, threads, mapped=mapped)
             finally:
                 self._running -= 1
                 self._loads_running -= group.is_load
@@ -164,12 +170,14 @@ class Copies:
             self._queue.put_back(group)
             self._arrived.set()
 
-    async def _copy(self, group: Group, *, mapped: bool) -> list[Copied] | None:
+    async def _copy(
+        self, group: Group, threads: OwnThreads, *, mapped: bool
+    ) -> list[Copied] | None:
         if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")
         copy = _scatter if group.is_load else _gather
         try:
-            return await run_to_end(lambda: copy(group, self._pool), self._limiter)
+            return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
         except BlockingIOError:
             return None
         except Exception as error:

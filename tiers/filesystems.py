@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
-from tiers.turns import step_back
+from tiers.turns import OwnThreads, step_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,8 +110,9 @@ class Filesystem(Protocol):
 class _ThreadWork:
     """One call in a worker thread, and whether it may still touch memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, behind: bool = True) -> None:
         self._lock = threading.Lock()
+        self._behind = behind
         self._started = False
         self._abandoned = False
         self.ended = False
@@ -121,7 +122,8 @@ class _ThreadWork:
             if self._abandoned:
                 raise RuntimeError("work was abandoned before its thread began")
             self._started = True
-        step_back()
+        if self._behind:
+            step_back()
         try:
             return work()
         finally:
@@ -139,19 +141,22 @@ async def run_to_end(
     limiter: anyio.CapacityLimiter,
     *,
     abort: Callable[[], None] | None = None,
+    threads: OwnThreads | None = None,
 ) -> T:
     """Run `work` in a worker thread, and do not return before it has ended, whoever cancels.
 
     `abort` makes work that waits for somebody else end soon. It is called after a cancel, on the
     loop, until the work has ended. Without it a cancel waits for as long as the work takes.
+    Without `threads` the work stands behind the event loop for a core (`turns.step_back`).
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
     on SIGINT) goes through that shield; so after any exception the thread is asked.
     """
-    thread = _ThreadWork()
+    thread = _ThreadWork(behind=threads is None)
+    run_sync = anyio.to_thread.run_sync if threads is None else threads.run_sync
     try:
-        return await anyio.to_thread.run_sync(
-            thread.run, work, limiter=limiter, abandon_on_cancel=abort is not None
+        return await run_sync(
+            lambda: thread.run(work), limiter=limiter, abandon_on_cancel=abort is not None
         )
     except BaseException:
         while not thread.abandon():

@@ -21,11 +21,17 @@ import asyncio
 import contextlib
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
+
+T = TypeVar("T")
 
 BEHIND: Final = 10
 """Added to a thread's niceness. It has a tenth of the weight of one that was not stepped back."""
@@ -50,6 +56,32 @@ def step_back() -> None:
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness + BEHIND, NICENESS_MAX))
+
+
+class OwnThreads:
+    """Threads for one kind of work, of the rank that the process has: no other steps them back.
+
+    Args:
+        count: as many calls as run at a time; more wait in the order of their coming.
+        name: what the threads are called.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(count, name)
+
+    async def run_sync(
+        self, work: Callable[[], T], *, limiter: anyio.CapacityLimiter, abandon_on_cancel: bool
+    ) -> T:
+        """As `anyio.to_thread.run_sync`, in one of these."""
+        async with limiter:
+            ended = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            with anyio.CancelScope(shield=not abandon_on_cancel):
+                await asyncio.wait([ended])
+            return ended.result()
+
+    def close(self) -> None:
+        """Let the threads end, each with what it does."""
+        self._threads.shutdown(wait=False)
 
 
 def _runs_a_loop() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -25,6 +26,7 @@ from sidecar.protocol import Role
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of
 from tiers.fence import PAGE_BYTES
+from tiers.filesystems import run_to_end
 
 
 def is_mapped(bench: Bench) -> bool:
@@ -53,6 +55,28 @@ async def test_gathered_slots_verify_and_scatter_back(bench: Bench) -> None:
             places = [LAYOUT.offset(2, block, 3, 15) for block in (source, target)]
             first, second = (bench.bytes[place : place + 64] for place in places)
             assert np.array_equal(first, second)
+
+
+async def test_a_copy_does_not_stand_behind_others_where_work_for_the_store_does(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found = list[int]()
+    gather = copies._gather
+
+    def noted(group: copyqueue.Group, pool: Any) -> Any:
+        found.append(niceness())
+        return gather(group, pool)
+
+    monkeypatch.setattr(copies, "_gather", noted)
+    async with running(bench) as work:
+        # Its thread is free then, and would be the one to be used again.
+        assert await run_to_end(niceness, anyio.CapacityLimiter(1)) > niceness()
+        work.add(bench.group(bench.gather(0)))
+        assert set((await bench.wait(1)).values()) == {CopyOutcome.OK}
+    assert found == [niceness()]
 
 
 async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench) -> None:

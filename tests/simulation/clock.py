@@ -42,6 +42,7 @@ import sidecar.reconcile
 import sidecar.server
 import tiers.arrow
 import tiers.copy
+import tiers.turns
 import tiers.wrap
 from tiers.arrow import payload_hasher
 from tiers.arrow_file import learn
@@ -331,6 +332,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (secrets, "token_hex", lambda count=32: world.random.randbytes(count).hex()),
         (secrets, "randbelow", world.random.randrange),
         (anyio.to_thread, "run_sync", run_sync),
+        (tiers.turns.OwnThreads, "run_sync", staticmethod(run_sync)),
         (BackendScope, "__init__", _make_scope),
         (tiers.wrap, "random", SimpleNamespace(Random=seeded)),
         (tiers.arrow, "learn", _learn_once),

@@ -69,9 +69,9 @@ MEMORY = (
     Mutation(
         "a slot is called sealed before its copy has ended",
         "sidecar.copies:Copies._copier",
-        "ended = await self._copy(group, mapped=mapped)",
+        "ended = await self._copy(group, threads, mapped=mapped)",
         "self._finished(group.all_ended(CopyOutcome.OK)); "
-        "ended = await self._copy(group, mapped=mapped) and []",
+        "ended = await self._copy(group, threads, mapped=mapped) and []",
     ),
     Mutation(
         "a store that failed is taken for sealed",
