@@ -173,7 +173,8 @@ class Leaving:
     """Work in threads that use no memory of the caller's, so that a cancel does not wait for them.
 
     A mount whose server is gone holds a thread for as long as it likes. Whoever waits for a listing
-    goes on at its deadline, and says that the store is unwell.
+    goes on at its deadline, and says that the store is unwell. Python itself does wait for such a
+    thread when the process ends: a program that must not is to end by `os._exit`.
 
     Args:
         left_max: threads that may be left behind; beyond it `run` raises `TimeoutError` at once.

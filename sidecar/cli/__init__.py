@@ -23,7 +23,7 @@ from sidecar.cli.looking import add_doctor, add_looking, add_pool
 from sidecar.cli.preparing import add_config, add_keygen, add_tenant
 from sidecar.cli.running import add_running
 from sidecar.cli.storing import add_store
-from sidecar.exits import Exit
+from sidecar.exits import Exit, leave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +74,17 @@ def _version() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one command line; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Carry out one command line; returns the exit code.
+
+    Without `arguments` it is the process's own, and the process ends after it (`leave`). A program
+    that gives some goes on, with its threads.
+    """
+    if arguments is None:
+        return leave(_carry_out(sys.argv[1:]))
+    return _carry_out(list(arguments))
+
+
+def _carry_out(words: list[str]) -> int:
     # Everything after the first `--` is the engine's command, whatever it looks like.
     own = words[: words.index("--")] if words[:1] == ["run"] and "--" in words else words
     options = parser().parse_args(own)

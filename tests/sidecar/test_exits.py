@@ -1,7 +1,8 @@
-"""Exit codes of the real process, and their table in the docs."""
+"""Exit codes of the real process, that it ends at all, and their table in the docs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +38,20 @@ def config_of(directory: Path, **more: dict[str, Any]) -> Path:
     return file
 
 
+def script_of(patch: str) -> str:
+    return textwrap.dedent(patch) + textwrap.dedent("""
+        import sys
+        from sidecar import cli
+        sys.exit(cli.main())
+    """)
+
+
 class Process:
     def __init__(self, config: Path, patch: str = "") -> None:
         reader, writer = os.pipe()
-        script = textwrap.dedent(patch) + textwrap.dedent("""
-            import sys
-            from sidecar import cli
-            sys.exit(cli.main(sys.argv[1:]))
-        """)
         arguments = ["serve", "--config", str(config), "--ready-fd", str(writer)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
+            [sys.executable, "-c", script_of(patch), *arguments],
             pass_fds=(writer,),
             stderr=subprocess.PIPE,
             text=True,
@@ -55,9 +61,20 @@ class Process:
         with os.fdopen(reader) as ready:
             self.told = ready.readline()
 
-    def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=60)
+    def end(self, seconds_max: float = 60) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=seconds_max)
         return self.process.returncode, errors
+
+    def wait_for_store(self, state: str) -> None:
+        url = f"{json.loads(self.told)['http_url']}/status"
+        deadline = time.monotonic() + 60
+        while True:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                store = json.load(answer)["tiers"]["store"]
+            if store["state"] == state:
+                return
+            assert time.monotonic() < deadline, store
+            time.sleep(0.05)
 
 
 def test_a_clean_stop_is_0(short_directory: Path) -> None:
@@ -143,6 +160,66 @@ def test_a_bug_is_70_with_its_traceback(short_directory: Path) -> None:
     assert code == Exit.INTERNAL
     assert "ZeroDivisionError" in errors
     assert "please report it" in errors
+
+
+HUNG = """
+    import os, time
+    whole = os.scandir
+    os.scandir = lambda path: time.sleep(3600) if "bucket" in str(path) else whole(path)
+"""
+"""In place of a mount whose server is gone, in a system call that nothing interrupts."""
+
+
+def hung(short_directory: Path) -> Path:
+    (short_directory / "bucket").mkdir()
+    quick = {"deadline_seconds_max": "500ms", "refresh_seconds": "100ms"}
+    return config_of(short_directory, store={"url": f"file://{short_directory}/bucket", **quick})
+
+
+def test_a_listing_that_never_comes_back_keeps_no_sidecar(short_directory: Path) -> None:
+    one = Process(hung(short_directory), HUNG)
+    try:
+        # A worker, for there is nothing to list without an engine.
+        with Worker(short_directory / "run" / "default" / "attach.sock"):
+            one.wait_for_store("unwell")
+            one.process.send_signal(signal.SIGTERM)
+        code, errors = one.end(30)
+    finally:
+        one.process.kill()
+        one.process.wait()
+    assert code == Exit.OK, errors
+    assert "whose calls do not come back" in errors
+    assert not list((short_directory / "run").glob("**/*.sock"))
+
+
+def test_a_listing_that_never_comes_back_keeps_no_command(short_directory: Path) -> None:
+    command = [sys.executable, "-c", script_of(HUNG), "du", "--config", str(hung(short_directory))]
+    done = subprocess.run(command, capture_output=True, timeout=60, text=True, cwd=REPOSITORY)
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.startswith("kvlake: "), "a sentence, not a traceback"
+    assert "whose calls do not come back" in done.stderr
+
+
+LEAVING = """
+    import atexit, sys, time
+    from concurrent.futures import ThreadPoolExecutor
+    from sidecar.exits import leave
+
+    atexit.register(print, ", and ended in order", end="")
+    threads = ThreadPoolExecutor(1)
+    threads.submit(time.sleep, float(sys.argv[1]))
+    print("told", end="")
+    sys.exit(leave(7))
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0, "told, and ended in order"), (3600, "told")], ids=["idle", "hung"]
+)
+def test_threads_of_an_executor_that_hang_are_left(seconds: float, told: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LEAVING), str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (7, told)
 
 
 def test_the_docs_have_every_code() -> None:
