@@ -57,7 +57,9 @@ RESTART_SECONDS_FIRST: Final = 0.5
 RESTART_SECONDS_MAX: Final = 30.0
 HEALTHY_SECONDS: Final = 60.0
 """A sidecar that lived this long is restarted at once when it dies."""
-DRAIN_GRACE_SECONDS: Final = 10.0
+DRAIN_GRACE_SECONDS: Final = 20.0
+"""Beyond all that the sidecar's own end may take after its drain, also where a thread of it hangs:
+killed before that, it would leave a pool behind that is to be removed."""
 _READY_SECONDS_BASE: Final = 60.0
 # Touching memory for the first time runs at 1 to 2 GB/s on one core; a quarter of that is allowed.
 _PREFAULT_BYTES_PER_SECOND_MIN: Final = 256 << 20

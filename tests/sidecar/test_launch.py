@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 
+from sidecar import launch, server
 from sidecar.config import Config, loads
+from sidecar.exits import LEAVE_SECONDS_MAX
 from sidecar.launch import (
     LaunchError,
     serve_command,
@@ -278,6 +280,12 @@ def test_signals_go_to_the_engine_and_its_exit_code_comes_back(launched: Launche
     code, errors = launched.end()
     assert code == 7, errors
     assert launched.lines()[-2:] == ["engine got SIGTERM", "sidecar drained"]
+
+
+def test_the_sidecar_may_end_by_itself_however_long_that_takes() -> None:
+    hanging = server.ANNOUNCE_SECONDS_MAX + server.HANGING_SECONDS_MAX
+    closing = server.STORE_CLOSE_SECONDS_MAX + LEAVE_SECONDS_MAX
+    assert hanging + closing < launch.DRAIN_GRACE_SECONDS
 
 
 def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: Launched) -> None:
