@@ -245,11 +245,14 @@ class _S3(_AsyncFilesystem):
         found: Listing = []
         while True:
             page: dict[str, Any] = await self._fs._call_s3("list_objects_v2", **asked)
+            came: Listing = []
             for one in page.get("Contents", ()):
                 modified = one["LastModified"].timestamp()
-                found.append(Found(one["Key"][skip:], int(one["Size"]), modified))
+                came.append(Found(one["Key"][skip:], int(one["Size"]), modified))
             for one in page.get("CommonPrefixes", ()):
-                found.append(Found(one["Prefix"][skip:], 0, 0.0))
+                came.append(Found(one["Prefix"][skip:], 0, 0.0))
+            # Some servers do not know StartAfter, and begin at the start.
+            found += [one for one in came if one.name > start_after]
             if not page.get("IsTruncated") or (names_max is not None and len(found) >= names_max):
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]

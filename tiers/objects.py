@@ -97,8 +97,8 @@ class ObjectTier(Protocol):
     ) -> Listing:
         """All objects in folder `prefix` and below ("" for all), in no order.
 
-        `start_after`: only those whose whole name sorts after it. For a folder without folders:
-        servers do not agree on whether "a/x" or "a-b/x" comes first.
+        `start_after`: only those whose whole name sorts after it, whatever it is. For a folder
+        without folders: servers do not agree on whether "a/x" or "a-b/x" comes first.
         Not `deep`: only what is in the folder itself, and its folders, whose names end with "/".
         `names_max`: where there are more, the first so many in order of their names are enough, and
         the rest is asked for with `start_after`. A store that has no such way answers with all.
@@ -186,9 +186,9 @@ class UrlObjects:
     ) -> Listing:
         """See `ObjectTier.list`."""
         folder = prefix.rstrip("/")
-        for name in (folder, start_after.rstrip("/")):
-            if name:
-                _check_name(name)
+        # What to begin after opens nothing: any name that a listing had, a foreign one too.
+        if folder:
+            _check_name(folder)
         try:
             with self._translated("list", prefix):
                 return await self._store.find(

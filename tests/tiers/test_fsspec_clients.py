@@ -1,13 +1,15 @@
-"""The body of a write: a slot that reads as a file, until it is given back."""
+"""What the clients add to fsspec: a slot as a body, listings that go on after a name."""
 
 from __future__ import annotations
 
+import datetime as dt
 import os
+from typing import Any
 
 import pytest
 
 from tests.tiers.tier_suite import image_of
-from tiers.fsspec_clients import SlotBody
+from tiers.fsspec_clients import _S3, SlotBody
 
 
 class TestSlotBody:
@@ -34,3 +36,47 @@ class TestSlotBody:
         for touch in (body.read, body.getbuffer):
             with pytest.raises(ValueError, match="given back"):
                 touch()
+
+
+class Deaf:
+    """A bucket of s3fs on a server that does not know StartAfter: two names a page."""
+
+    keys = tuple(f"p/a/{number}" for number in range(6))
+
+    def __init__(self) -> None:
+        self.pages = 0
+
+    async def _call_s3(self, verb: str, **asked: Any) -> dict[str, Any]:
+        assert verb == "list_objects_v2"
+        self.pages += 1
+        first = int(asked.get("ContinuationToken", "0"))
+        if "Delimiter" in asked:
+            return {"CommonPrefixes": [{"Prefix": f"p/a/{letter}/"} for letter in "bcd"]}
+        then = dt.datetime.now(dt.UTC)
+        return {
+            "Contents": [
+                {"Key": key, "Size": 7, "LastModified": then}
+                for key in self.keys[first : first + 2]
+            ],
+            "IsTruncated": first + 2 < len(self.keys),
+            "NextContinuationToken": str(first + 2),
+        }
+
+
+class TestListing:
+    @pytest.mark.parametrize(("names_max", "pages"), [(2, 3), (None, 3), (1, 2)])
+    async def test_what_a_server_gives_of_before_the_name_is_left_out(
+        self, names_max: int | None, pages: int
+    ) -> None:
+        fs = Deaf()
+        found = await _S3(fs, "bucket/p").find(
+            "a", start_after="a/2", deep=True, names_max=names_max
+        )
+        assert [one.name for one in found] == ["a/3", "a/4", "a/5"][: 1 if names_max == 1 else 3]
+        assert fs.pages == pages
+
+    async def test_folders_too(self) -> None:
+        found = await _S3(Deaf(), "bucket/p").find(
+            "a", start_after="a/b/", deep=False, names_max=None
+        )
+        assert [one.name for one in found] == ["a/c/", "a/d/"]

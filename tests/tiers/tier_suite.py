@@ -178,6 +178,11 @@ class TierSuite:
         # A name that is not there, right before one that is.
         rest = await tier.list("v1/ab", start_after=names[6][:-1], names_max=2)
         assert sorted(one.name for one in rest)[:2] == names[6:8]
+        # A foreign one, as a listing may have had: what nobody could write here.
+        for foreign, first in (("0.arrow~", 5), ("~x", 6)):
+            rest = await tier.list("v1/ab", start_after=f"v1/ab/ab02/{foreign}", names_max=2)
+            assert sorted(one.name for one in rest)[:2] == names[first : first + 2]
+        assert await tier.list("v1/ab", start_after="v1/ab/~x", names_max=2) == []
 
     async def test_list_of_one_level_names_folders(self, tier: ObjectTier) -> None:
         for name in ("a/b/one", "a/b/c/two", "a/three", "ab/four"):

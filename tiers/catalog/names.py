@@ -37,7 +37,9 @@ _NAME = re.compile(
 )
 _NAMESPACE = re.compile(rf"{FORMAT}/([0-9a-f]{{{NAMESPACE_CHARACTERS}}})/?")
 _NUMBER = rf"([0-9]{{{NUMBER_DIGITS}}})"
-_LOG = re.compile(rf"log/([sc][0-9a-f]{{15}})/{_NUMBER}-([0-9a-f]{{32}})\.arrow")
+_WRITER = r"([sc][0-9a-f]{15})"
+_LOG_FOLDER = re.compile(rf"log/{_WRITER}/")
+_LOG = re.compile(rf"log/{_WRITER}/{_NUMBER}-([0-9a-f]{{32}})\.arrow")
 _SNAPSHOT = re.compile(rf"snapshot/{_NUMBER}-([0-9]{{5}})-([0-9a-f]{{32}})\.arrow")
 _MANIFEST = re.compile(rf"manifest/{_NUMBER}")
 _LEASE = re.compile(rf"{LEASE_FOLDER}/{_NUMBER}")
@@ -110,6 +112,12 @@ def catalog_folder(prefix: str) -> str:
 def log_name(folder: str, log: LogName, digest: str) -> str:
     """Name of a log file in a catalog's folder."""
     return f"{folder}/log/{log.writer}/{_digits(log.number)}-{digest}.arrow"
+
+
+def parse_log_folder(folder: str, name: str) -> str | None:
+    """The writer whose log files are in folder `name` of a catalog's folder, or None."""
+    match = _LOG_FOLDER.fullmatch(name.removeprefix(f"{folder}/"))
+    return match[1] if match else None
 
 
 def parse_log(folder: str, name: str) -> LogName | None:

@@ -32,6 +32,7 @@ from tiers.catalog.names import (
     LogName,
     digest_in,
     parse_log,
+    parse_log_folder,
     parse_manifest,
     parse_snapshot,
 )
@@ -334,9 +335,9 @@ class CatalogReader:
         self._paged += 1
         found = await self._tier.list(f"{self._folder}/manifest")
         for entry in await self._tier.list(f"{self._folder}/log", deep=False):
-            if not entry.name.endswith("/"):
+            writer = parse_log_folder(self._folder, entry.name)
+            if writer is None:
                 continue
-            writer = entry.name.rstrip("/").rpartition("/")[2]
             file = self._positions.get(writer)
             start_after = file.found.name if file is not None else ""
             found += await self._tier.list(entry.name, start_after=start_after)

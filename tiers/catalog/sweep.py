@@ -5,7 +5,8 @@ listing of one. Does not own what is done with them: a sidecar offers and announ
 catalog lacks, a collector also withdraws what the catalog has too much.
 
 Invariants: a slice is listed in pages, each with a deadline of its own, and held in memory alone;
-names that are no segment's are left out.
+names that are no segment's are left out; whatever is in a slice, listing it ends with what is
+there or with an error of the tier.
 A row made of a listing has no tenant, parent or number of blocks, and the store's own time: the
 row of whoever wrote the object is newer, and holds, wherever it is known.
 """
@@ -18,6 +19,7 @@ import anyio.to_thread
 
 from tiers.catalog.names import parse_name
 from tiers.catalog.rows import Row, Rows, rows_of
+from tiers.errors import TierUnavailable
 
 if TYPE_CHECKING:
     from tiers.filesystems import Listing
@@ -50,7 +52,14 @@ async def listed_in(tier: ObjectTier, prefix: str, number: int) -> Listing:
         found += page
         if len(page) < PAGE_NAMES:
             return found
-        after = max(one.name for one in page)
+        # A foreign name, too: whatever it is, what comes after it is to come.
+        before, after = after, max(one.name for one in page)
+        if after <= before:
+            raise TierUnavailable(
+                f"list {tier.url}/{folder}: a listing does not go on after a name, and would "
+                "have no end; look for a proxy before the store, or choose another store",
+                retryable=False,
+            )
 
 
 async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:

@@ -17,6 +17,7 @@ from tiers.catalog.names import (
     object_name,
     parse_lease,
     parse_log,
+    parse_log_folder,
     parse_manifest,
     parse_name,
     parse_namespace,
@@ -108,6 +109,7 @@ numbers = st.integers(0, 10**12 - 1)
 @given(number=numbers, other=numbers)
 def test_catalog_files_come_back_and_sort_as_their_numbers(number: int, other: int) -> None:
     log = LogName("s0123456789abcde", number)
+    assert parse_log_folder(FOLDER, f"{FOLDER}/log/{log.writer}/") == log.writer
     assert parse_log(FOLDER, log_name(FOLDER, log, DIGEST)) == log
     assert parse_snapshot(FOLDER, snapshot_name(FOLDER, number, 7, DIGEST)) == number
     assert parse_manifest(FOLDER, manifest_name(FOLDER, number)) == number
@@ -122,6 +124,9 @@ def test_catalog_files_come_back_and_sort_as_their_numbers(number: int, other: i
     [
         "",
         WHOLE,
+        f"{FOLDER}/log/s0123456789abcde",
+        f"{FOLDER}/log/s0123456789abcdef/",
+        f"{FOLDER}/log/~x/",
         f"{FOLDER}/log/s0123456789abcde/1-{DIGEST}.arrow",
         f"{FOLDER}/log/x0123456789abcde/000000000001-{DIGEST}.arrow",
         f"{FOLDER}/log/s0123456789abcde/000000000001-{DIGEST}.arrow.tmp",
@@ -133,6 +138,7 @@ def test_catalog_files_come_back_and_sort_as_their_numbers(number: int, other: i
 )
 def test_other_names_in_the_catalog_are_foreign(name: str) -> None:
     assert parse_log(FOLDER, name) is None
+    assert parse_log_folder(FOLDER, name) is None
     assert parse_snapshot(FOLDER, name) is None
     assert parse_manifest(FOLDER, name) is None
     assert parse_lease(name) is None

@@ -22,11 +22,12 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
-from tiers.objects import ObjectTier
+from tiers.objects import ObjectTier, UrlObjects
 from tiers.wrap import FaultRates, Faulty, Metered, Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     from tiers.wrap import Verb
 
@@ -100,6 +101,26 @@ async def test_many_files_are_listed_from_where_each_writer_was() -> None:
     # The folder of manifests, that of logs, and one for each writer.
     assert await new_rows(one) == []
     assert (lists(tier), reads(tier)) == (before[0] + 5, before[1])
+
+
+async def test_foreign_folders_beside_those_of_writers_are_not_listed(tmp_path: Path) -> None:
+    """Their names need not be such as a tier takes."""
+    tier = Metered(UrlObjects(f"file://{tmp_path}"))
+    log = writer(tier)
+    for number in range(6):
+        log.append(row(number))
+        await log.flush()
+    for foreign in ("~x", ".snapshots", "README"):
+        folder = tmp_path / FOLDER / "log" / foreign
+        folder.mkdir()
+        (folder / "file").write_bytes(b"not ours")
+    one = reader(tier, page_names=2)
+    assert len(await new_rows(one)) == 6
+    log.append(row(6))
+    await log.flush()
+    before = lists(tier)
+    assert await new_rows(one) == [row(6)]
+    assert lists(tier) == before + 3
 
 
 async def test_files_that_were_removed_are_not_counted_for_ever() -> None:

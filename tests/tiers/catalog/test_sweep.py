@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 import pytest
 
+from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
+from tiers.catalog import sweep
+from tiers.catalog.bounds import Bounds
+from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.comparing import YOUNG_SECONDS
 from tiers.catalog.names import object_name
-from tiers.catalog.sweep import objects_in, rows_of_listing, slice_folder, slices_there
+from tiers.catalog.sweep import (
+    listed_in,
+    objects_in,
+    rows_of_listing,
+    slice_folder,
+    slices_there,
+)
 from tiers.errors import TierUnavailable
 from tiers.filesystems import Found
 from tiers.layout import Segment
+from tiers.objects import UrlObjects
 from tiers.wrap import FaultRates, Faulty
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiers.filesystems import Listing
 
 KEYS = [bytes([first]) * 32 for first in (0, 7, 7, 255)]
 
@@ -53,3 +73,49 @@ async def test_a_store_that_fails_is_an_error_of_the_tier() -> None:
     tier = Faulty(memory(), seed=1, rates=FaultRates(unavailable=1.0))
     with pytest.raises(TierUnavailable):
         await objects_in(tier, PREFIX, 0)
+
+
+@pytest.mark.parametrize("foreign", ["~x", "x.arrow~", "sub folder/.nfs0000", "\u00e4"])
+async def test_a_foreign_name_in_a_slice_does_not_end_a_sweep_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
+) -> None:
+    """The last name of a page is what the next one begins after."""
+    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    tier = UrlObjects(f"file://{tmp_path}")
+    for number in range(3):
+        name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
+        await tier.write(name, image_of(1000))
+    path = tmp_path / slice_folder(PREFIX, 0) / foreign
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"not ours")
+    assert len(await objects_in(tier, PREFIX, 0)) == 3
+    plan = Plan(Bounds(), 100.0, 300.0, whole=True, reconcile=True)
+    report = await compact(tier, PREFIX, plan, time.time() + 2 * YOUNG_SECONDS)
+    assert (report.found, report.lost) == (3, 0)
+    assert path.exists()
+
+
+class Deaf(View):
+    """A server that begins at the start, whatever it was asked."""
+
+    async def list(
+        self,
+        prefix: str,
+        *,
+        start_after: str = "",
+        deep: bool = True,
+        names_max: int | None = None,
+    ) -> Listing:
+        return await super().list(prefix, deep=deep, names_max=names_max)
+
+
+async def test_a_listing_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    tier = Deaf(Bucket())
+    for number in range(3):
+        name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
+        await tier.write(name, image_of(10))
+    with pytest.raises(TierUnavailable, match="does not go on after a name") as info:
+        await listed_in(tier, PREFIX, 0)
+    assert not info.value.retryable
+    assert f"{tier.url}/{slice_folder(PREFIX, 0)}" in str(info.value)
