@@ -9,6 +9,9 @@ import pytest
 
 from sidecar.config import loads
 from sidecar.storage import open_store
+from tiers import errors, object_errors
+from tiers.errors import TierError
+from tiers.object_errors import Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "object-stores.md"
 EXAMPLES = re.findall(r"```yaml\n(store:\n.*?)```", PAGE.read_text(), re.DOTALL)
@@ -41,6 +44,16 @@ async def test_an_example_opens(
     config = loads(f"{text}  backend: {backend}\n", environment=SECRETS)
     assert config.store is not None
     await open_store(config.store).close()
+
+
+def test_every_cause_of_a_failure_is_in_the_table() -> None:
+    causes = {one.cause for one in vars(object_errors).values() if isinstance(one, Verdict)}
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    causes |= {one.cause for one in kinds if issubclass(one, TierError)}
+    [table] = re.findall(r"^\| cause .*?\n(?=\n)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    first = [line.split("|")[1] for line in table.splitlines()]
+    told = re.findall(r"`(\w+)`", " ".join(first[2:]))
+    assert sorted(told) == sorted(causes)
 
 
 def _file_for(name: str, folder: Path) -> Path:
