@@ -1,8 +1,8 @@
 """Merging rows: which of several rows of one segment holds.
 
 Owns the rule of the catalog (of the rows of a segment the latest holds, and of the same time the
-withdrawal), sorting by key, and cutting into shards by a key's first byte. Does not own I/O, or
-when any of this is done.
+withdrawal; its parent and tenant are those that any of them names), sorting by key, and cutting
+into shards by a key's first byte. Does not own I/O, or when any of this is done.
 
 Invariants: pure; merging is associative, commutative and idempotent, so it does not matter which
 compactor merged what, how often, or in which order.
@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import Ints, Longs, Rows, joined
+from tiers.catalog.rows import Bytes, Ints, Longs, Rows, joined
 
 SHARDS: Final = 256
 
 
 def merged(rows: Rows) -> Rows:
-    """One row for each segment, sorted by key."""
+    """One row for each segment, sorted by key, of whom some row of the segment says it is."""
     if not len(rows):
         return rows
     words = np.ascontiguousarray(rows.keys).view(">u8").astype(np.uint64)
@@ -29,13 +29,11 @@ def merged(rows: Rows) -> Rows:
     # The names, not their numbers: those are a file's own.
     names = np.argsort(np.argsort(np.array(rows.segments, dtype=object))).astype(np.int64)
     segments = names[rows.segment_ids]
-    # The last column is the most significant. Size, tenant and blocks only make the choice a fixed
-    # one, and that what falls to a bound does so though a reader missed it.
-    tenants = np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
+    # The last column is the most significant. Size and blocks only make the choice a fixed one, and
+    # that what falls to a bound does so though a reader missed it.
     order = np.lexsort(
         (
             rows.num_blocks,
-            tenants,
             rows.size_bytes,
             withdrawn,
             rows.written_at,
@@ -50,7 +48,31 @@ def merged(rows: Rows) -> Rows:
     last = np.ones(len(order), dtype=np.bool_)
     same = np.all(words[1:] == words[:-1], axis=1) & (segments[1:] == segments[:-1])
     last[:-1] = ~same
-    return rows.take(order[last])
+    found = rows.take(order[last])
+    ends = np.flatnonzero(last) + 1
+    lengths = np.diff(np.r_[0, ends])
+    several = lengths > 1
+    if several.any():
+        # Whoever misses an object, or lists it, does not know whose it is, and others do. A key has
+        # one parent and, as salts are part of it, one tenant; the largest makes it a fixed one.
+        members = order[np.repeat(several, lengths)]
+        found.parents[several] = _largest(rows.parents[members], lengths[several])
+        found.tenants[several] = _largest(rows.tenants[members], lengths[several])
+    return found
+
+
+def _largest(column: Bytes, lengths: npt.NDArray[np.intp]) -> Bytes:
+    """The largest of each run of values: shape [runs, width], for runs of these lengths."""
+    starts = np.cumsum(lengths) - lengths
+    words = np.ascontiguousarray(column).view(">u8").astype(np.uint64)
+    tops = np.empty((len(lengths), words.shape[1]), dtype=">u8")
+    level = np.ones(len(words), dtype=np.bool_)
+    for at in range(words.shape[1]):
+        word = np.where(level, words[:, at], np.uint64(0))
+        top = np.maximum.reduceat(word, starts)
+        level &= word == np.repeat(top, lengths)
+        tops[:, at] = top
+    return tops.view(np.uint8)
 
 
 def shard_starts(rows: Rows) -> npt.NDArray[np.intp]:

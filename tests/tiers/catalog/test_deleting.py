@@ -12,7 +12,7 @@ from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import compaction, snapshots, sweep
 from tiers.catalog import whole as wholes
-from tiers.catalog.bounds import Bounds
+from tiers.catalog.bounds import Bounds, Limits
 from tiers.catalog.comparing import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
 from tiers.catalog.rows import Row
@@ -151,6 +151,26 @@ async def test_what_somebody_missed_and_is_there_is_offered_again(world: World) 
     world.bucket.now += GRACE + 1
     assert (await world.compact()).deleted == 0
     assert world.there() == {1} == await world.offered()
+
+
+async def test_what_is_offered_again_is_whose_it_was(world: World) -> None:
+    """A reader that missed it knows neither tenant nor parent."""
+    tenant, parent = b"tenant-a", chunk_key(9)
+    bounds = Bounds(named={b"": Limits(objects_max=0)})
+    row = (await world.put(1))._replace(tenant=tenant, parent=parent)
+    world.log.append(row)
+    await world.log.flush()
+    reader = world.reader()
+    await new_rows(reader)
+    world.log.append(Row(row.key, row.segment, row.written_at))
+    await world.log.flush()
+    await world.compact(bounds)
+    world.bucket.now += GRACE + 1
+    report = await world.compact(bounds)
+    assert (report.found, report.withdrawn, report.deleted) == (1, 0, 0)
+    again = max(await new_rows(reader), key=lambda one: one.written_at)
+    assert (again.withdrawn, again.tenant, again.parent) == (False, tenant, parent)
+    assert await world.offered() == {1}
 
 
 async def test_what_somebody_missed_and_is_there_still_falls_to_a_bound(world: World) -> None:

@@ -29,8 +29,9 @@ some_rows = st.lists(
         segment=st.sampled_from(["0-8.0-4", "0-8.4-8", "8-16.0-4"]),
         written_at=st.integers(1, 6),
         size_bytes=st.integers(0, 3),
-        num_blocks=st.just(1),
-        parent=st.just(bytes(32)),
+        num_blocks=st.integers(0, 1),
+        # Those that differ in their last word, and in their first.
+        parent=st.sampled_from([bytes(32), key(1), key(2), b"\xff" + bytes(31)]),
         tenant=st.sampled_from([b"", b"tenant-a", b"tenant-b"]),
     ),
     max_size=30,
@@ -66,6 +67,16 @@ def test_of_each_segment_the_latest_row_holds(rows: list[Row]) -> None:
     for shard in range(SHARDS):
         part = found.keys[starts[shard] : starts[shard + 1], 0]
         assert np.all(part == shard)
+
+
+@given(rows=some_rows)
+def test_whose_a_segment_is_and_its_parent_any_row_of_it_tells(rows: list[Row]) -> None:
+    given_rows = rows_of(rows)
+    for row in listed(merged(given_rows)):
+        same = [one for one in rows if (one.key, one.segment) == (row.key, row.segment)]
+        assert row.tenant == max(one.tenant for one in same)
+        assert row.parent == max(one.parent for one in same)
+    assert listed(given_rows) == rows
 
 
 @given(first=some_rows, second=some_rows, third=some_rows)
