@@ -8,8 +8,8 @@ Every sidecar looks now and then. One that finds that the lease has moved on sin
 leaves it at that: somebody else has just done it.
 
 Invariants: nothing is done where the store cannot create without replacing; a round that fails is
-logged, counted and tried again at the next look; the lease is given back whatever happens, or runs
-out by itself.
+logged, counted and tried again at the next look, and keeps nothing else from being done; the lease
+is given back whatever happens, or runs out by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.lease import Lease
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
-from tiers.errors import TierError, TierUnavailable
+from tiers.errors import TierError
 from tiers.leftovers import remove_leftovers
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ async def namespaces(store: ObjectTier) -> list[str]:
 
 async def collect(
     store: ObjectTier, lease: Lease, plan: Plan, prefixes: Sequence[str], counts: Counts
-) -> list[Report]:
-    """One round on each namespace, under a lease that is held. Raises as `compact` does.
+) -> tuple[list[Report], TierError | None]:
+    """One round on each namespace, under a lease that is held. Raises `Superseded`.
 
-    A namespace whose round fails does not keep the others from theirs: the first error is raised
-    after all of them.
+    A namespace whose round fails does not keep the others from theirs. What all others came to is
+    returned, and the first error.
     """
     reports: list[Report] = []
-    failure: TierUnavailable | None = None
+    failure: TierError | None = None
     for prefix in prefixes:
         if not await lease.renew(at_once=True):
             raise Superseded("the lease is somebody else's")
@@ -141,13 +141,11 @@ async def collect(
             report = await compact(
                 store, prefix, plan, lease.store_seconds, alive=lease.renew, counts=counts
             )
-        except TierUnavailable as error:
+        except TierError as error:
             failure = failure or error
         else:
             reports.append(report)
-    if failure is not None:
-        raise failure
-    return reports
+    return reports, failure
 
 
 class Collector:
@@ -234,7 +232,10 @@ class Collector:
 
     async def _rounds(self) -> None:
         prefixes = await namespaces(self._store)
-        for report in await collect(self._store, self._lease, self._plan, prefixes, self.counts):
+        reports, failure = await collect(
+            self._store, self._lease, self._plan, prefixes, self.counts
+        )
+        for report in reports:
             self.collected.add(report)
             self.withdrawn_by.update(report.withdrawn_by())
             if report.withdrawn or report.deleted:
@@ -264,3 +265,5 @@ class Collector:
             _logger.info(
                 "leftovers removed", extra=fields(quarantined=left.quarantined, probes=left.probes)
             )
+        if failure is not None:
+            raise failure

@@ -245,6 +245,13 @@ def gc(
             alive=None if lease is None else lease.renew,
         )
 
+    async def rounds(store: ObjectTier, lease: Lease, prefixes: Sequence[str]) -> list[Report]:
+        plan = plan_of(config, whole=True)
+        reports, failure = await collect(store, lease, plan, prefixes, Counts())
+        if failure is not None:
+            raise failure
+        return reports
+
     async def command(store: ObjectTier) -> Document:
         if dry_run:
             prefixes = await chosen(store, namespace)
@@ -259,15 +266,14 @@ def gc(
         await _take(lease)
         try:
             prefixes = await chosen(store, namespace)
-            plan = plan_of(config, whole=True)
-            reports = await collect(store, lease, plan, prefixes, Counts())
+            reports = await rounds(store, lease, prefixes)
             while any(report.logs_left for report in reports):
-                again = await collect(store, lease, plan, prefixes, Counts())
+                again = await rounds(store, lease, prefixes)
                 reports = [_both(one, two) for one, two in zip(reports, again, strict=True)]
             left = await leftovers(store, prefixes, lease)
             if wait and any(report.waiting for report in reports):
-                await _wait(lease, plan.grace_seconds)
-                again = await collect(store, lease, plan, prefixes, Counts())
+                await _wait(lease, plan_of(config).grace_seconds)
+                again = await rounds(store, lease, prefixes)
                 reports = [_both(one, two) for one, two in zip(reports, again, strict=True)]
         finally:
             with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):

@@ -5,16 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sidecar.collector import collect, namespaces
+from sidecar.collector import Collected, Collector, collect, namespaces
+from sidecar.config import loads
+from sidecar.watch import StoreHealth
 from tests.tiers.catalog.bucket import Bucket, View
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan
 from tiers.catalog.lease import Lease
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
-from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, namespace_prefix
+from tiers.catalog.names import (
+    NUMBER_MAX,
+    catalog_folder,
+    manifest_name,
+    namespace_prefix,
+    segment_name,
+)
 from tiers.catalog.rows import Row
-from tiers.errors import TierExpired, TierUnavailable
+from tiers.errors import TierExpired
 from tiers.filesystems import Listing
 
 
@@ -34,12 +42,14 @@ async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from
     assert await namespaces(view) == prefixes
     lease = Lease(view, "a test", seconds=60)
     assert await lease.take()
-    with pytest.raises(TierUnavailable, match=f"{foreign} has the last number"):
-        await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    reports, failure = await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    assert f"{foreign} has the last number" in str(failure)
+    assert [report.prefix for report in reports] == prefixes[1:]
     for prefix in prefixes[1:]:
         assert manifest_name(catalog_folder(prefix), 0) in bucket.objects
     await view.delete([foreign])
-    reports = await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    reports, failure = await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    assert failure is None
     assert [report.generation for report in reports] == [0, 0, 0]
 
 
@@ -72,8 +82,49 @@ async def test_a_namespace_that_fails_does_not_keep_those_after_it_from_their_ro
     view.folder = prefixes[0]
     lease = Lease(view, "a test", seconds=60)
     assert await lease.take()
-    with pytest.raises(TierExpired):
-        await collect(view, lease, Plan(Bounds(), 300.0, 600.0), prefixes, Counts())
+    _, failure = await collect(view, lease, Plan(Bounds(), 300.0, 600.0), prefixes, Counts())
+    assert isinstance(failure, TierExpired)
     for prefix in prefixes:
         made = bucket.names(f"{catalog_folder(prefix)}/manifest")
         assert len(made) == (prefix != prefixes[0])
+
+
+async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_from_the_leftovers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bucket = Bucket()
+    view = Fails(bucket)
+    prefixes = [namespace_prefix(bytes([number] * 32)) for number in range(3)]
+    for prefix in prefixes:
+        log = LogWriter(view, catalog_folder(prefix), new_writer(), rows_max=10, seconds_max=1.0)
+        log.append(Row(bytes(32), "0-8.0-4", bucket.micros, 1000, 1))
+        await log.flush()
+        await view.write(segment_name(prefix, bytes(32), "0-8.0-4"), np.ones(1000, dtype=np.uint8))
+    aside = f"quarantine/{segment_name(prefixes[0], bytes(32), '0-8.0-4')}"
+    bucket.objects[aside] = b"damaged", bucket.now
+    config = loads("store:\n  url: file:///not/used\n  ttl: 1d\n", environment={})
+    collector = Collector(view, config, StoreHealth(creates=True), lambda: 0)
+    await collector._look()
+    assert collector.collected == Collected(rounds=3, logs_merged=3)
+    bucket.now += 8 * 86_400.0
+    view.folder = prefixes[0]
+    with caplog.at_level("INFO", "kvlake.store"):
+        await collector._look()
+    assert collector.collected == Collected(
+        rounds=5,
+        rounds_failed=1,
+        logs_merged=3,
+        withdrawn=2,
+        withdrawn_bytes=2000,
+        files_removed=collector.collected.files_removed,
+        leftovers_removed=1,
+    )
+    assert collector.withdrawn_by["store.ttl"] == 2
+    assert aside not in bucket.objects
+    told = [record.message for record in caplog.records if record.name == "kvlake.store"]
+    assert told == [
+        "collected",
+        "collected",
+        "leftovers removed",
+        "a round of collection failed",
+    ]
