@@ -5,23 +5,28 @@ to look at them, and probes of sidecars that died before they could remove their
 moving aside and probing (`objects.py`), temporary files of a folder (`folder.py`), nor when it is
 done (`sidecar/collector.py`).
 
-Invariants: what this code did not name stays, and so does what is too young, or has no time; ages
-are by the store's clock, from the moment when an object was moved aside.
+Invariants: a listing is of one slice, in parts with a deadline each, and what is too old of it goes
+before the next; what this code did not name stays, and so does what is too young, or has no time;
+ages are by the store's clock, from the moment when an object was moved aside.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tiers.catalog.names import FORMAT, parse_name
-from tiers.filesystems import Found
+import anyio.to_thread
+
+from tiers.catalog.names import FORMAT, parse_name, parse_namespace
+from tiers.catalog.sweep import listed_in, slices_there
 from tiers.objects import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
+    from tiers.filesystems import Found, Listing
     from tiers.objects import ObjectTier
 
 PROBE_SECONDS_MAX: Final = 3600.0
@@ -71,27 +76,53 @@ async def remove_leftovers(
         dry_run: remove nothing.
         alive: asked now and then; False ends it, because somebody else is at it.
     """
-    report, doomed = Leftovers(), list[Found]()
-    for found in await tier.list(f"{_ASIDE}{namespace or FORMAT}"):
-        if parse_name(found.name.removeprefix(_ASIDE)) is None:
+    report = Leftovers()
+    before = now_seconds - (math.inf if quarantine_seconds is None else quarantine_seconds)
+
+    async def remove(doomed: Sequence[Found]) -> bool:
+        # Asked though nothing is to be removed: very many slices take longer than a lease.
+        for first in range(0, max(1, len(doomed)), REMOVED_TOGETHER):
+            if alive is not None and not await alive():
+                return False
+            some = doomed[first : first + REMOVED_TOGETHER]
+            if some and not dry_run:
+                await tier.delete([found.name for found in some])
+            for found in some:
+                report.count(found)
+        return True
+
+    for folder in [f"{_ASIDE}{namespace}"] if namespace else await _namespaces(tier):
+        for number in await slices_there(tier, folder):
+            listing = await listed_in(tier, folder, number)
+            doomed = await anyio.to_thread.run_sync(_too_old, listing, before, report)
+            if not await remove(doomed):
+                return report
+    if not namespace:
+        listing = await tier.list(PROBE_FOLDER)
+        probes = [found for found in listing if _PROBE.fullmatch(found.name)]
+        await remove([one for one in probes if _is_older(one, now_seconds - PROBE_SECONDS_MAX)])
+    return report
+
+
+async def _namespaces(tier: ObjectTier) -> list[str]:
+    """The folders of all namespaces of which something was moved aside."""
+    there = await tier.list(f"{_ASIDE}{FORMAT}", deep=False)
+    found = [parse_namespace(entry.name.removeprefix(_ASIDE)) for entry in there]
+    return sorted(f"{_ASIDE}{prefix}" for prefix in found if prefix is not None)
+
+
+def _too_old(listing: Listing, before: float, report: Leftovers) -> Listing:
+    """Those of the objects that were moved aside before a moment; the others are counted."""
+    found: Listing = []
+    for one in listing:
+        if parse_name(one.name.removeprefix(_ASIDE)) is None:
             continue
-        if quarantine_seconds is not None and _is_older(found, now_seconds - quarantine_seconds):
-            doomed.append(found)
+        if _is_older(one, before):
+            found.append(one)
         else:
             report.quarantine_kept += 1
-            report.quarantine_kept_bytes += found.size_bytes
-    for found in [] if namespace else await tier.list(PROBE_FOLDER):
-        if _PROBE.fullmatch(found.name) and _is_older(found, now_seconds - PROBE_SECONDS_MAX):
-            doomed.append(found)
-    for first in range(0, len(doomed), REMOVED_TOGETHER):
-        if alive is not None and not await alive():
-            break
-        some = doomed[first : first + REMOVED_TOGETHER]
-        if not dry_run:
-            await tier.delete([found.name for found in some])
-        for found in some:
-            report.count(found)
-    return report
+            report.quarantine_kept_bytes += one.size_bytes
+    return found
 
 
 def _is_older(found: Found, moment: float) -> bool:
