@@ -276,8 +276,9 @@ class LocalFolder:
 
     def _move(self, path: str, target: str) -> None:
         _make_folders(os.path.dirname(target))
-        # As a bucket's copy has it, its time is that of the moving. Another user's keeps its own.
-        with contextlib.suppress(PermissionError):
+        # As a bucket's copy has it, its time is that of the moving. Another user's object keeps its
+        # own, and so does any on a mount that sets no times.
+        with contextlib.suppress(OSError):
             os.utime(path)
         os.replace(path, target)
 

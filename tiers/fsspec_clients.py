@@ -19,6 +19,7 @@ import contextlib
 import datetime as dt
 import io
 import os
+import shutil
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from tiers.access import Access
 
 ASYNC_THREADS_MAX: Final = 4
+COPY_BYTES: Final = 1 << 20
+"""Of an object that is copied through this process, in memory at a time."""
 S3_DELETES_MAX: Final = 1000
 """Names in one request, by S3's own limit."""
 
@@ -150,7 +153,15 @@ class _SyncFilesystem:
 
     def _move(self, name: str, target: str) -> None:
         self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        self._fs.mv(f"{self._root}/{name}", target)
+        source = f"{self._root}/{name}"
+        try:
+            # Not `mv`, which may rename: the object would keep the time when it was written.
+            self._fs.cp_file(source, target)
+        except NotImplementedError:
+            # sftp, ftp and smb have no copying of their own.
+            with self._fs.open(source, "rb") as read, self._fs.open(target, "wb") as write:
+                shutil.copyfileobj(read, write, COPY_BYTES)
+        self._remove([name])
 
 
 class _AsyncFilesystem:

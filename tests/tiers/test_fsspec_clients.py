@@ -1,15 +1,17 @@
-"""What the clients add to fsspec: a slot as a body, listings that go on after a name."""
+"""What the clients add to fsspec: a slot as a body, listings that go on, times of moving."""
 
 from __future__ import annotations
 
 import datetime as dt
 import os
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.tiers.tier_suite import image_of
-from tiers.fsspec_clients import _S3, SlotBody
+from tiers.fsspec_clients import _S3, SlotBody, _SyncFilesystem
 
 
 class TestSlotBody:
@@ -80,3 +82,39 @@ class TestListing:
             "a", start_after="a/b/", deep=False, names_max=None
         )
         assert [one.name for one in found] == ["a/c/", "a/d/"]
+
+
+class Renames(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    """As sftp is: a move is a rename, which keeps the times, and there is no copying."""
+
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    cachable = False
+
+    def mv(self, path1: str, path2: str, **_: Any) -> None:
+        self.store[path2] = self.store.pop(path1)
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        raise NotImplementedError
+
+
+class TestMoving:
+    @pytest.mark.parametrize("kind", [MemoryFileSystem, Renames])
+    async def test_what_is_moved_is_as_old_as_the_moving(
+        self, kind: type[MemoryFileSystem]
+    ) -> None:
+        root = "/moved"
+        fs = kind(skip_instance_cache=True)
+        files = _SyncFilesystem(fs, root)
+        await files.put("a/b", image_of(3_000_000), create=False)
+        fs.store[f"{root}/a/b"].created = dt.datetime(2001, 1, 1, tzinfo=dt.UTC)
+        began = time.time()
+        await files.move("a/b", "quarantine/a/b")
+        [found] = await files.find("", start_after="", deep=True, names_max=None)
+        assert (found.name, found.size_bytes) == ("quarantine/a/b", 3_000_000)
+        assert found.modified_seconds >= began
+        assert fs.cat_file(f"{root}/quarantine/a/b") == image_of(3_000_000).tobytes()
+        with pytest.raises(FileNotFoundError):
+            await files.move("a/b", "quarantine/a/b")
+        assert len(await files.find("", start_after="", deep=True, names_max=None)) == 1
+        fs.rm(root, recursive=True)

@@ -181,13 +181,15 @@ async def test_what_is_moved_aside_is_as_old_as_the_moving(
     assert found.modified_seconds > began
 
 
-async def test_another_users_object_is_moved_aside_with_its_own_time(
-    in_folder: UrlObjects, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS])
+async def test_what_cannot_be_given_a_time_is_moved_aside_with_its_own(
+    in_folder: UrlObjects, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    """Another user's object, or any on a mount that sets no times."""
     await in_folder.write(NAME, image_of(10))
 
     def forbid(path: str) -> None:
-        raise PermissionError(errno.EPERM, "not the owner", path)
+        raise OSError(code, os.strerror(code), path)
 
     monkeypatch.setattr(os, "utime", forbid)
     await in_folder.quarantine(NAME)
