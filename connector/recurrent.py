@@ -113,8 +113,15 @@ def state_description(vllm_config: Any, spec: Any) -> dict[str, Any]:
 
 def state_settings(vllm_config: Any) -> dict[str, Any]:
     """The same as far as an engine's configuration tells, for one whose specs are not shown."""
+    # Not at import: it reads the environment.
+    from vllm.envs import VLLM_SSM_CONV_STATE_LAYOUT
+
     cache, config = vllm_config.cache_config, vllm_config.mamba_config
     return {
+        # Transposed or not, a convolution's inputs are as many bytes.
+        "convolutions": VLLM_SSM_CONV_STATE_LAYOUT or "SD",
+        # Each makes them longer, which the padding of a page hides, whatever drafts.
+        "drafts": int(vllm_config.num_speculative_tokens),
         "dtypes": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
         "mode": str(cache.mamba_cache_mode),
         "backend": str(config.backend.name),

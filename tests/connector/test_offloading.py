@@ -344,8 +344,12 @@ def test_states_of_other_dtypes_and_kernels_are_others(
 ) -> None:
     """float16 and bfloat16 are as many bytes, which is all that vLLM tells a tier of them."""
 
-    def of(**changes: Any) -> str:
-        config = vllm_config(model)
+    def of(layout: str = "", drafts: int = 0, **changes: Any) -> str:
+        ngrams = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
+        config = vllm_config(model, speculative=ngrams if drafts else None)
+        monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+        if layout:
+            monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
         for name, value in changes.items():
             owner = config.cache_config if hasattr(config.cache_config, name) else None
             setattr(owner or config.mamba_config, name, value)
@@ -357,10 +361,15 @@ def test_states_of_other_dtypes_and_kernels_are_others(
         {"mamba_cache_dtype": "float16"},
         {"enable_stochastic_rounding": True},
         {"backend": MambaBackendEnum.FLASHINFER},
+        {"layout": "DS"},
+        # Drafters without layers of their own, which nothing else tells.
+        {"drafts": 1},
+        {"drafts": 2},
     ]
     assert len({of(), *(of(**one) for one in changes)}) == 1, "of a model without states"
     monkeypatch.setattr(ModelConfig, "has_inner_state", True)
     assert len({of(), *(of(**one) for one in changes)}) == len(changes) + 1
+    assert of(layout="SD") == of(), "vLLM's own choice"
 
 
 @pytest.mark.parametrize("allowed", [False, True])

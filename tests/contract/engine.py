@@ -87,6 +87,7 @@ ENGINE: Final[dict[str, Used]] = {
             "lora_config "
             "mamba_config model_config parallel_config scheduler_config speculative_config"
         )
+        | {"num_speculative_tokens": PROPERTY}
     ),
     "vllm.config.model:ModelConfig": Used(
         attributes(
@@ -241,6 +242,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.v1.kv_cache_interface:RSWASpec": Used(attributes("rswa_window")),
     "vllm.plugins:DEFAULT_PLUGINS_GROUP": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_BATCH_INVARIANT": Used({"": ATTRIBUTE}),
+    "vllm.envs:VLLM_SSM_CONV_STATE_LAYOUT": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_KVCACHE_SPACE": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_RAY_BUNDLE_INDICES": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_OMP_THREADS_BIND": Used({"": ATTRIBUTE}),
