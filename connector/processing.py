@@ -33,6 +33,7 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
         OSError: a file that a setting names cannot be read.
     """
     # Not at import: it reads the environment.
+    from vllm import __version__ as release
     from vllm.envs import VLLM_BATCH_INVARIANT
 
     model = vllm_config.model_config
@@ -59,8 +60,17 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
     if VLLM_BATCH_INVARIANT:
         # There rounding counts: what is promised is equal bits, which other kernels do not give,
         # nor sums over another number of ranks.
-        tensors = int(vllm_config.parallel_config.tensor_parallel_size)
-        description["batch_invariant"] = {"tensors": tensors}
+        parallel = vllm_config.parallel_config
+        tensors = int(parallel.tensor_parallel_size)
+        # Experts are dealt out, or cut, over all ranks that run in step. Ranks of a dense model
+        # are each for themselves, with a data_parallel_size of 1.
+        ranks = int(parallel.data_parallel_size) * tensors
+        description["batch_invariant"] = {
+            "tensors": tensors,
+            "experts": [ranks, ranks > 1 and bool(parallel.enable_expert_parallel)],
+            "release": release,
+            "eager": bool(model.enforce_eager),
+        }
     if media := media_settings(model.multimodal_config):
         description["media"] = media
     return description

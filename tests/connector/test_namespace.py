@@ -227,6 +227,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
         dtype=values["model_dtype"],
         runner_type=values["runner"],
         convert_type="none",
+        enforce_eager=values.get("eager", False),
         max_model_len=values["max_model_len"],
         quantization_config=values["quantization_config"],
         hf_config_path=values["hf_config_path"],
@@ -242,7 +243,11 @@ def config_of(folder: Path, **changes: Any) -> Any:
             cache_dtype=values["cache_dtype"], kv_cache_dtype_skip_layers=values["skip_layers"]
         ),
         load_config=SimpleNamespace(load_format=values["load_format"]),
-        parallel_config=SimpleNamespace(tensor_parallel_size=values.get("tensors", 1)),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=values.get("tensors", 1),
+            data_parallel_size=values.get("data_ranks", 1),
+            enable_expert_parallel=values.get("by_expert", False),
+        ),
         lora_config=lora_dtype and SimpleNamespace(lora_dtype=lora_dtype),
     )
 
@@ -300,12 +305,26 @@ class TestNamespace:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_weights(tmp_path)
-        other = namespace(tmp_path)
-        assert namespace(tmp_path, tensors=2) == other
+        # A sum over ranks is another one; of experts it is over those of all engines in step, and
+        # over parts of each or over whole ones.
+        changes: list[dict[str, Any]] = [
+            {},
+            {"tensors": 2},
+            {"data_ranks": 2},
+            {"data_ranks": 2, "by_expert": True},
+            {"tensors": 2, "by_expert": True},
+            {"data_ranks": 2, "tensors": 2},
+            # What is compiled is fused.
+            {"eager": True},
+        ]
+        found = {namespace(tmp_path, **one) for one in changes}
+        assert len(found) == 1
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        assert namespace(tmp_path) == namespace(tmp_path) != other
-        # A sum over ranks is another one.
-        assert namespace(tmp_path, tensors=2) != namespace(tmp_path)
+        found |= {namespace(tmp_path, **one) for one in changes}
+        assert len(found) == len(changes) + 1
+        assert namespace(tmp_path) == namespace(tmp_path, by_expert=True), "of one rank"
+        monkeypatch.setattr("vllm.__version__", "0.0.1")
+        assert namespace(tmp_path) not in found
 
     def test_the_dtype_of_the_model_counts_beside_a_quantized_cache(self, tmp_path: Path) -> None:
         write_weights(tmp_path)

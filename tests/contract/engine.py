@@ -93,7 +93,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
             "max_model_len use_mla multimodal_config quantization_config code_revision "
-            "hf_config_path runner_type convert_type pooler_config"
+            "hf_config_path runner_type convert_type pooler_config enforce_eager"
         )
         | {
             "enable_sleep_mode": ATTRIBUTE,
@@ -112,7 +112,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
             "prefill_context_parallel_size world_size distributed_executor_backend placement_group "
-            "data_parallel_index"
+            "data_parallel_index data_parallel_size enable_expert_parallel"
         )
         | {"nnodes_within_dp": PROPERTY}
     ),
@@ -241,6 +241,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.platforms.interface:CpuArchEnum": Used(attributes("RISCV")),
     "vllm.v1.kv_cache_interface:RSWASpec": Used(attributes("rswa_window")),
     "vllm.plugins:DEFAULT_PLUGINS_GROUP": Used({"": ATTRIBUTE}),
+    "vllm._version:__version__": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_BATCH_INVARIANT": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_SSM_CONV_STATE_LAYOUT": Used({"": ATTRIBUTE}),
     "vllm.envs:VLLM_CPU_KVCACHE_SPACE": Used({"": ATTRIBUTE}),
