@@ -67,6 +67,10 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 class TestGemma(GroupSuite):
+    @pytest.mark.long
+    def test_two_ranks(self, folder: Path, engine: Engine) -> None:
+        super().test_two_ranks(folder, engine)
+
     def blocks_read(self, tokens: int) -> int:
         """All of full attention, and of each window those that it still reaches."""
         return tokens // BLOCK_TOKENS + (self.groups - 1) * reached(tokens, BLOCK_TOKENS)

@@ -141,6 +141,14 @@ class TestIdefics3(GroupSuite):
     preempted_tokens = 690
     ranks_have_a_store = True
 
+    @pytest.mark.long
+    def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+        super().test_engine_restarted(folder, engine, sidecar)
+
+    @pytest.mark.long
+    def test_two_ranks(self, folder: Path, engine: Engine) -> None:
+        super().test_two_ranks(folder, engine)
+
     def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:
         before = min(CHUNK_TOKENS - 24, tokens - IMAGE_TOKENS)
         return call_of(before, tokens - IMAGE_TOKENS - before, seed, max_tokens)
