@@ -145,11 +145,13 @@ def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
     if not VLLM_BATCH_INVARIANT:
         return ""
     backend = getattr(vllm_config.attention_config.backend, "name", "")
-    if backend in _VARIANT_FROM_A_PREFIX or not vllm_config.cache_config.enable_prefix_caching:
+    caching = vllm_config.cache_config.enable_prefix_caching
+    if backend in _VARIANT_FROM_A_PREFIX or not (backend or caching):
         # Which backend "auto" came to mean is said nowhere, but that it turned caching off is.
         return (
             "with VLLM_BATCH_INVARIANT=1 vLLM goes on from no cached prefix where the backend is "
-            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, which this engine has, or no prefix caching"
+            f"{' or '.join(_VARIANT_FROM_A_PREFIX)}, which this engine has, or no prefix caching; "
+            "name another with --attention-backend"
         )
     return ""
 

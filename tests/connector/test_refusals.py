@@ -176,6 +176,9 @@ class TestPrefixes:
             ("TRITON_MLA", True, False),
             # As vLLM leaves it where the backend came to be one of these.
             (None, False, False),
+            # The user's own wish, with a backend that would go on from one.
+            ("FLASH_ATTN", False, True),
+            ("FLASHINFER", False, False),
         ],
     )
     def test_batch_invariance(
