@@ -208,10 +208,10 @@ class Client:
                 self.answers_stale += 1
         return messages
 
-    def close(self, release_seconds_max: float = 0.0) -> bool:
+    def close(self, release_seconds_max: float = 0.0, *, wait_seconds_max: float = 2.0) -> bool:
         """End the session and the thread; whether the sidecar holds nothing of ours any more.
 
-        Waits so long for that. Safe to call twice.
+        Waits so long for that, and beyond it for the thread. Safe to call twice.
         """
         if self._closing.is_set():
             return not self._held
@@ -220,7 +220,7 @@ class Client:
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
-            self._thread.join(timeout=2.0 + release_seconds_max)
+            self._thread.join(timeout=wait_seconds_max + release_seconds_max)
         # Closed here and not by the thread: a number that the thread had closed could be somebody
         # else's file by the time that it is written to above. A thread that is still there (it
         # waits for an answer to its attach) keeps them.

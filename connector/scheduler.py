@@ -551,7 +551,8 @@ class SchedulerRole:
         Stores that are under way end as the ranks report them.
         """
         self.retired = True
-        self._client.close()
+        # We are in the middle of an engine's step. The thread may wait for an answer, for seconds.
+        self._client.close(wait_seconds_max=0.0)
 
     def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""

@@ -62,7 +62,7 @@ class DoubleClient:
         messages, self.inbox = self.inbox, []
         return messages
 
-    def close(self, release_seconds_max: float = 0.0) -> bool:
+    def close(self, release_seconds_max: float = 0.0, *, wait_seconds_max: float = 2.0) -> bool:
         self.closed = True
         self.live = None
         return self.releases

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,11 +26,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from connector.client import Attempt, Client
 from connector.nodes import nodes_refusal
 from connector.ranks import Place
 from connector.refusals import prefix_refusal
 from connector.vllm import KVLakeConnector
-from sidecar.protocol import Submit
+from sidecar.protocol import Role, Submit
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
@@ -260,6 +263,26 @@ class TestRanksThatAreNotServed:
         assert engine.client.closed
         assert engine.computed["c"] >= len(stored)
         engine.check_idle()
+
+    def test_a_sidecar_that_does_not_answer_holds_up_no_step(
+        self, make: Callable[..., Engine], short_directory: Path
+    ) -> None:
+        """The thread that attaches waits for the answer, and the step not for the thread."""
+        engine = make()
+        attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))
+        path = str(short_directory / "attach.sock")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            client = engine.role._client = Client(path, lambda: attempt)
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.recv(1), "it waits for an answer from now on"
+                began = time.monotonic()
+                engine.role.retire()
+                assert time.monotonic() - began < 2.0
+                assert client.session is None
+        client._thread.join()
 
     def test_caching_that_vllm_turned_off_in_its_worker(
         self,
