@@ -173,8 +173,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             memory = share()
         except (ExportRefused, LayoutError, KeyError) as error:
-            logger.warning("kvlake: this worker is served without the cache, because %s", error)
-            self._untold_refusal = str(error)
+            missing = isinstance(error, KeyError)
+            # The scheduler says it, once for all ranks.
+            self._untold_refusal = (
+                f"vLLM registered no cache of layer {error}" if missing else str(error)
+            )
+            logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
             return
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:

@@ -317,6 +317,8 @@ class TestRanksThatAreNotServed:
         rank.loaded = rank.connector
         rank.connector.register_kv_caches({})
         engine.run(request_of("a", PROMPT, max_tokens=4))
-        assert "this engine is served without the cache, because" in caplog.text
+        said = "this engine is served without the cache, because vLLM registered no cache of layer"
+        assert f"{said} 'layer.0'" in caplog.text
+        assert caplog.text.count("kvlake: ") == 1
         assert engine.client.closed
         engine.check_idle()
