@@ -105,7 +105,12 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             refusal = note.get("refusal", "")
             if note.get("prefixes") is False:
                 # Of vLLM's host tier, too, it would load them.
-                logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
+                logger.warning(
+                    "kvlake: this engine is served by no tier, because %s; its workers have taken "
+                    "cpu_bytes_to_use of host memory all the same; start it "
+                    "without the connector",
+                    refusal,
+                )
                 self._manager = NoTiers()
                 self._unlink_region()
                 return self._manager

@@ -314,6 +314,7 @@ def test_an_engine_that_cannot_go_on_from_a_prefix(
     engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, pooling="MEAN")
     try:
         assert "MEAN" in caplog.text
+        assert "cpu_bytes_to_use of host memory all the same" in caplog.text
         tokens = prompt(100)
         for name in ("a", "b"):
             assert engine.run(name, tokens) == 0
