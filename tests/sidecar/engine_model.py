@@ -1,6 +1,6 @@
 """What the machine of `test_engine_machine.py` knows: a model of dicts beside the pure engine.
 
-`World` (engine_kit) follows what is in each slot and what runs on it. The model adds what it
+`World` (engine_world) follows what is in each slot and what runs on it. The model adds what it
 takes to know the rest from outside: the store's bits, jobs that are owed an answer, leases, lookups
 and what is to be kept. Where it cannot see when a pin ended, it lets go early: it never asks for
 more than the rules promise. Chunks are names: a realm and a key, which is of one KV cache group.
@@ -24,7 +24,8 @@ from sidecar.commands import (
     SessionOpened,
 )
 from sidecar.protocol import Done, Events, LookupDone, Outcome, Role
-from tests.sidecar.engine_kit import GROUP_NUMBERS, World, group_of, key
+from tests.sidecar.engine_names import GROUP_NUMBERS, group_of, key
+from tests.sidecar.engine_world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

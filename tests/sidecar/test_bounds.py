@@ -22,16 +22,10 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import (
-    RANK_0,
-    World,
-    answer,
-    key,
-    layout,
-    make_world,
-    messages,
-    only,
-)
+from tests.sidecar.engine_answers import answer, messages, only
+from tests.sidecar.engine_names import RANK_0, key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.worlds import make_world
 
 SLOT = layout(0).payload_bytes(2)
 

@@ -26,19 +26,9 @@ from sidecar.protocol import (
     Outcome,
     Role,
 )
-from tests.sidecar.engine_kit import (
-    EPOCH,
-    RANK_0,
-    answer,
-    done,
-    key,
-    layout,
-    looking,
-    make_world,
-    messages,
-    no_writes,
-    only,
-)
+from tests.sidecar.engine_answers import answer, done, messages, only
+from tests.sidecar.engine_names import EPOCH, RANK_0, key, layout
+from tests.sidecar.worlds import looking, make_world, no_writes
 
 
 def test_copies_of_a_closed_session_go_on() -> None:

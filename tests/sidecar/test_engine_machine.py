@@ -18,8 +18,9 @@ from sidecar.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome
 from sidecar.protocol import Role
 from sidecar.tenants import TenantRules, Tenants
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import GROUP_NUMBERS, layout, make_world
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
+from tests.sidecar.engine_names import GROUP_NUMBERS, layout
+from tests.sidecar.worlds import make_world
 from tiers.policy import make
 
 if TYPE_CHECKING:

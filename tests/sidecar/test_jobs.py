@@ -26,17 +26,9 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
-from tests.sidecar.engine_kit import (
-    EPOCH,
-    ROOT,
-    done,
-    key,
-    layout,
-    make_world,
-    messages,
-    no_writes,
-    only,
-)
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import EPOCH, ROOT, key, layout
+from tests.sidecar.worlds import make_world, no_writes
 
 
 def test_store_is_gathered_told_and_written() -> None:

@@ -7,16 +7,10 @@ from sidecar.commands import CopyOutcome, Draining, Gather, Released, SessionClo
 from sidecar.protocol import Outcome, Role
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import (
-    World,
-    done,
-    key,
-    layout,
-    make_world,
-    messages,
-    no_writes,
-    only,
-)
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.worlds import make_world, no_writes
 
 SLOT = layout(0).payload_bytes(layout(0).blocks_per_chunk)
 TENANT = b"a tenant"

@@ -12,7 +12,7 @@ from sidecar.directory import Chunk, Directory, Realm
 from sidecar.leases import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases
 from sidecar.pins import Pins
 from sidecar.protocol import Role
-from tests.sidecar.engine_kit import no_writes
+from tests.sidecar.worlds import no_writes
 
 ENGINE = (0, "engine")
 

@@ -21,17 +21,9 @@ from sidecar.protocol import (
     Role,
 )
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import (
-    ALL_RANKS,
-    RANK_0,
-    answer,
-    done,
-    key,
-    looking,
-    make_world,
-    messages,
-    only,
-)
+from tests.sidecar.engine_answers import answer, done, messages, only
+from tests.sidecar.engine_names import ALL_RANKS, RANK_0, key
+from tests.sidecar.worlds import looking, make_world
 
 
 def test_lookup_reads_what_the_store_holds_in_order() -> None:

@@ -20,7 +20,10 @@ from tests.sidecar.client import (
     key_of,
     layout_of,
 )
-from tests.sidecar.engine_kit import World, key, make_world, messages, only
+from tests.sidecar.engine_answers import messages, only
+from tests.sidecar.engine_names import key
+from tests.sidecar.engine_world import World
+from tests.sidecar.worlds import make_world
 from tiers.catalog.names import parse_name
 from tiers.index import FLAG_HOST, FLAG_STORE
 

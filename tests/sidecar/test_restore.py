@@ -27,23 +27,11 @@ from sidecar.engine import Engine
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
-from tests.sidecar.engine_kit import (
-    ALL_RANKS,
-    BLOCK_TOKENS,
-    EPOCH,
-    RANK_0,
-    SlabSlots,
-    StrictLRU,
-    World,
-    done,
-    key,
-    layout,
-    limits,
-    make_world,
-    messages,
-    no_writes,
-    only,
-)
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.strict_pool import SlabSlots, StrictLRU
+from tests.sidecar.worlds import limits, make_world, no_writes
 from tiers.policy import make
 
 TENANT = b"a tenant"

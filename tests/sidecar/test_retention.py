@@ -15,17 +15,11 @@ from sidecar.protocol import Events, Outcome, RemovedEvent, Role
 from sidecar.retention import Expiries, Retention, read_tag, slot_tag
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import (
-    EPOCH,
-    StrictLRU,
-    World,
-    done,
-    key,
-    make_world,
-    messages,
-    no_writes,
-    only,
-)
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import EPOCH, key
+from tests.sidecar.engine_world import World
+from tests.sidecar.strict_pool import StrictLRU
+from tests.sidecar.worlds import make_world, no_writes
 
 TENANT = b"a tenant"
 

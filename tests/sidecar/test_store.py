@@ -23,20 +23,9 @@ from sidecar.protocol import (
     StoredEvent,
 )
 from sidecar.writes import WritePolicy
-from tests.sidecar.engine_kit import (
-    ALL_RANKS,
-    BLOCK_TOKENS,
-    EPOCH,
-    RANK_0,
-    ROOT,
-    done,
-    key,
-    layout,
-    looking,
-    make_world,
-    messages,
-    only,
-)
+from tests.sidecar.engine_answers import done, messages, only
+from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, ROOT, key, layout
+from tests.sidecar.worlds import looking, make_world
 
 SLOT_BYTES = layout(0).payload_bytes(2)
 

@@ -10,7 +10,9 @@ import pytest
 from sidecar import telling
 from sidecar.commands import Command, Event, Released, Reply
 from sidecar.protocol import Events, Role
-from tests.sidecar.engine_kit import RANK_0, World, key, make_world
+from tests.sidecar.engine_names import RANK_0, key
+from tests.sidecar.engine_world import World
+from tests.sidecar.worlds import make_world
 
 
 class Told:

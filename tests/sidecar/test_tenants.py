@@ -15,16 +15,11 @@ from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
 from sidecar.tenants import TenantRules, Tenants
 from sidecar.writes import WritePolicy
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
-from tests.sidecar.engine_kit import (
-    RANK_0,
-    StrictLRU,
-    World,
-    key,
-    layout,
-    make_world,
-    messages,
-    only,
-)
+from tests.sidecar.engine_answers import messages, only
+from tests.sidecar.engine_names import RANK_0, key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.strict_pool import StrictLRU
+from tests.sidecar.worlds import make_world
 
 SALT = "s3cret-of-team-a"
 A, B = tenant_id(SALT), tenant_id("another")

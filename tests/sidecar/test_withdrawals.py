@@ -14,7 +14,8 @@ from sidecar.commands import Listed
 from sidecar.listed import ListedRow, listed_rows
 from sidecar.protocol import Outcome, Role
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
-from tests.sidecar.engine_kit import key, make_world
+from tests.sidecar.engine_names import key
+from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
 from tiers.catalog.bounds import Bounds

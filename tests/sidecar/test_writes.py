@@ -9,18 +9,11 @@ from sidecar.commands import Draining, Read, StoreOutcome, Tick, Write
 from sidecar.protocol import Outcome, Role
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
-from tests.sidecar.engine_kit import (
-    RANK_0,
-    StrictLRU,
-    World,
-    answer,
-    key,
-    layout,
-    looking,
-    make_world,
-    messages,
-    only,
-)
+from tests.sidecar.engine_answers import answer, messages, only
+from tests.sidecar.engine_names import RANK_0, key, layout
+from tests.sidecar.engine_world import World
+from tests.sidecar.strict_pool import StrictLRU
+from tests.sidecar.worlds import looking, make_world
 
 SLOT_BYTES = layout(0).payload_bytes(2)
 TENANT = b"tenant 1"

@@ -1,0 +1,47 @@
+"""What the engine's tests call chunks, which are numbers to them, and how they are laid out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiers.layout import ChunkLayout, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+ALL_RANKS = frozenset({0, 1})
+RANK_0 = frozenset({0})
+
+EPOCH = 7
+BLOCK_TOKENS = 4
+BLOCKS_PER_CHUNK = 2
+ROOT = bytes(32)
+GROUP_NUMBERS = 1_000_000
+"""Chunks from this number on are of the second KV cache group, and so on."""
+
+
+def group_of(number: int) -> int:
+    """The KV cache group of chunk `number`: a key is of one group."""
+    return number // GROUP_NUMBERS
+
+
+def key(number: int) -> bytes:
+    """The key of chunk `number` of the only chain; its parent is `number - 1`."""
+    return number.to_bytes(32, "little") if number > 0 else ROOT
+
+
+def groups_of(numbers: Sequence[int]) -> list[int]:
+    """As a client says which groups keys are of: not at all where all are of the first."""
+    groups = [group_of(number) for number in numbers]
+    return groups if any(groups) else []
+
+
+def namespace_of(realm_id: int) -> bytes:
+    return bytes([realm_id]) * 32
+
+
+def layout(rank: int, *, content_bytes: int = 8) -> ChunkLayout:
+    return ChunkLayout(
+        Segment(0, 2, rank, 1), BLOCKS_PER_CHUNK, BLOCK_TOKENS, content_bytes, "bfloat16", "plain"
+    )

@@ -1,0 +1,112 @@
+"""A pool of slabs and an eviction order for the engine's tests, which refuse every misuse."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from tiers.layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+
+class SlabSlots:
+    """A pool of slabs of `slab_slots` slots; a slab serves one class until it is empty."""
+
+    def __init__(self, slabs: int, slab_slots: int) -> None:
+        self.slab_slots = slab_slots
+        self.slab_class: list[int | None] = [None] * slabs
+        self.used: set[int] = set()
+        self.freed: list[int] = []
+        self.sealed: dict[int, tuple[int, int]] = {}
+        """Slot to when it was sealed and when it was used last."""
+        self.tags: dict[int, bytes] = {}
+        self._moment = 0
+        self._classes: list[int] = []
+
+    def slot_class(self, layout: ChunkLayout) -> int:
+        size_bytes = layout.payload_bytes(layout.blocks_per_chunk)
+        if size_bytes not in self._classes:
+            self._classes.append(size_bytes)
+        return self._classes.index(size_bytes)
+
+    def allocate(self, class_id: int) -> int | None:
+        assert 0 <= class_id < len(self._classes)
+        for wanted in (class_id, None):
+            for slab, slab_class in enumerate(self.slab_class):
+                if slab_class != wanted:
+                    continue
+                for slot in range(slab * self.slab_slots, (slab + 1) * self.slab_slots):
+                    if slot not in self.used:
+                        self.slab_class[slab] = class_id
+                        self.used.add(slot)
+                        return slot
+        return None
+
+    def _next(self) -> int:
+        self._moment += 1
+        return self._moment
+
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        assert offset in self.used
+        assert offset not in self.sealed
+        self.tags[offset] = tag
+
+    def seal(self, offset: int) -> None:
+        assert offset in self.used
+        assert offset not in self.sealed
+        moment = self._next()
+        self.sealed[offset] = (moment, moment)
+
+    def unseal(self, offset: int) -> None:
+        assert offset in self.used
+        self.sealed.pop(offset, None)
+
+    def touch(self, offset: int) -> None:
+        self.sealed[offset] = (self.sealed[offset][0], self._next())
+
+    def free(self, offset: int) -> None:
+        self.sealed.pop(offset, None)
+        self.tags.pop(offset, None)
+        self.used.remove(offset)
+        self.freed.append(offset)
+        slab = offset // self.slab_slots
+        if not any(slot // self.slab_slots == slab for slot in self.used):
+            self.slab_class[slab] = None
+
+    def class_of(self, offset: int) -> int:
+        assert offset in self.used
+        slab_class = self.slab_class[offset // self.slab_slots]
+        assert slab_class is not None
+        return slab_class
+
+    def slot_bytes(self, class_id: int) -> int:
+        return self._classes[class_id]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.slab_class) * self.slab_slots * max(self._classes, default=1)
+
+    def free_bytes(self) -> int:
+        return self.size_bytes - len(self.used) * max(self._classes, default=1)
+
+
+class StrictLRU:
+    """An eviction order that refuses every misuse."""
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[Hashable, Hashable] = OrderedDict()
+
+    def add(self, key: Hashable, parent: Hashable) -> None:
+        assert key not in self.order
+        self.order[key] = parent
+
+    def touch(self, key: Hashable) -> None:
+        self.order.move_to_end(key)
+
+    def remove(self, key: Hashable) -> None:
+        del self.order[key]
+
+    def victims(self) -> Iterator[Hashable]:
+        return iter(self.order)
