@@ -16,7 +16,7 @@ from sidecar.protocol import Role
 from tests.e2e.arms import empty, fresh_salt
 from tests.e2e.holds import COPY_IN, COPY_OUT, LOAD, STORE, attach_as
 from tests.e2e.kill_table import Cell, Stage, Victim
-from tests.e2e.kill_world import until
+from tests.e2e.waiting import until
 from tests.faulty_proxy import Fault
 
 if TYPE_CHECKING:

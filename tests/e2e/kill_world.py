@@ -3,8 +3,9 @@
 Owns these processes: starting them, striking one, bringing it back, and knowing what they had open
 when all was well. `witness` is an engine that lives through the whole matrix; `victim` is the one
 whose processes are struck, and is replaced when it was killed, by one that was started meanwhile
-and could not see the sidecar yet. Does not own what is under way at
-the moment of the strike (`kill_stages.py`), nor what is expected then (`test_kill_matrix.py`).
+and could not see the sidecar yet. Does not own what of an engine can be struck (`struck.py`), what
+is under way at the moment of the strike (`kill_stages.py`), nor what is expected then
+(`test_kill_matrix.py`).
 
 All requests are of one prompt, under cache salts of their own, so one oracle knows every answer.
 """
@@ -18,22 +19,15 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests.e2e.arms import PATIENT, Call, Oracle, empty, fresh_salt, idle, words
 from tests.e2e.holds import Holds
 from tests.e2e.kill_seams import PROMPT_TOKENS
 from tests.e2e.kill_table import Signal, Victim
-from tests.e2e.leftovers import (
-    SHARED_MEMORY,
-    alive,
-    called,
-    counts_of,
-    group_of,
-    more_than,
-    shared_memory_of,
-)
+from tests.e2e.leftovers import SHARED_MEMORY, alive, counts_of, more_than
+from tests.e2e.struck import HOLDS, Struck
+from tests.e2e.waiting import WAIT_SECONDS_MAX, until, until_or_not
 from tests.faulty_proxy import Fault, FaultyProxy
 
 if TYPE_CHECKING:
@@ -51,8 +45,6 @@ SALTS_PREPARED: Final = 12
 """Prompts that only the bucket holds, for the cells at the lookup stage."""
 WITNESS_CORE: Final = "0"
 VICTIM_CORE: Final = "1"
-ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 128, "max_model_len": 2048}
-WAIT_SECONDS_MAX: Final = 60.0
 TRIES_MAX: Final = 8
 
 LIMITS: Final = {
@@ -63,46 +55,6 @@ LIMITS: Final = {
     "drain_seconds_max": "6s",
 }
 STORE_SECONDS_MAX: Final = "2s"
-HOLDS: Final = "holds"
-
-
-class Struck:
-    """An engine, with the processes of it that are struck."""
-
-    def __init__(self, seam: Seam, model: str, folder: Path, name: str, threads_bind: str) -> None:
-        self._seam = seam
-        # A name of its own for the sidecar's socket, which exists from `introduce` on.
-        self._socket = folder / f"{name}.sock"
-        spec = EngineSpec(
-            model,
-            str(self._socket),
-            ENGINE_ARGS,
-            connector_extra={"attach_seconds": 0, "holds": str(folder / HOLDS)},
-            threads_bind=threads_bind,
-        )
-        self.engine = seam.make_engine(spec, folder / f"{name}.log")
-
-    def introduce(self, socket: str) -> None:
-        """Let it attach to the sidecar at this socket."""
-        self._socket.symlink_to(socket)
-
-    def wait_ready(self) -> Struck:
-        """Wait until it serves, and find its processes."""
-        self.engine.wait_ready()
-        self.pids = group_of(self.engine.process.pid)
-        self.core = called(self.pids, "VLLM::EngineCore")
-        self.worker = called(self.pids, "VLLM::Worker")
-        self.clients = self._seam.clients(self.core, self.worker)
-        self.shared_memory = shared_memory_of(self.pids)
-        return self
-
-    def end(self) -> int:
-        """Kill what is left of it; returns how many files vLLM left in shared memory."""
-        self.engine.kill()
-        left = [path for path in self.shared_memory if path.exists()]
-        for path in left:
-            path.unlink()
-        return len(left)
 
 
 class World:
@@ -388,18 +340,3 @@ class World:
 
         until_or_not(none_left, 10)
         return left
-
-
-def until(what: str, condition: Callable[[], bool], seconds: float = WAIT_SECONDS_MAX) -> None:
-    """Wait until a condition holds."""
-    assert until_or_not(condition, seconds), f"{what}: not in {seconds:.0f} s"
-
-
-def until_or_not(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition holds; False if it does not."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

@@ -33,8 +33,9 @@ from tests.e2e.kill_table import (
     Victim,
     in_order_of_running,
 )
-from tests.e2e.kill_world import World, until
+from tests.e2e.kill_world import World
 from tests.e2e.leftovers import mappings_of
+from tests.e2e.waiting import until
 from tests.faulty_proxy import faulty_proxy
 
 if TYPE_CHECKING:
