@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, ZmqEventPublisher
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    BlockRemoved,
+    BlockStored,
+    ZmqEventPublisher,
+)
 
 from connector.tierevents import EVENT_NAME_BYTES
 from sidecar.protocol import StoredEvent
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
 
 MEDIUM_STORAGE: Final = "STORAGE"
 HASHES_PER_EVENT_MAX: Final = 4096
+HITS_OWNER: Final = "kvlake/hits"
+"""As in the sidecar's `engineblocks.py`."""
 
 
 def events_of(
@@ -80,6 +88,15 @@ def _event_of(run: list[TierEvent], owner: Callable[[int], str], *, several: boo
         ownership=owner(first.group),
         group_idx=group_idx,
     )
+
+
+def hits_are_told() -> KVCacheEvent:
+    """Word for the sidecar that vLLM tells of hits as it does of new blocks, in this step or later.
+
+    A request asks for that with `kv_cache_report_mode`. To others it says nothing: it is of no
+    block.
+    """
+    return BlockRemoved(block_hashes=[], medium=MEDIUM_GPU, ownership=HITS_OWNER)
 
 
 def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.client import Attempt, Client
 from connector.engine import EngineGroup, ServedEngine
-from connector.events import events_endpoints, events_of
+from connector.events import events_endpoints, events_of, hits_are_told
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from connector.groups import CachedGroup
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
@@ -73,6 +73,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
+        self._hits_are_told = False
         self._engine = ServedEngine(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
@@ -262,6 +263,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once, and start to read what only the object store holds."""
         if self._scheduler is not None:
+            if getattr(request, "kv_cache_report_mode", "") == "full":
+                self._hits_are_told = True
             self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
@@ -355,7 +358,11 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or not self._wants_events:
             return ()
         several = len(self._engine.groups) > 1
-        return events_of(self._scheduler.take_events(), self._engine.owner, several=several)
+        events = events_of(self._scheduler.take_events(), self._engine.owner, several=several)
+        if self._hits_are_told:
+            self._hits_are_told = False
+            events.append(hits_are_told())
+        return events
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts of the scheduler role since the last call."""

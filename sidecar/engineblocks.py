@@ -4,8 +4,14 @@ Owns the set of blocks, and turning the engine's events into ones that can stand
 other engines: the owner is named, and "all blocks cleared" becomes their removal. Does not own how
 the events get here (`enginefeed.py`). Pure.
 
-Invariants: at most `blocks_max` blocks are remembered; one that is forgotten is told as removed,
-so that what is remembered is what subscribers have been told.
+Invariants:
+
+* At most `blocks_max` blocks are remembered; one that is forgotten is told as removed, so that what
+  is remembered is what subscribers have been told.
+* vLLM computes the same block more than once (the last one of a prompt that is all cached; those of
+  two requests that load at a time), keeps each copy and tells of each that it comes and goes. A
+  block is told as removed with its last copy, so that subscribers need not count. Where vLLM tells
+  of hits in the same words there is no counting: then it is removed with the first.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ BLOCKS_MAX: Final = 1 << 20
 HASHES_PER_EVENT_MAX: Final = 4096
 TIERS_OWNER: Final = "kvlake/"
 """Events of kvlake's tiers in an engine's stream come from the connector, and are told already."""
+HITS_OWNER: Final = "kvlake/hits"
+"""By an event of this owner the connector says that vLLM tells of hits, from this batch on."""
 
 
 class _Place(NamedTuple):
@@ -37,6 +45,14 @@ class _Place(NamedTuple):
     name: Hash
 
 
+class _Held(NamedTuple):
+    """A block, by the event that told of it last and its position there."""
+
+    event: BlockStored
+    position: int
+    copies: int
+
+
 class EngineBlocks:
     """One engine's blocks, by the events that told of them."""
 
@@ -44,7 +60,8 @@ class EngineBlocks:
         self.owner = f"engine/{engine_id}"
         self.data_parallel_rank: int | None = None
         self._blocks_max = blocks_max
-        self._held: dict[_Place, tuple[BlockStored, int]] = {}
+        self._held: dict[_Place, _Held] = {}
+        self._counts = True
 
     def __len__(self) -> int:
         return len(self._held)
@@ -52,32 +69,46 @@ class EngineBlocks:
     def apply(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
         """Take events of the engine; what to tell subscribers."""
         told: list[CacheEvent] = []
-        for event in events:
+        batch = list(events)
+        if self._counts and any(_tells_of_hits(event) for event in batch):
+            self._counts = False
+            self._held = {place: held._replace(copies=1) for place, held in self._held.items()}
+        for event in batch:
             match event:
                 case AllBlocksCleared():
                     told += self.clear()
                 case BlockStored() | BlockRemoved():
                     if not (event.ownership or "").startswith(TIERS_OWNER):
-                        told.append(self._apply(event))
+                        told += self._apply(event)
         while len(self._held) > self._blocks_max:
             oldest = list(itertools.islice(self._held, len(self._held) - self._blocks_max))
             told += self._forget(oldest)
         return told
 
-    def _apply(self, event: BlockStored | BlockRemoved) -> CacheEvent:
+    def _apply(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
         named = msgspec.structs.replace(
             event,
             medium=event.medium or MEDIUM_GPU,
             locality=event.locality or LOCAL,
             ownership=event.ownership or self.owner,
         )
+        gone: list[Hash] = []
         for position, name in enumerate(event.block_hashes):
             place = _Place(named.medium or "", named.group_idx, named.ownership or "", name)
-            # Taken out first, so that the newest is last.
-            self._held.pop(place, None)
+            held = self._held.get(place)
+            copies = held.copies if held is not None and self._counts else 0
             if isinstance(named, BlockStored):
-                self._held[place] = (named, position)
-        return named
+                # Taken out first, so that the newest is last.
+                self._held.pop(place, None)
+                self._held[place] = _Held(named, position, copies + 1)
+            elif held is not None and copies > 1:
+                self._held[place] = held._replace(copies=copies - 1)
+            else:
+                self._held.pop(place, None)
+                gone.append(name)
+        if isinstance(named, BlockStored):
+            return [named]
+        return [msgspec.structs.replace(named, block_hashes=gone)] if gone else []
 
     def clear(self) -> list[CacheEvent]:
         """Forget all blocks; what to tell subscribers."""
@@ -103,8 +134,12 @@ class EngineBlocks:
 
     def snapshot(self) -> Iterator[CacheEvent]:
         """An event for each block that is held, one after the other, oldest first."""
-        for event, position in list(self._held.values()):
-            yield _one_of(event, position)
+        for held in list(self._held.values()):
+            yield _one_of(held.event, held.position)
+
+
+def _tells_of_hits(event: CacheEvent) -> bool:
+    return isinstance(event, BlockRemoved) and event.ownership == HITS_OWNER
 
 
 def _one_of(event: BlockStored, position: int) -> BlockStored:

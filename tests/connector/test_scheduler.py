@@ -132,6 +132,19 @@ class TestEvents:
             engine.connector._engine.owner(0)
         }
 
+    def test_that_vllm_tells_of_hits_is_told_where_a_request_asks_for_it(
+        self, engine: Engine
+    ) -> None:
+        engine.connector._wants_events = True
+        for number, mode in enumerate(("incremental", "full", "incremental", "full")):
+            request = request_of(f"r{number}", PROMPT, max_tokens=1)
+            request.kv_cache_report_mode = mode
+            engine.add(request)
+            told = list(engine.connector.take_events())
+            assert [event.ownership for event in told] == ["kvlake/hits"] * (mode == "full")
+            assert not list(engine.connector.take_events())
+            engine.finish(request)
+
     @pytest.mark.parametrize("reset_connector", [False, True])
     def test_what_a_reset_of_vllms_cache_clears_is_told_again(
         self, engine: Engine, *, reset_connector: bool

@@ -1,7 +1,7 @@
 """What a router would write to follow the stream of KV events, with vLLM's own definitions.
 
-A set of blocks for each medium and owner; a gap is asked for, and what is not kept any more is
-taken from a snapshot.
+A set of blocks for each medium, owner and KV cache group; a gap is asked for, and what is not kept
+any more is taken from a snapshot.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -26,12 +26,22 @@ __all__ = ["Subscriber", "kv_events"]
 WAIT_SECONDS_MAX = 90.0
 
 
+class Place(NamedTuple):
+    """Where a block is. Engines call the blocks of all their groups by the same hashes."""
+
+    medium: str
+    owner: str | None
+    group: int | None
+
+
 class Subscriber:
     """A cache of what is cached, kept by events alone."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
-        self.blocks: dict[tuple[str, str | None], dict[Any, Any]] = {}
-        """(medium, owner) to the blocks there, each with the event that told of it."""
+        self.blocks: dict[Place, dict[Any, Any]] = {}
+        """The blocks of each place, each with the event that told of it."""
+        self.ranks: dict[str | None, int | None] = {}
+        """Each owner's data-parallel rank, as the last batch that told of it says."""
         self.last = -1
         self.snapshots = 0
         self.replays = 0
@@ -47,8 +57,15 @@ class Subscriber:
 
     def names(self, medium: str) -> set[Any]:
         """What is in a medium, whoever holds it."""
+        return {name for _, name in self.grouped(medium)}
+
+    def grouped(self, medium: str, owner: str | None = None) -> set[tuple[int | None, Any]]:
+        """What is in a medium, of one owner or all, by KV cache group and name."""
         return {
-            name for (where, _), held in self.blocks.items() if where == medium for name in held
+            (place.group, name)
+            for place, held in self.blocks.items()
+            if place.medium == medium and owner in (None, place.owner)
+            for name in held
         }
 
     def until(self, true: Callable[[], bool]) -> None:
@@ -96,6 +113,11 @@ class Subscriber:
         events = self._decoder.decode(payload).events
         return isinstance(events[0], kv_events.AllBlocksCleared)
 
+    def see(self) -> None:
+        """Take a snapshot of what is cached now, and nothing of what was before."""
+        for number, payload in self.ask(SNAPSHOT):
+            self._apply(number, payload)
+
     def ask(self, what: bytes) -> Iterator[tuple[int, bytes]]:
         # Not REQ, which takes one answer.
         socket = self._context.socket(zmq.DEALER)
@@ -113,11 +135,14 @@ class Subscriber:
 
     def _apply(self, number: int, payload: bytes) -> None:
         self.last = number
-        for event in self._decoder.decode(payload).events:
+        batch = self._decoder.decode(payload)
+        for event in batch.events:
             if isinstance(event, kv_events.AllBlocksCleared):
                 self.blocks.clear()
                 continue
-            held = self.blocks.setdefault((event.medium, event.ownership), {})
+            self.ranks[event.ownership] = batch.data_parallel_rank
+            place = Place(event.medium, event.ownership, event.group_idx)
+            held = self.blocks.setdefault(place, {})
             for name in event.block_hashes:
                 if isinstance(event, kv_events.BlockStored):
                     held[name] = event

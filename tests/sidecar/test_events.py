@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from sidecar import kvevents
-from sidecar.engineblocks import EngineBlocks
+from sidecar.engineblocks import HITS_OWNER, EngineBlocks
 from sidecar.eventstream import History
 from sidecar.kvevents import SNAPSHOT, name_of, number_frame
 from sidecar.protocol import Outcome, StoreJob
@@ -31,7 +31,7 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tests.sidecar.subscriber import Subscriber, kv_events
+from tests.sidecar.subscriber import Place, Subscriber, kv_events
 from tiers.index import FLAG_HOST, FLAG_STORE
 
 
@@ -109,11 +109,10 @@ def test_what_an_event_says(short_directory: Path, subscribe: Callable[..., Subs
             assert worker.store(2, second, [4, 5], parent=first) is Outcome.OK
             subscriber.recover()
             subscriber.until(lambda: len(subscriber.names("CPU")) == 2)
-            ((medium, owner),) = subscriber.blocks
-            held = subscriber.blocks[medium, owner]
-            assert owner is not None
-            assert owner.startswith("kvlake/")
-            assert owner.endswith("/tp1.pp1")
+            ((place, held),) = subscriber.blocks.items()
+            assert place.owner is not None
+            assert place.owner.startswith("kvlake/")
+            assert place.owner.endswith("/tp1.pp1")
             assert held[name_of(first)].parent_block_hash is None
             event = held[name_of(second)]
             assert event.parent_block_hash == name_of(first)
@@ -132,7 +131,12 @@ def test_the_store(short_directory: Path, subscribe: Callable[..., Subscriber]) 
             assert worker.store(1, key, [0, 1, 2, 3]) is Outcome.OK
             subscriber.until(lambda: subscriber.names("STORAGE") == {name_of(key)})
             subscriber.recover()
-            (event,) = subscriber.blocks["STORAGE", next(iter(subscriber.blocks))[1]].values()
+            (event,) = (
+                event
+                for place, held in subscriber.blocks.items()
+                if place.medium == "STORAGE"
+                for event in held.values()
+            )
             assert event.locality == "REMOTE"
             assert len(event.token_ids) == event.block_size == 4 * BLOCK_TOKENS
     # Another sidecar learns of it from the catalog alone: its name, and not what is in it.
@@ -144,8 +148,7 @@ def test_the_store(short_directory: Path, subscribe: Callable[..., Subscriber]) 
             subscriber.until(lambda: subscriber.names("STORAGE") == {name_of(key)})
             assert subscriber.names("CPU") == set()
             late = subscribe(sidecar)
-            for number, payload in late.ask(SNAPSHOT):
-                late._apply(number, payload)
+            late.see()
             assert late.names("STORAGE") == {name_of(key)}
 
 
@@ -420,7 +423,7 @@ def test_an_engines_stream_is_joined(
                 publish(publisher, stored(3, parent=2))
                 follower.take(50)
                 follower.recover()
-            assert {owner for _, owner in follower.blocks} == {"engine/engine"}
+            assert {place.owner for place in follower.blocks} == {"engine/engine"}
             key = key_of("chunk")
             assert worker.store(1, key, [0, 1, 2, 3]) is Outcome.OK
             publish(publisher, kv_events.BlockRemoved(block_hashes=[2], medium="GPU"))
@@ -430,10 +433,9 @@ def test_an_engines_stream_is_joined(
             publish(publisher, ours, stored(4, 5, parent=3))
             follower.until_equal({"GPU": {1, 3, 4, 5}})
             late = subscribe(sidecar)
-            for number, payload in late.ask(SNAPSHOT):
-                late._apply(number, payload)
+            late.see()
             assert late.names("GPU") == {1, 3, 4, 5}
-            five = late.blocks["GPU", "engine/engine"][5]
+            five = late.blocks[Place("GPU", "engine/engine", None)][5]
             assert (five.parent_block_hash, five.token_ids) == (4, [50, 51])
             # Its cache is cleared, and nobody else's.
             publish(publisher, kv_events.AllBlocksCleared())
@@ -482,8 +484,7 @@ def test_an_idle_engines_blocks_are_known_at_once(
                 lambda status: [one["blocks"] for one in status["events"]["engines"]] == [2]
             )
             late = subscribe(sidecar)
-            for number, payload in late.ask(SNAPSHOT):
-                late._apply(number, payload)
+            late.see()
             assert late.names("GPU") == {1, 2}
             assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
 
@@ -538,6 +539,55 @@ def test_an_engines_blocks_are_bounded() -> None:
     assert isinstance(told[-1], kvevents.BlockRemoved)
     assert told[-1].block_hashes == [1, 2]
     assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
+
+
+def applied(blocks: EngineBlocks, *events: Any) -> list[Any]:
+    """What subscribers are told of an engine's events."""
+    frame = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=list(events)))
+    return blocks.apply(kvevents.decode(frame).events)
+
+
+def removed(*names: int, **fields: Any) -> Any:
+    return kv_events.BlockRemoved(block_hashes=list(names), medium="GPU", **fields)
+
+
+def test_a_block_goes_with_its_last_copy() -> None:
+    """VLLM tells of each copy that it keeps of a block, and subscribers do not count."""
+    blocks = EngineBlocks("e")
+    assert len(applied(blocks, stored(1, 2), stored(1, 2), stored(3, parent=2))) == 3
+    assert len(blocks) == 3
+    (told,) = applied(blocks, removed(1, 3))
+    assert told.block_hashes == [3]
+    assert applied(blocks, removed(2)) == []
+    assert [event.block_hashes for event in blocks.snapshot()] == [[1], [2]]  # type: ignore[union-attr]
+    (told,) = applied(blocks, removed(1, 2))
+    assert told.block_hashes == [1, 2]
+    assert len(blocks) == 0
+    # Of each group by itself, and with the cache all copies go.
+    applied(blocks, stored(1, group_idx=0), stored(1, group_idx=1), stored(1, group_idx=1))
+    (told,) = applied(blocks, removed(1, group_idx=0))
+    assert told.group_idx == 0
+    (told,) = applied(blocks, kv_events.AllBlocksCleared())
+    assert (told.block_hashes, told.group_idx) == ([1], 1)
+    (_, told) = applied(blocks, stored(1, group_idx=1), removed(1, group_idx=1))
+    assert told.block_hashes == [1]
+
+
+def test_where_vllm_tells_of_hits_nothing_is_counted() -> None:
+    """What is told too often would be there for ever."""
+    # Not above: what it imports of vLLM warns, and is there by now.
+    from connector.events import hits_are_told
+
+    assert hits_are_told().ownership == HITS_OWNER
+    blocks = EngineBlocks("e")
+    applied(blocks, stored(1, 2), stored(1, 2))
+    # The request's hits, before the connector's word for them in the same batch.
+    (_, told) = applied(blocks, stored(1, 2), removed(1), hits_are_told())
+    assert told.block_hashes == [1]
+    applied(blocks, stored(2), stored(2))
+    (told,) = applied(blocks, removed(2))
+    assert told.block_hashes == [2]
+    assert len(blocks) == 0
 
 
 def test_of_a_range_that_vllm_kept_in_part_no_tokens_are_made_up() -> None:
