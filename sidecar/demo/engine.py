@@ -45,6 +45,8 @@ class Generation:
     finish_reason: str | None
     kv_transfer_params: dict[str, Any] | None = None
     """What the connector has to say of the request."""
+    embeddings: list[list[float]] | None = None
+    """Of a pooling engine: one of the whole prompt, or one of each of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,22 @@ class Engine:
             kv_transfer_params=kv_transfer_params,
         )
 
+    def begin_embedding(
+        self, prompt: list[int], *, cache_salt: str | None = None, task: str = "embed"
+    ) -> int:
+        """Start a request of a pooling engine, which generates nothing; else as `begin`.
+
+        `task` is vLLM's: `embed` for an embedding of the prompt, `token_embed` for one of each of
+        its tokens.
+        """
+        return self._send("embed", prompt=prompt, cache_salt=cache_salt, task=task)
+
     def finish(self, handle: int, seconds: float = COMMAND_SECONDS_MAX) -> Generation:
-        """Wait for a request that `begin` started."""
+        """Wait for a request that was begun."""
         return Generation(**self._wait(handle, seconds))
 
     def abort(self, handle: int) -> None:
-        """Abort a request that `begin` started; its `finish` returns what there was."""
+        """Abort a request that was begun; its `finish` returns what there was."""
         self._call("abort", handle=handle)
 
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
@@ -338,6 +350,35 @@ class _Host:
             "total_ms": (time.perf_counter() - started) * 1000,
             "finish_reason": done.finish_reason if done else None,
             "kv_transfer_params": last.kv_transfer_params if last is not None else None,
+        }
+
+    async def _do_embed(
+        self, handle: int, prompt: list[int], cache_salt: str | None, task: Any
+    ) -> dict[str, Any]:
+        from vllm import PoolingParams
+        from vllm.inputs import TokensPrompt
+
+        given = TokensPrompt(prompt_token_ids=prompt)
+        if cache_salt is not None:
+            given["cache_salt"] = cache_salt
+        request_id = self._running[handle] = f"request-{handle}"
+        started = time.perf_counter()
+        last: Any = None
+        try:
+            async for output in self._engine.encode(given, PoolingParams(task=task), request_id):
+                last = output
+        finally:
+            self._running.pop(handle, None)
+        total_ms = (time.perf_counter() - started) * 1000
+        found: list[Any] = last.outputs.data.tolist() if last is not None else []
+        return {
+            "tokens": [],
+            "logprobs": [],
+            "cached_tokens": int(last.num_cached_tokens or 0) if last is not None else 0,
+            "ttft_ms": total_ms,
+            "total_ms": total_ms,
+            "finish_reason": None,
+            "embeddings": [found] if task == "embed" else found,
         }
 
     async def _do_abort(self, _: int, handle: int) -> dict[str, Any]:

@@ -152,8 +152,12 @@ def _arm(
 
 
 def same_output(one: Generation, other: Generation) -> bool:
-    """Whether tokens and log probabilities are equal, bit for bit."""
-    return one.tokens == other.tokens and one.logprobs == other.logprobs
+    """Whether tokens and log probabilities, or embeddings, are equal, bit for bit."""
+    return (one.tokens, one.logprobs, one.embeddings) == (
+        other.tokens,
+        other.logprobs,
+        other.embeddings,
+    )
 
 
 def close(one: Generation, other: Generation) -> bool:
@@ -172,6 +176,7 @@ def check_equal(measured: Measured, oracle: Measured, *, block_tokens: int = BLO
     assert loaded == wanted, f"{loaded} tokens loaded, {wanted} by the oracle"
     assert measured.generation.tokens == oracle.generation.tokens
     assert measured.generation.logprobs == oracle.generation.logprobs
+    assert measured.generation.embeddings == oracle.generation.embeddings
     assert len(measured.blocks) == len(oracle.blocks)
     for worker, expected in zip(measured.blocks, oracle.blocks, strict=True):
         assert not worker - expected, "a block holds bytes that no block of the oracle holds"
