@@ -190,6 +190,11 @@ class Engine:
         workers = self._call("rpc", method="kvlake_digests", args=[layers])["result"]
         return [{int(block): digest for block, digest in worker.items()} for worker in workers]
 
+    def core(self, method: str) -> list[Any]:
+        """Per data-parallel rank: what a method of vLLM's engine core returns."""
+        results: list[Any] = self._call("core", method=method)["result"]
+        return results
+
     def stop(self) -> None:
         """End the process and everything that it started."""
         self._close_input()
@@ -413,6 +418,9 @@ class _Host:
         core = self._engine.engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, given, {})
         return {"result": [worker for workers in ranks for worker in workers]}
+
+    async def _do_core(self, _: int, method: str) -> dict[str, Any]:
+        return {"result": await self._engine.engine_core.call_utility_all_async(method)}
 
 
 def _random_image(seed: int) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import contextlib
+import random
+import socket
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e import telling
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -25,6 +29,7 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, sidecar_in
+from tests.sidecar.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,14 +44,15 @@ WHOLE_TOKENS: Final = 1472
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
-    with sidecar_in(folder) as sidecar:
+    with sidecar_in(folder, events={"enabled": True}) as sidecar:
         yield sidecar
 
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
-    engine_args = {**SMALL, "data_parallel_size": RANKS}
-    spec = EngineSpec(model, sidecar.socket, engine_args, threads_bind="0|1")
+    engine_args = {**SMALL, "data_parallel_size": RANKS, "kv_events_config": _events()}
+    connector = telling.connector_of(sidecar.socket)
+    spec = EngineSpec(model, sidecar.socket, engine_args, connector, threads_bind="0|1")
     with Engine(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
@@ -55,6 +61,24 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
         yield engine
         empty(engine)
         sidecar.wait("everything ended", idle)
+
+
+def _events() -> dict[str, Any]:
+    """An engine's `kv_events_config`: vLLM counts ports up, by ranks, and takes no files for them.
+
+    Ports in a row that nobody has, below those that the system itself hands out.
+    """
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + 2 * RANKS):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{first}",
+                "replay_endpoint": f"tcp://*:{first + RANKS}",
+            }
 
 
 def _attached(engine: Engine, sidecar: SidecarProcess, rank: int) -> None:
@@ -117,3 +141,22 @@ def test_both_ranks_at_once(engine: Engine, sidecar: SidecarProcess) -> None:
         assert generation.cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS
         # Beside another request it is computed in other shapes.
         assert close(generation, expected)
+
+
+def test_what_each_ranks_own_cache_holds_is_told(engine: Engine, sidecar: SidecarProcess) -> None:
+    """By vLLM's hashes, under the rank's name and number."""
+    salt = fresh_salt()
+    for rank in range(RANKS):
+        engine.generate(words(600, 30 + rank), max_tokens=1, cache_salt=salt, rank=rank)
+    events = sidecar.status()["events"]
+    owners = sorted(one["owner"] for one in events["engines"])
+    assert [owner.rpartition("_")[2] for owner in owners] == ["dp0", "dp1"]
+    held = [set(telling.copies_of(engine, rank)) for rank in range(RANKS)]
+    assert all(len(blocks) >= 600 // BLOCK_TOKENS for blocks in held)
+    assert held[0] != held[1]
+    follower = Subscriber(events["endpoint"], events["replay_endpoint"])
+    try:
+        follower.until(lambda: [telling.followed(follower, "GPU", one) for one in owners] == held)
+        assert [follower.ranks[owner] for owner in owners] == list(range(RANKS))
+    finally:
+        follower.close()

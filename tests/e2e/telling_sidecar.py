@@ -1,0 +1,45 @@
+"""A real sidecar whose status says of every chunk in which tiers it is.
+
+`python -m tests.e2e.telling_sidecar serve ...` is `kvlake serve ...`, but for one more entry of
+`/status`: `directory`, with the group and name of each chunk by the medium that events call it by.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from sidecar.cli import main
+from sidecar.kvevents import MEDIUM_CPU, MEDIUM_STORAGE, name_of
+from sidecar.report import Reporter
+
+if TYPE_CHECKING:
+    from sidecar.hub import Hub
+
+
+def directory_of(hub: Hub) -> dict[str, list[tuple[int | None, str]]]:
+    """What each tier holds, as engines find it."""
+    held: dict[str, list[tuple[int | None, str]]] = {MEDIUM_CPU: [], MEDIUM_STORAGE: []}
+    for realm in hub.engine.directory.realms.values():
+        group = hub.realms[realm.realm_id].group
+        hosted = [name_of(key) for key in realm.chunks if realm.flags(key)[0]]
+        stored = [name for name, _ in realm.stored.names() if realm.in_store(name)]
+        held[MEDIUM_CPU] += [(group, name.hex()) for name in hosted]
+        held[MEDIUM_STORAGE] += [(group, name.hex()) for name in stored]
+    return held
+
+
+def serve(arguments: list[str]) -> int:
+    """Be `kvlake` with these arguments."""
+    status = Reporter.status
+
+    def told(self: Reporter) -> dict[str, object]:
+        return {**status(self), "directory": directory_of(self._hub)}
+
+    with patch.object(Reporter, "status", told):
+        return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1:]))
