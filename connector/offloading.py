@@ -107,8 +107,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 # Of vLLM's host tier, too, it would load them.
                 logger.warning(
                     "kvlake: this engine is served by no tier, because %s; its workers have taken "
-                    "cpu_bytes_to_use of host memory all the same; start it "
-                    "without the connector",
+                    "cpu_bytes_to_use of host memory all the same; start it without the connector",
                     refusal,
                 )
                 self._manager = NoTiers()

@@ -60,6 +60,8 @@ class StepPlan:
     """The step computes nothing."""
     waiting: bool = False
     """Something that the sidecar does for any rank, a lookup included, has not ended."""
+    retired: bool = False
+    """A rank can never share its memory: the others leave the sidecar. Told from then on."""
 
 
 @dataclass(slots=True)

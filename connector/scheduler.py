@@ -338,6 +338,7 @@ class SchedulerRole:
         if self._settings.writes:
             self._store_step(scheduled, block_ids_of, states)
         plan, self._plan = self._plan, StepPlan()
+        plan.retired = self.retired
         plan.waiting = bool(
             self._lookups or self._loading or self._expecting or self.stores_outstanding
         )

@@ -116,6 +116,10 @@ class WorkerRole:
 
     def submit(self, plan: StepPlan) -> None:
         """Send this step's jobs; called after the step's forward pass was executed."""
+        if plan.retired:
+            # In the middle of a step, so nothing is waited for. What is open ends as when a sidecar
+            # dies. The memory stays until `close`: the client's thread may be handing it over.
+            self._client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
         if not plan.loads and not plan.stores:

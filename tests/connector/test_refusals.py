@@ -231,6 +231,7 @@ class TestRanksThatAreNotServed:
         (line,) = [one.getMessage() for one in caplog.records if "kvlake: " in one.message]
         assert "UniformTypeKVCacheSpecs among them" in line
         assert engine.client.closed
+        assert all(engine.ranks[one].client.closed for one in {0, 1} - {*refusing})
         engine.check_idle()
         jobs = [len(rank.client.sent_of(Submit)) for rank in engine.ranks]
         engine.forget()
@@ -261,6 +262,7 @@ class TestRanksThatAreNotServed:
         engine.finish(*requests)
         engine.settle()
         assert engine.client.closed
+        assert engine.ranks[0].client.closed
         assert engine.computed["c"] >= len(stored)
         engine.check_idle()
 

@@ -102,6 +102,23 @@ class TestSubmit:
         assert not results.loaded
         assert not results.report.ended
 
+    def test_a_rank_of_an_engine_that_is_served_no_more_leaves(self, rank: Rank) -> None:
+        """What is open ends, but for a copy that runs: that may still touch this memory."""
+        rank.role.submit(StepPlan([load(1, "one")], [store(2)]))
+        with rank.fence.copying(2) as allowed:
+            assert allowed
+            rank.role.submit(StepPlan([load(3, "three")], retired=True))
+            assert rank.client.closed
+            results = rank.role.collect()
+            assert results.failed == {"three"}
+            assert not results.report.ended
+        results = rank.role.collect()
+        assert results.failed == {"one"}
+        assert results.report.ended == {2: 1}
+        rank.role.submit(StepPlan(retired=True))
+        assert len(rank.client.sent_of(Submit)) == 1
+        assert rank.memory.fd >= 0
+
     def test_every_attempt_has_a_page_of_its_own(self, rank: Rank) -> None:
         assert rank.attempts is not None
         one, other = rank.attempts(), rank.attempts()
