@@ -13,6 +13,7 @@ that no block held after the first.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -65,6 +66,17 @@ def chunk_tokens(engine: Engine) -> int:
 def has_host_tier(engine: Engine) -> bool:
     """Whether this engine has chunks of its own in host memory, before kvlake is asked."""
     return bool(getattr(engine, "has_host_tier", False))
+
+
+def sessions_of(engine: Engine) -> int:
+    """What this engine attaches: its scheduler and its workers.
+
+    With a host tier of its own it attaches one of either, however many ranks it has.
+    """
+    if has_host_tier(engine):
+        return SESSIONS
+    cuts = ("tensor_parallel_size", "pipeline_parallel_size")
+    return 1 + math.prod(int(engine.spec.engine_args.get(cut, 1)) for cut in cuts)
 
 
 def fresh_salt() -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pytest
 
 from tests.e2e.setups import in_steps
-from tests.e2e.two_ranks import TwoRanksSuite, engine_of
+from tests.e2e.two_ranks import RankPartsSuite, engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,5 +31,5 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
         yield engine
 
 
-class TestStages(TwoRanksSuite):
+class TestStages(RankPartsSuite):
     objects: ClassVar = ("0-3.0-4.arrow", "3-6.0-4.arrow")

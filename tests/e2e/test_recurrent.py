@@ -24,6 +24,7 @@ from tests.e2e.arms import (
     empty,
     external_hit,
     fresh_salt,
+    has_host_tier,
     idle,
     own_hit,
     same_output,
@@ -156,21 +157,31 @@ class TestLfm2(GroupSuite):
     def test_what_the_engine_holds_and_a_sidecar_lost_is_stored_again(
         self, folder: Path, engine: Engine
     ) -> None:
-        """The next sidecar gets the state from a request that goes on from the engine's own."""
+        """The next sidecar gets the state from a request that goes on from the engine's own.
+
+        Not from vLLM's offloading, which takes a state when it is handed over and never again, and
+        what it held of attention only. So the prompt is computed, and from then on found.
+        """
         call = Call(words(1200, 13), max_tokens=1)
         with sidecar_in(folder) as sidecar:
             attach(engine, sidecar)
             expected = own_hit(engine, call, before=[call])
         with sidecar_in(folder) as sidecar:
             sidecar.wait("the engine attaches", lambda now: len(now["sessions"]) == SESSIONS)
-            chunks = self.chunks_read(whole_blocks(1200))
+            chunks = expected_chunks = self.chunks_read(whole_blocks(1200))
+            if has_host_tier(engine):
+                chunks -= self.groups - 1
             # The sidecar knows a session a moment before the engine does.
             for _ in range(100):
                 call.generate(engine, expected.salt)
                 if counters(sidecar)["chunks_stored"] >= chunks:
                     break
             assert counters(sidecar)["chunks_loaded"] == 0
+            if has_host_tier(engine):
+                empty(engine)
+                assert call.generate(engine, expected.salt).cached_tokens == 0
+            loaded = counters(sidecar)["chunks_loaded"]
             self.check_same(engine, call, expected)
-            assert counters(sidecar)["chunks_loaded"] == chunks
+            assert counters(sidecar)["chunks_loaded"] - loaded == expected_chunks
             empty(engine)
             sidecar.wait("everything ended", idle)

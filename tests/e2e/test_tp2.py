@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import adapters
 from tests.e2e.arms import Call, check_hit, words
-from tests.e2e.two_ranks import TOKENS, WHOLE_TOKENS, TwoRanksSuite, cluster, engine_of
+from tests.e2e.two_ranks import TOKENS, WHOLE_TOKENS, RankPartsSuite, cluster, engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
         yield engine
 
 
-class TestTensorParallel(TwoRanksSuite):
+class TestTensorParallel(RankPartsSuite):
     objects: ClassVar = ("0-6.0-2.arrow", "0-6.2-4.arrow")
 
     def test_an_adapters_host_hit(self, folder: Path, engine: Engine) -> None:
