@@ -170,10 +170,12 @@ def test_damage_in_a_writers_memory_is_found_by_a_reader_and_put_right(
         Worker(there.path) as other,
         Scheduler(there.path) as scheduler,
     ):
+        # A look through the store might find the object before its row is read: what is withdrawn
+        # as of then is offered by the row, which is later.
+        for sidecar in (here, there):
+            sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
         content = worker.fill(range(4), seed=7)
         assert worker.store(1, key, range(4)) is Outcome.OK
-        # Its row, and not the object alone, which the first look through the store may have found:
-        # what is withdrawn as of then is offered by the row, which is later.
         there.wait_until(read(1))
         there.wait_until(holds(1))
         assert scheduler.lookup(1, [key]).ready == 0
