@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 
 from connector.namespace import canonical_json, digest_of
+from sidecar.protocol import TIERS_OWNER
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
@@ -44,7 +45,7 @@ class ChunkNames:
     @property
     def owner(self) -> str:
         """Whose chunks are told of in events."""
-        return f"kvlake/{self._digest.hex()[:16]}"
+        return f"{TIERS_OWNER}{self._digest.hex()[:16]}"
 
     def key_of(self, name: OffloadKey) -> bytes:
         """Our key of a chunk."""

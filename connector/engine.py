@@ -18,7 +18,7 @@ from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.options import count_of, default_socket, seconds_of
 from connector.refusals import attention_of, cut_of, media_refusal, num_heads_of, refusal_of
 from connector.weights import WeightsUnknown
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,8 +115,7 @@ class ServedEngine:
 
     def owner(self, group: int) -> str:
         """Whose chunks are told of in events."""
-        namespace = digest_of(self.groups[group].namespace)
-        return f"kvlake/{namespace.hex()[:16]}/{self.topology}"
+        return tiers_owner(digest_of(self.groups[group].namespace), self.topology)
 
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any

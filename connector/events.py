@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import (
 )
 
 from connector.tierevents import EVENT_NAME_BYTES
-from sidecar.protocol import StoredEvent
+from sidecar.protocol import HITS_OWNER, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MEDIUM_STORAGE: Final = "STORAGE"
 HASHES_PER_EVENT_MAX: Final = 4096
-HITS_OWNER: Final = "kvlake/hits"
-"""As in the sidecar's `engineblocks.py`."""
 
 
 def events_of(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from sidecar.kvevents import LOCAL, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from sidecar.protocol import HITS_OWNER, TIERS_OWNER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 BLOCKS_MAX: Final = 1 << 20
 HASHES_PER_EVENT_MAX: Final = 4096
-TIERS_OWNER: Final = "kvlake/"
-"""Events of kvlake's tiers in an engine's stream come from the connector, and are told already."""
-HITS_OWNER: Final = "kvlake/hits"
-"""By an event of this owner the connector says that vLLM tells of hits, from this batch on."""
 
 
 class _Place(NamedTuple):

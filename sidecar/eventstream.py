@@ -39,6 +39,7 @@ from sidecar.kvevents import (
 )
 from sidecar.listed import key_list
 from sidecar.logs import fields
+from sidecar.protocol import tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 EVENTS_PER_BATCH_MAX: Final = 512
 HASHES_PER_EVENT_MAX: Final = 4096
-OWNER: Final = "kvlake"
 
 _logger = logging.getLogger("kvlake.events")
 _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
@@ -305,8 +305,8 @@ class EventStream:
         owner = self._owners.get(realm_id)
         if owner is None:
             realm = self._realms[realm_id]
-            digest = realm.namespace_digest.hex()[:16]
-            owner = self._owners[realm_id] = f"{OWNER}/{digest}/{realm.topology}"
+            owner = tiers_owner(realm.namespace_digest, realm.topology)
+            self._owners[realm_id] = owner
         return owner
 
 

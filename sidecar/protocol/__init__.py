@@ -105,12 +105,14 @@ from sidecar.protocol.messages import (
     Submit,
     tenant_id,
 )
+from sidecar.protocol.owners import HITS_OWNER, TIERS_OWNER, tiers_owner
 
 __all__ = [
     "BLOCKS_PER_CHUNK_MAX",
     "FDS_PER_ATTACH_MAX",
     "FRAME_BYTES_MAX",
     "GROUPS_MAX",
+    "HITS_OWNER",
     "IPC_HANDLE_BYTES",
     "JOBS_PER_MESSAGE_MAX",
     "KEYS_PER_MESSAGE_MAX",
@@ -123,6 +125,7 @@ __all__ = [
     "PIN_MS_MAX",
     "PROTOCOL_VERSION",
     "TENANT_BYTES",
+    "TIERS_OWNER",
     "TOKEN_BYTES",
     "TTL_MS_MAX",
     "UUID_BYTES",
@@ -169,4 +172,5 @@ __all__ = [
     "frame_stream",
     "stream_length",
     "tenant_id",
+    "tiers_owner",
 ]

@@ -17,10 +17,10 @@ import pytest
 import zmq
 
 from sidecar import kvevents
-from sidecar.engineblocks import HITS_OWNER, EngineBlocks
+from sidecar.engineblocks import EngineBlocks
 from sidecar.eventstream import History
 from sidecar.kvevents import SNAPSHOT, name_of, number_frame
-from sidecar.protocol import Outcome, StoreJob
+from sidecar.protocol import HITS_OWNER, Outcome, StoreJob
 from sidecar.settings.watching import Events
 from tests.sidecar.client import (
     BLOCK_TOKENS,
