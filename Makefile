@@ -127,7 +127,7 @@ test: setup
 # What meets vLLM: its interfaces, its own scheduler, and its engines as far as releases may differ in
 # them. Tests of what a release has not are skipped (tests/releases.py).
 RELEASE_TESTS = tests/contract tests/connector tests/tiers/test_layout.py tests/tiers/test_packing.py \
-	tests/sidecar/test_events.py tests/sidecar/test_launch.py $(patsubst %,tests/e2e/test_%.py, \
+	$(patsubst %,tests/sidecar/test_%.py,events engine_events launch) $(patsubst %,tests/e2e/test_%.py, \
 	hits lifecycle requests store tp2 hybrid native_hits native_lifecycle native_requests \
 	native_store)
 test-release: $(if $(RELEASE),setup)

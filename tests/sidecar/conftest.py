@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,8 +10,10 @@ from tests.sidecar.bench import Bench, new_bench
 from tests.sidecar.client import RunningSidecar, config_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.sidecar.subscriber import Subscriber
 
 
 @pytest.fixture
@@ -24,3 +26,21 @@ def sidecar(short_directory: Path) -> Iterator[RunningSidecar]:
 def bench() -> Iterator[Bench]:
     with new_bench() as bench:
         yield bench
+
+
+@pytest.fixture
+def subscribe() -> Iterator[Callable[..., Subscriber]]:
+    """Makes subscribers of a sidecar's KV events."""
+    # Not above: most tests need no vLLM.
+    from tests.sidecar.subscriber import Subscriber
+
+    made: list[Subscriber] = []
+
+    def make(sidecar: RunningSidecar, **options: Any) -> Subscriber:
+        subscriber = Subscriber(sidecar.info.events, sidecar.info.replay, **options)
+        made.append(subscriber)
+        return subscriber
+
+    yield make
+    for subscriber in made:
+        subscriber.close()

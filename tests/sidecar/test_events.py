@@ -1,13 +1,13 @@
 """The stream of KV events of a sidecar that runs, read with vLLM's own definitions.
 
-The subscriber is in `subscriber.py`.
+The subscriber is in `subscriber.py`; what engines tell of their own caches, in the same stream, is
+in `test_engine_events.py`.
 """
 
 from __future__ import annotations
 
-import errno
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,42 +17,21 @@ import pytest
 import zmq
 
 from sidecar import kvevents
-from sidecar.engineblocks import EngineBlocks
 from sidecar.eventstream import History
 from sidecar.kvevents import SNAPSHOT, name_of, number_frame
-from sidecar.protocol import HITS_OWNER, Outcome, StoreJob
+from sidecar.protocol import Outcome, StoreJob
 from sidecar.settings.watching import Events
 from tests.sidecar.client import (
     BLOCK_TOKENS,
-    RefusedError,
     RunningSidecar,
     Scheduler,
     Worker,
     config_in,
     key_of,
+    with_events,
 )
-from tests.sidecar.subscriber import Place, Subscriber, kv_events
+from tests.sidecar.subscriber import Subscriber, kv_events
 from tiers.index import FLAG_HOST, FLAG_STORE
-
-
-@pytest.fixture
-def subscribe() -> Iterator[Callable[..., Subscriber]]:
-    made: list[Subscriber] = []
-
-    def make(sidecar: RunningSidecar, **options: Any) -> Subscriber:
-        subscriber = Subscriber(sidecar.info.events, sidecar.info.replay, **options)
-        made.append(subscriber)
-        return subscriber
-
-    yield make
-    for subscriber in made:
-        subscriber.close()
-
-
-def with_events(directory: Path, **sections: Any) -> Any:
-    sections["events"] = {"enabled": True, **sections.get("events", {})}
-    return config_in(directory, **sections)
-
 
 # --- the format ----------------------------------------------------------------------------------
 
@@ -369,243 +348,6 @@ def test_what_would_let_strangers_read_prompts_is_refused(
 
 def test_loopback_needs_no_key() -> None:
     Events.model_validate({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://[::1]:2"})
-
-
-# --- the engines' own caches ---------------------------------------------------------------------
-
-
-def stored(*names: int, parent: int | None = None, **fields: Any) -> Any:
-    return kv_events.BlockStored(
-        block_hashes=list(names),
-        parent_block_hash=parent,
-        token_ids=[10 * name + n for name in names for n in range(2)],
-        block_size=2,
-        lora_id=None,
-        medium="GPU",
-        lora_name=None,
-        **fields,
-    )
-
-
-@pytest.fixture
-def publisher(short_directory: Path) -> Iterator[Any]:
-    """vLLM's own publisher, in this process."""
-    made = kv_events.ZmqEventPublisher(
-        0,
-        endpoint=f"ipc://{short_directory}/engine",
-        replay_endpoint=f"ipc://{short_directory}/again",
-        buffer_steps=50,
-    )
-    yield made
-    made.shutdown()
-
-
-def publish(publisher: Any, *events: Any) -> None:
-    publisher.publish(kv_events.KVEventBatch(ts=1.0, events=list(events)))
-
-
-def test_an_engines_stream_is_joined(
-    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
-) -> None:
-    """What it told before anybody listened, what it tells then, and its end."""
-    publish(publisher, stored(1, 2))
-    config = with_events(short_directory)
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    with RunningSidecar(config) as sidecar:
-        follower = subscribe(sidecar)
-        follower.recover()
-        with Scheduler(sidecar.path, **attach), Worker(sidecar.path) as worker:
-            # One that comes again and again: subscribing takes its time.
-            while follower.names("GPU") != {1, 2, 3}:
-                publish(publisher, stored(3, parent=2))
-                follower.take(50)
-                follower.recover()
-            assert {place.owner for place in follower.blocks} == {"engine/engine"}
-            key = key_of("chunk")
-            assert worker.store(1, key, [0, 1, 2, 3]) is Outcome.OK
-            publish(publisher, kv_events.BlockRemoved(block_hashes=[2], medium="GPU"))
-            follower.until_equal({"GPU": {1, 3}, "CPU": {name_of(key)}})
-            # What the connector told vLLM of our own tiers is told once.
-            ours = stored(9, ownership="kvlake/0/tp1")
-            publish(publisher, ours, stored(4, 5, parent=3))
-            follower.until_equal({"GPU": {1, 3, 4, 5}})
-            late = subscribe(sidecar)
-            late.see()
-            assert late.names("GPU") == {1, 3, 4, 5}
-            five = late.blocks[Place("GPU", "engine/engine", None)][5]
-            assert (five.parent_block_hash, five.token_ids) == (4, [50, 51])
-            # Its cache is cleared, and nobody else's.
-            publish(publisher, kv_events.AllBlocksCleared())
-            follower.until_equal({"GPU": set(), "CPU": {name_of(key)}})
-            publish(publisher, stored(6))
-            follower.until_equal({"GPU": {6}})
-        # The engine is gone.
-        follower.until_equal({"GPU": set(), "CPU": {name_of(key)}})
-        sidecar.wait_until(lambda status: status["events"]["engines"] == [])
-
-
-def test_what_an_engine_cannot_replay_is_forgotten(
-    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
-) -> None:
-    for number in range(80):
-        publish(publisher, stored(number))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    with RunningSidecar(with_events(short_directory)) as sidecar, Scheduler(sidecar.path, **attach):
-        follower = subscribe(sidecar)
-        while 1000 not in follower.names("GPU"):
-            publish(publisher, stored(1000))
-            follower.take(50)
-            follower.recover()
-        assert 0 not in follower.names("GPU")
-        assert sidecar.status()["events"]["engines"][0]["gaps"] == 1
-
-
-def test_an_idle_engines_blocks_are_known_at_once(
-    short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
-) -> None:
-    """It tells nothing more, and is asked by every sidecar that it attaches to."""
-    publish(publisher, stored(1, 2))
-    attach = {
-        "events_endpoint": f"ipc://{short_directory}/engine",
-        "events_replay": f"ipc://{short_directory}/again",
-    }
-    for _ in range(2):
-        with (
-            RunningSidecar(with_events(short_directory)) as sidecar,
-            Scheduler(sidecar.path, **attach),
-        ):
-            sidecar.wait_until(
-                lambda status: [one["blocks"] for one in status["events"]["engines"]] == [2]
-            )
-            late = subscribe(sidecar)
-            late.see()
-            assert late.names("GPU") == {1, 2}
-            assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
-
-
-def test_an_engine_that_cannot_be_followed_is_served(
-    short_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_sockets(*_: object) -> None:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    with RunningSidecar(with_events(short_directory)) as sidecar:
-        monkeypatch.setattr("sidecar.eventstream.EngineFeed", no_sockets)
-        attach = {"events_endpoint": f"ipc://{short_directory}/engine"}
-        with Scheduler(sidecar.path, **attach), Worker(sidecar.path) as worker:
-            assert worker.store(1, key_of("chunk"), [0, 1]) is Outcome.OK
-            assert sidecar.status()["events"]["engines"] == []
-    assert "an engine's events are not followed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "tcp://10.0.0.1:1",
-        "tcp://*:1",
-        "ipc://relative",
-        "inproc://x",
-        "tcp://127.0.0.1",
-        "ipc:///" + 107 * "x",
-        "ipc:///" + 54 * "\u00e9",
-    ],
-)
-def test_an_engine_elsewhere_is_refused(short_directory: Path, place: str) -> None:
-    with (
-        RunningSidecar(with_events(short_directory)) as sidecar,
-        pytest.raises(RefusedError, match="events_endpoint"),
-    ):
-        Scheduler(sidecar.path, events_endpoint=place)
-
-
-def test_an_engines_blocks_are_bounded() -> None:
-    blocks = EngineBlocks("e", blocks_max=3)
-    told = blocks.apply(
-        [
-            kvevents.decode(
-                msgspec.msgpack.encode(
-                    kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2, 3, 4, 5)])
-                )
-            ).events[0]
-        ]
-    )
-    assert len(blocks) == 3
-    assert isinstance(told[-1], kvevents.BlockRemoved)
-    assert told[-1].block_hashes == [1, 2]
-    assert [event.block_hashes for event in blocks.snapshot()] == [[3], [4], [5]]  # type: ignore[union-attr]
-
-
-def applied(blocks: EngineBlocks, *events: Any) -> list[Any]:
-    """What subscribers are told of an engine's events."""
-    frame = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=list(events)))
-    return blocks.apply(kvevents.decode(frame).events)
-
-
-def removed(*names: int, **fields: Any) -> Any:
-    return kv_events.BlockRemoved(block_hashes=list(names), medium="GPU", **fields)
-
-
-def test_a_block_goes_with_its_last_copy() -> None:
-    """VLLM tells of each copy that it keeps of a block, and subscribers do not count."""
-    blocks = EngineBlocks("e")
-    assert len(applied(blocks, stored(1, 2), stored(1, 2), stored(3, parent=2))) == 3
-    assert len(blocks) == 3
-    (told,) = applied(blocks, removed(1, 3))
-    assert told.block_hashes == [3]
-    assert applied(blocks, removed(2)) == []
-    assert [event.block_hashes for event in blocks.snapshot()] == [[1], [2]]  # type: ignore[union-attr]
-    (told,) = applied(blocks, removed(1, 2))
-    assert told.block_hashes == [1, 2]
-    assert len(blocks) == 0
-    # Of each group by itself, and with the cache all copies go.
-    applied(blocks, stored(1, group_idx=0), stored(1, group_idx=1), stored(1, group_idx=1))
-    (told,) = applied(blocks, removed(1, group_idx=0))
-    assert told.group_idx == 0
-    (told,) = applied(blocks, kv_events.AllBlocksCleared())
-    assert (told.block_hashes, told.group_idx) == ([1], 1)
-    (_, told) = applied(blocks, stored(1, group_idx=1), removed(1, group_idx=1))
-    assert told.block_hashes == [1]
-
-
-def test_where_vllm_tells_of_hits_nothing_is_counted() -> None:
-    """What is told too often would be there for ever."""
-    # Not above: what it imports of vLLM warns, and is there by now.
-    from connector.events import hits_are_told
-
-    assert hits_are_told().ownership == HITS_OWNER
-    blocks = EngineBlocks("e")
-    applied(blocks, stored(1, 2), stored(1, 2))
-    # The request's hits, before the connector's word for them in the same batch.
-    (_, told) = applied(blocks, stored(1, 2), removed(1), hits_are_told())
-    assert told.block_hashes == [1]
-    applied(blocks, stored(2), stored(2))
-    (told,) = applied(blocks, removed(2))
-    assert told.block_hashes == [2]
-    assert len(blocks) == 0
-
-
-def test_of_a_range_that_vllm_kept_in_part_no_tokens_are_made_up() -> None:
-    """Of a window of four blocks vLLM keeps the last, and tells the tokens of all."""
-    blocks = EngineBlocks("e")
-    tokens = list(range(8))
-    event = msgspec.structs.replace(
-        kvevents.decode(
-            msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(4, parent=9)]))
-        ).events[0],
-        token_ids=tokens,
-    )
-    (told,) = blocks.apply([event])
-    assert isinstance(told, kvevents.BlockStored)
-    assert told.token_ids == tokens, "as the engine tells it"
-    (held,) = blocks.snapshot()
-    assert isinstance(held, kvevents.BlockStored)
-    assert (held.block_hashes, held.token_ids, held.parent_block_hash) == ([4], [], None)
 
 
 # --- what is kept --------------------------------------------------------------------------------
