@@ -23,7 +23,6 @@ from tiers.catalog.names import (
 )
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
-from tiers.filesystems import Listing
 
 
 async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from_their_rounds() -> (
@@ -53,33 +52,15 @@ async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from
     assert [report.generation for report in reports] == [0, 0, 0]
 
 
-class Fails(View):
-    """A bucket in which one folder cannot be listed."""
-
-    folder = ""
-
-    async def list(
-        self,
-        prefix: str,
-        *,
-        start_after: str = "",
-        deep: bool = True,
-        names_max: int | None = None,
-    ) -> Listing:
-        if self.folder and prefix.startswith(self.folder):
-            raise TierExpired("not done in time", retryable=True)
-        return await super().list(prefix, start_after=start_after, deep=deep, names_max=names_max)
-
-
 async def test_a_namespace_that_fails_does_not_keep_those_after_it_from_their_rounds() -> None:
     bucket = Bucket()
-    view = Fails(bucket)
+    view = View(bucket)
     prefixes = [namespace_prefix(bytes([number] * 32)) for number in range(3)]
     for prefix in prefixes:
         log = LogWriter(view, catalog_folder(prefix), new_writer(), rows_max=10, seconds_max=1.0)
         log.append(Row(bytes(32), "0-8.0-4", bucket.micros, 1000, 1))
         await log.flush()
-    view.folder = prefixes[0]
+    bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
     lease = Lease(view, "a test", seconds=60)
     assert await lease.take()
     _, failure = await collect(view, lease, Plan(Bounds(), 300.0, 600.0), prefixes, Counts())
@@ -93,7 +74,7 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bucket = Bucket()
-    view = Fails(bucket)
+    view = View(bucket)
     prefixes = [namespace_prefix(bytes([number] * 32)) for number in range(3)]
     for prefix in prefixes:
         log = LogWriter(view, catalog_folder(prefix), new_writer(), rows_max=10, seconds_max=1.0)
@@ -107,7 +88,7 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
     await collector._look()
     assert collector.collected == Collected(rounds=3, logs_merged=3)
     bucket.now += 8 * 86_400.0
-    view.folder = prefixes[0]
+    bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
     with caplog.at_level("INFO", "kvlake.store"):
         await collector._look()
     assert collector.collected == Collected(

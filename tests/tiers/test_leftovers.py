@@ -14,7 +14,6 @@ from tests.tiers.tier_suite import NAME, image_of, sized
 from tiers.catalog import sweep
 from tiers.catalog.names import namespace_prefix, object_name
 from tiers.errors import TierExpired
-from tiers.filesystems import Listing
 from tiers.layout import Segment
 from tiers.leftovers import (
     PROBE_SECONDS_MAX,
@@ -91,58 +90,28 @@ async def test_of_one_namespace_only() -> None:
     assert sorted(bucket.objects) == ["probe/0123456789abcdef", aside(1)]
 
 
-class InTime(View):
-    """A bucket in which more than two names are too many for one answer."""
-
-    async def list(
-        self,
-        prefix: str,
-        *,
-        start_after: str = "",
-        deep: bool = True,
-        names_max: int | None = None,
-    ) -> Listing:
-        found = await super().list(prefix, start_after=start_after, deep=deep, names_max=names_max)
-        if len(found) > 2:
-            raise TierExpired("not done in time", retryable=True)
-        return found
-
-
 async def test_a_full_quarantine_is_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one listing it would never be done by the deadline, and only grow."""
     monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
     bucket = Bucket()
+    bucket.late = lambda prefix, listing: len(listing) > 2
     for number in (*range(5), 1 << 248):
         for namespace in (ONE, OTHER):
             put(bucket, aside(number, namespace), 2 * WEEK)
     put(bucket, aside(7), WEEK - 1)
     put(bucket, f"{aside(7)}~", 2 * WEEK)
-    left = await remove_leftovers(InTime(bucket), bucket.now, quarantine_seconds=WEEK)
+    left = await remove_leftovers(View(bucket), bucket.now, quarantine_seconds=WEEK)
     assert left == Leftovers(12, 120, 1, 10)
     assert sorted(bucket.objects) == [aside(7), f"{aside(7)}~"]
 
 
 async def test_what_is_too_old_of_a_slice_goes_before_the_next_is_listed() -> None:
-    class Breaks(View):
-        async def list(
-            self,
-            prefix: str,
-            *,
-            start_after: str = "",
-            deep: bool = True,
-            names_max: int | None = None,
-        ) -> Listing:
-            if prefix.endswith("/01"):
-                raise TierExpired("not done in time", retryable=True)
-            return await super().list(
-                prefix, start_after=start_after, deep=deep, names_max=names_max
-            )
-
     bucket = Bucket()
+    bucket.late = lambda prefix, listing: prefix.endswith("/01")
     for number in (3, 1 << 248):
         put(bucket, aside(number), 2 * WEEK)
     with pytest.raises(TierExpired):
-        await remove_leftovers(Breaks(bucket), bucket.now, quarantine_seconds=WEEK)
+        await remove_leftovers(View(bucket), bucket.now, quarantine_seconds=WEEK)
     assert list(bucket.objects) == [aside(1 << 248)]
 
 

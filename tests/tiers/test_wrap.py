@@ -511,16 +511,10 @@ class TestPaced:
         tier: Paced
 
         class Noting(Scripted):
-            async def list(
-                self,
-                prefix: str,
-                *,
-                start_after: str = "",
-                deep: bool = True,
-                names_max: int | None = None,
-            ) -> Listing:
-                begun.append(now)
-                return []
+            async def _step(self, verb: str) -> None:
+                if verb == "list":
+                    begun.append(now)
+                await super()._step(verb)
 
         async def sleep(seconds: float) -> None:
             nonlocal now

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio.lowlevel
 import numpy as np
 
-from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists
+from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists, TierExpired
 from tiers.filesystems import Found, Listing
 from tiers.objects import Abilities
 
@@ -30,6 +30,8 @@ class Bucket:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.now = START_SECONDS
         self.before_delete: Callable[[Sequence[str]], None] = lambda names: None
+        self.late: Callable[[str, Listing], bool] = lambda prefix, listing: False
+        """Whether a listing of `prefix`, with this answer, is not done in time."""
 
     @property
     def micros(self) -> int:
@@ -105,7 +107,10 @@ class View:
                 found[f"{folder}{below}/"] = Found(f"{folder}{below}/", 0, 0.0)
         if last:
             raise Killed
-        return [found[name] for name in sorted(found)][:names_max]
+        listing = [found[name] for name in sorted(found)][:names_max]
+        if self.bucket.late(prefix, listing):
+            raise TierExpired("not done in time", retryable=True)
+        return listing
 
     async def delete(self, names: Sequence[str]) -> None:
         last = await self._turn()

@@ -99,12 +99,7 @@ class Deaf(View):
     """A server that begins at the start, whatever it was asked."""
 
     async def list(
-        self,
-        prefix: str,
-        *,
-        start_after: str = "",
-        deep: bool = True,
-        names_max: int | None = None,
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
     ) -> Listing:
         return await super().list(prefix, deep=deep, names_max=names_max)
 
