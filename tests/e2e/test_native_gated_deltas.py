@@ -1,0 +1,38 @@
+"""vLLM's own offloading: a model that mixes gated delta nets and full attention, as in
+`test_gated_deltas.py`.
+
+Its cases run here as they are, on engines with `OffloadingConnector`. vLLM's host tier has the
+states that vLLM hands over, those that the connector has too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e import test_gated_deltas
+from tests.e2e.group_suite import engine_of
+from tests.e2e.native import NativeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.demo.engine import Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = tmp_path_factory.mktemp("qwen3-next")
+    test_gated_deltas.write_qwen3_next(model)
+    with engine_of(model, folder, kind=NativeEngine) as engine:
+        yield engine
+
+
+class TestQwen3Next(test_gated_deltas.TestQwen3Next):
+    def chunks_read(self, tokens: int) -> int:
+        """A block of a group is a row of vLLM's host tier, and so a chunk."""
+        return self.blocks_read(tokens)
