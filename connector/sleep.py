@@ -41,6 +41,7 @@ class SharedMemory:
         self._role = role
         self._share = share
         self._shared = True
+        self._lost = False
 
     def unregister(self) -> None:
         """The memory is about to go. Again is harmless."""
@@ -56,14 +57,15 @@ class SharedMemory:
 
     def restore(self) -> None:
         """The memory is back. Again is harmless."""
-        if self._shared:
+        if self._shared or self._lost:
             return
         try:
             memory = self._share()
         except (ExportRefused, LayoutError) as error:
-            logger.warning(
-                "kvlake: this worker is served without the cache since it woke up, because %s",
-                error,
+            # For good: the other ranks and the scheduler leave too, and nobody calls them back.
+            self._lost = True
+            self._role.give_up(
+                f"after its sleep {error}; restart the engine to have it cached again"
             )
             return
         self._role.resume(memory)

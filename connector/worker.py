@@ -271,6 +271,10 @@ class WorkerRole:
         self._memory = memory
         self._client = self._make_client(self._make_attempt)
 
+    def give_up(self, reason: str) -> None:
+        """Say with the next report that this rank can never be served again, so that all leave."""
+        self._results.report.refusal = reason
+
     def close(self) -> None:
         """Detach. Jobs that are still open end with the session."""
         self._client.close()

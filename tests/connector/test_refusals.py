@@ -27,9 +27,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.client import Attempt, Client
+from connector.export import ExportedMemory, ExportRefused
 from connector.nodes import nodes_refusal
 from connector.ranks import Place
 from connector.refusals import prefix_refusal
+from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit
 from tests.connector.configurations import (
@@ -264,6 +266,29 @@ class TestRanksThatAreNotServed:
         assert engine.client.closed
         assert engine.ranks[0].client.closed
         assert engine.computed["c"] >= len(stored)
+        engine.check_idle()
+
+    def test_memory_that_cannot_be_shared_again_after_a_sleep(
+        self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make(ranks=2)
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        engine.forget()
+        rank = engine.ranks[1]
+
+        def share() -> ExportedMemory:
+            raise ExportRefused("it is in pieces")
+
+        rank.connector._shared = SharedMemory(rank.role, share)
+        rank.connector.unregister_kv_caches()
+        rank.connector.restore_kv_caches()
+        caplog.clear()
+        engine.run(request_of("b", PROMPT, max_tokens=40))
+        (line,) = [one.getMessage() for one in caplog.records if "kvlake: " in one.message]
+        assert "because after its sleep it is in pieces; restart the engine" in line
+        assert engine.client.closed
+        assert engine.ranks[0].client.closed
+        assert engine.computed["b"] >= len(PROMPT)
         engine.check_idle()
 
     def test_a_sidecar_that_does_not_answer_holds_up_no_step(

@@ -66,29 +66,24 @@ def test_a_sidecar_that_keeps_the_memory_is_told_of(caplog: pytest.LogCaptureFix
     rank.close()
 
 
-def test_memory_that_cannot_be_shared_again_leaves_the_worker_without_the_cache(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler() -> None:
     rank = Rank()
-    why = ["it is in pieces"]
+    given: list[int] = []
 
     def share() -> ExportedMemory:
-        if why:
-            raise ExportRefused(why.pop())
-        return exported()
+        given.append(1)
+        raise ExportRefused("it is in pieces")
 
     shared = SharedMemory(rank.role, share)
     shared.unregister()
-    with caplog.at_level(logging.WARNING, "vllm.kvlake"):
-        shared.restore()
-    assert "since it woke up, because it is in pieces" in caplog.text
+    shared.restore()
     rank.role.submit(StepPlan(loads=[load(1, "one")]))
-    assert rank.role.collect().failed == {"one"}
-    # The next time it may be in one again.
+    results = rank.role.collect()
+    assert results.failed == {"one"}
+    assert "it is in pieces; restart the engine" in results.report.refusal
+    assert rank.role.collect().report.empty, "told once"
+    # The others have left for good, so there is nothing to come back to.
     shared.unregister()
     shared.restore()
-    rank.attach()
-    rank.role.submit(StepPlan(loads=[load(2, "two")]))
-    rank.answer((2, Outcome.OK))
-    assert rank.role.collect().failed == set()
+    assert len(given) == 1
     rank.close()
