@@ -1,10 +1,10 @@
 """The engine: what to copy, read, write, evict and answer. Events in, commands out.
 
 Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
-`host.py` (slots), `jobs.py` (copies of workers), `lookups.py` (reads), `store.py` (writes and
-the catalog), `leases.py` (pins of loads), `kept.py` (pins that requests ask for). It does no I/O
-and has neither clock nor randomness: the same events in the same order give the same commands. The
-server checks epochs and frames before an event.
+`host.py` (slots), `jobs.py` (copies of workers), `lookups.py` (who waits for the store), `reads.py`
+and `writes.py`, `store.py` (the catalog), `leases.py` (pins of loads), `kept.py` (pins that
+requests ask for). It does no I/O and has neither clock nor randomness: the same events in the same
+order give the same commands. The server checks epochs and frames before an event.
 
 Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
 the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
@@ -56,7 +56,8 @@ from sidecar.leases import Leases
 from sidecar.lookups import Lookups
 from sidecar.outbox import Outbox
 from sidecar.pins import Pins
-from sidecar.protocol import Error, JobOutcome, Role
+from sidecar.protocol import Error, JobOutcome, Outcome, Role
+from sidecar.reads import Reads
 from sidecar.store import StoreTier
 from sidecar.telling import Telling
 from sidecar.tenants import Tenants, TenantSnapshot
@@ -231,19 +232,27 @@ class Engine:
             verify=limits.verify_writes,
             admit=admit_write,
         )
+        self._reads = Reads(
+            self._host,
+            self._store,
+            self.counters,
+            self.tenants,
+            self._outbox.emit,
+            self.breakers["read"],
+            inflight_max=limits.reads_inflight_max,
+            begun_max=limits.reads_begun_max,
+            gave_up=self._read_gave_up,
+        )
         self._lookups = Lookups(
             self._directory,
             self._host,
-            self._store,
+            self._reads,
             self.counters,
             self.tenants,
             self.bounds,
             self._pins,
             self._outbox.emit,
-            self.breakers["read"],
             epoch=epoch,
-            reads_inflight_max=limits.reads_inflight_max,
-            reads_begun_max=limits.reads_begun_max,
             lookups_max_per_session=limits.lookups_max_per_session,
             ttl_seconds_max=limits.lease_ttl_seconds_max,
             recompute=limits.recompute,
@@ -298,13 +307,13 @@ class Engine:
                 self._lookups.expire(now)
                 self._kept.expire(now)
             case Resumed():
-                self._lookups.resumed()
+                self._reads.resumed()
             case Draining():
                 self._draining = True
                 self._kept.drain()
                 self._lookups.drain()
                 self._writes.draining(flush=self._limits.flush_at_end)
-        self._lookups.pump(now)
+        self._reads.pump(now)
         self._writes.pump(now)
         return self._flush()
 
@@ -457,6 +466,9 @@ class Engine:
         self._writes.removed(chunk)
         self._lookups.removed(chunk)
 
+    def _read_gave_up(self, chunk: Chunk, outcome: Outcome) -> None:
+        self._lookups.gave_up(chunk, outcome)
+
     def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
         session = job.session
         if session.session_id in self._sessions:
@@ -493,8 +505,8 @@ class Engine:
             copies_running=self._jobs.copies_running,
             writes_running=self._writes.num_running,
             writes_pending=self._writes.pending,
-            reads_running=self._lookups.reads_running,
-            reads_queued=self._lookups.reads_queued,
+            reads_running=self._reads.num_running,
+            reads_queued=self._reads.num_queued,
         )
 
     def snapshot(self) -> EngineSnapshot:
@@ -567,7 +579,7 @@ class Engine:
         self._check_bounds()
         running = Counter(self._jobs.running())
         running.update(self._writes.running())
-        running.update(self._lookups.running())
+        running.update(self._reads.running())
         known = set(everything)
         assert known.issuperset(running), "something runs on a slot that nobody holds"
         for segment in everything:
@@ -579,6 +591,7 @@ class Engine:
         kept = Counter(one.chunk for one in self._kept)
         pins.update(kept)
         assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
+        self._reads.check()
         self._lookups.check()
         for chunk in {*chunks, *pins}:
             assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"

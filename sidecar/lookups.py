@@ -1,53 +1,37 @@
 """Lookups: bring chunks that only the store holds to the host tier, and keep them for a while.
 
-Owns the lookups that wait, those that were answered and still pin their chunks, and the running
-reads. It does not own the order of reads (`readqueue.py`), the count of pins (`pins.py`), leases,
-slots, or what the store holds.
+Owns the lookups that wait, and those that were answered and still pin their chunks. It does not own
+the reads (`reads.py`), the count of pins (`pins.py`), leases, or slots.
 
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
 fails (the run is cut before it), when waiting on does not pay (`planner.py`), or when its deadline
 passes; what is ready then stays pinned until a lease takes over, a release, or the end of its time.
-Reads belong to chunks, not to lookups: several lookups wait for the same read, and one that ends
-after all of them gave up still lands in the host tier.
 
-Invariants: at most `reads_inflight_max` reads run; only reads of chunks for which a lookup waits
-are queued, so the lookups' share of memory bounds the queue; every waiting lookup is listed under
-each chunk that it lacks.
+Invariants: only reads of chunks for which a lookup waits are queued, so the lookups' share of
+memory bounds the queue; every waiting lookup is listed under each chunk that it lacks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sidecar.bounds import lookup_cost
-from sidecar.breaker import BreakerState
-from sidecar.commands import Command, Counters, Read, ReadDone, Reply, Resume, StoreOutcome
-from sidecar.directory import Cause, SegmentState
-from sidecar.planner import UNKNOWN, Credit, Plan, Planner, ReadStart
+from sidecar.commands import Command, Counters, ReadDone, Reply
+from sidecar.planner import UNKNOWN, Credit, Plan
 from sidecar.protocol import Lookup, LookupDone, Outcome
-from sidecar.readqueue import ReadQueue
+from sidecar.reads import can_come
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from sidecar.bounds import Bounds
-    from sidecar.breaker import Breaker
-    from sidecar.directory import Chunk, Directory, Realm, Segment
+    from sidecar.directory import Chunk, Directory, Realm
     from sidecar.host import HostTier
     from sidecar.pins import Pins
-    from sidecar.store import StoreTier
+    from sidecar.reads import Reads
     from sidecar.tenants import Tenants
-
-_READ_FAILURES: Final = {
-    StoreOutcome.MISSING: Outcome.MISSING,
-    StoreOutcome.CORRUPT: Outcome.CORRUPT,
-    StoreOutcome.UNREADABLE: Outcome.MISSING,
-    StoreOutcome.EXPIRED: Outcome.EXPIRED,
-    StoreOutcome.UNAVAILABLE: Outcome.FAILED,
-}
 
 
 class PendingLookup:
@@ -114,23 +98,20 @@ class PendingLookup:
 
 
 class Lookups:
-    """All lookups and reads."""
+    """All lookups."""
 
     def __init__(
         self,
         directory: Directory,
         host: HostTier,
-        store: StoreTier,
+        reads: Reads,
         counters: Counters,
         tenants: Tenants,
         bounds: Bounds,
         pins: Pins,
         emit: Callable[[Command], None],
-        breaker: Breaker,
         *,
         epoch: int,
-        reads_inflight_max: int,
-        reads_begun_max: int,
         lookups_max_per_session: int,
         ttl_seconds_max: float,
         recompute: bool,
@@ -138,52 +119,28 @@ class Lookups:
     ) -> None:
         self._directory = directory
         self._host = host
-        self._store = store
+        self._reads = reads
         self._counters = counters
         self._tenants = tenants
         self._bounds = bounds
         self._pins = pins
         self._emit = emit
-        self._breaker = breaker
         self._epoch = epoch
-        self._reads_inflight_max = reads_inflight_max
-        self._reads_begun_max = reads_begun_max
         self._lookups_max_per_session = lookups_max_per_session
         self._ttl_seconds_max = ttl_seconds_max
-        self._planner = Planner(reads_inflight_max=reads_inflight_max)
         self._recompute = recompute
         self._regret_max = regret_max
         self._credits: dict[int, Credit] = {}
         """Of each session that asked."""
         self._now = 0.0
         """Of the last event."""
-        self._starts: dict[int, ReadStart] = {}
         self._by_session: dict[int, dict[int, PendingLookup]] = {}
         self._waiters: dict[Chunk, dict[PendingLookup, None]] = {}
-        self._queue = ReadQueue()
-        self._running: dict[int, Segment] = {}
-        self._last_read_id = 0
-        self._resuming = False
-        """Whether `Resumed` is to come."""
         self._draining = False
 
     def __iter__(self) -> Iterator[PendingLookup]:
         for lookups in self._by_session.values():
             yield from lookups.values()
-
-    @property
-    def reads_queued(self) -> int:
-        """Reads that wait for their turn and that a lookup still wants."""
-        return len(self._queue)
-
-    @property
-    def reads_running(self) -> int:
-        """Reads that were issued and have not ended."""
-        return len(self._running)
-
-    def running(self) -> Iterator[Segment]:
-        """Segments that are being read."""
-        return iter(self._running.values())
 
     def ask(self, session_id: int, realms: list[Realm], message: Lookup, now: float) -> None:
         """Start a lookup; it may be answered at once. The same id again replaces the first.
@@ -240,7 +197,7 @@ class Lookups:
         # Copied: queueing a read may find that the chunk cannot come, and cut the run.
         for chunk in list(chunks):
             if not chunk.loadable and not lookup.answered:
-                self._queue_reads(chunk, (lookup,))
+                self._reads.queue(chunk, [session_id])
         self._answer_if_over(lookup)
 
     def _shorten(self, chunks: list[Chunk], length: int) -> None:
@@ -257,18 +214,9 @@ class Lookups:
         if not missing or not self._recompute:
             return UNKNOWN
         num_chunks = len(chunks) - first
-        reads = len(missing) * missing[0].realm.world_size
-        return self._planner.plan(
-            num_chunks,
-            message.num_tokens * num_chunks // len(message.keys),
-            reads=reads,
-            read_bytes=sum(
-                _full_bytes(realm) * count
-                for realm, count in Counter(chunk.realm for chunk in missing).items()
-            ),
-            queued=self._queue.ahead(session_id, reads) + len(self._running),
-            prefill_tokens_per_second=message.prefill_tokens_per_second,
-        )
+        num_tokens = message.num_tokens * num_chunks // len(message.keys)
+        speed = message.prefill_tokens_per_second
+        return self._reads.plan(session_id, missing, num_chunks, num_tokens, speed)
 
     def _admit(self, session_id: int, own: dict[int, PendingLookup], cost: int) -> bool:
         bounds = self._bounds
@@ -304,9 +252,9 @@ class Lookups:
             realm = realms[group]
             chunk = realm.chunks.get(key)
             if chunk is None or not chunk.loadable:
-                if not self._obtainable(realm, key, chunk):
+                if not can_come(realm, key, chunk):
                     break
-                if not self._breaker.passes(self._now):
+                if not self._reads.may_begin(self._now):
                     self._counters.reads_paused += 1
                     break
                 chunk = self._directory.open_chunk(realm, key, message.tenant)
@@ -316,131 +264,14 @@ class Lookups:
             run[chunk] = None
         return list(run)
 
-    def _obtainable(self, realm: Realm, key: bytes, chunk: Chunk | None) -> bool:
-        if not realm.readable or None in realm.layouts:
-            # Without a rank's layout there is no slot to read into.
-            return False
-        mask = realm.obtainable(key)
-        if chunk is not None:
-            for segment in chunk.segments:
-                if segment.state in (SegmentState.HOST, SegmentState.READING):
-                    mask |= 1 << segment.rank
-        return mask == realm.full_mask
-
-    def _queue_reads(self, chunk: Chunk, waiters: Iterable[PendingLookup]) -> None:
-        """Queue what the chunk lacks, or give the chunk up if the store lacks it too."""
-        absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
-        obtainable = chunk.realm.obtainable(chunk.key)
-        if not all(obtainable >> segment.rank & 1 for segment in absent):
-            self._give_up(chunk, Outcome.MISSING)
-            return
-        for segment in absent:
-            for lookup in waiters:
-                self._queue.add(lookup.session_id, segment)
-
-    def _forget_reads(self, chunk: Chunk) -> None:
-        """No lookup waits for the chunk any more: its reads lose their place in the queue."""
-        for segment in chunk.segments:
-            self._queue.discard(segment)
-
-    def resumed(self) -> None:
-        """Others had their turn."""
-        self._resuming = False
-
-    def pump(self, now: float) -> None:
-        """Start as many reads as may run; of many, a few at a time."""
-        if self._resuming:
-            return
-        last = self._last_read_id + self._reads_begun_max
-        while len(self._running) < self._reads_inflight_max:
-            if self._last_read_id == last:
-                self._resume()
-                break
-            if not self._breaker.passes(now):
-                self._pause()
-                break
-            segment = self._queue.take()
-            if segment is None:
-                break
-            chunk = segment.chunk
-            if segment.state is not SegmentState.ABSENT:
-                continue
-            realm = chunk.realm
-            sources = realm.cuts.sources(realm.stored.get(chunk.key), segment.rank)
-            if not sources:
-                self._give_up(chunk, Outcome.MISSING)
-            elif not self._host.reserve(segment, Cause.READ):
-                self._give_up(chunk, Outcome.FULL)
-            else:
-                self._last_read_id += 1
-                self._running[self._last_read_id] = segment
-                self._starts[self._last_read_id] = self._planner.read_started(now)
-                self._breaker.begin(now)
-                self._emit(
-                    Read(
-                        read_id=self._last_read_id,
-                        realm_id=realm.realm_id,
-                        rank=segment.rank,
-                        slot=segment.slot,
-                        key=chunk.key,
-                        sources=sources,
-                        tenant=chunk.tenant,
-                    )
-                )
-
-    def _resume(self) -> None:
-        if self._queue:
-            self._resuming = True
-            self._emit(Resume())
-
-    def _pause(self) -> None:
-        """Nothing is read for now. While a trial runs the others wait for how it ends."""
-        if self._breaker.state is BreakerState.OPEN:
-            while (segment := self._queue.take()) is not None:
-                self._counters.reads_paused += 1
-                self._give_up(segment.chunk, Outcome.FAILED)
-
     def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended, well or not; lookups that waited for it go on."""
         self._now = now
-        segment = self._running.pop(event.read_id)
-        self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
-        chunk = segment.chunk
-        if event.outcome in (StoreOutcome.UNAVAILABLE, StoreOutcome.EXPIRED):
-            self._breaker.failed(now)
-        else:
-            self._breaker.succeeded()
-        if event.outcome is StoreOutcome.OK:
-            self._counters.bytes_read += event.num_bytes
-            self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes
-            if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
-                self._counters.chunks_read += 1
-            return
-        self._note_failure(segment, event)
-        self._host.failed(segment)
-        self._give_up(chunk, _READ_FAILURES[event.outcome])
-
-    def _note_failure(self, segment: Segment, event: ReadDone) -> None:
-        realm, key, outcome = segment.chunk.realm, segment.chunk.key, event.outcome
-        bit = segment.rank if event.failed < 0 else event.failed
-        if outcome is StoreOutcome.CORRUPT:
-            self._counters.reads_corrupt += 1
-            self._store.quarantine(realm, key, bit)
-        elif outcome is StoreOutcome.MISSING:
-            self._counters.reads_missing += 1
-            self._store.lost(realm, key, bit)
-        elif outcome is StoreOutcome.UNREADABLE:
-            self._counters.reads_unreadable += 1
-            self._store.unusable(realm, key, bit)
-        elif outcome is StoreOutcome.EXPIRED:
-            self._counters.reads_expired += 1
-        else:
-            self._counters.reads_unavailable += 1
-            self._counters.reads_garbled += event.garbled
+        self._reads.ended(event, now)
 
     def completed(self, chunk: Chunk) -> None:
         """Every rank's segment is in the host tier."""
-        self._forget_reads(chunk)
+        self._reads.forget(chunk)
         for lookup in self._waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.lead = _leading(lookup.chunks, lookup.lead)
@@ -450,14 +281,15 @@ class Lookups:
         """A gather that lookups may have waited for brought nothing: read instead."""
         waiters = self._waiters.get(chunk)
         if waiters is not None:
-            self._queue_reads(chunk, waiters)
+            self._reads.queue(chunk, [lookup.session_id for lookup in waiters])
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk was quarantined in the host tier."""
-        self._give_up(chunk, Outcome.CORRUPT)
+        self.gave_up(chunk, Outcome.CORRUPT)
 
-    def _give_up(self, chunk: Chunk, outcome: Outcome) -> None:
-        self._forget_reads(chunk)
+    def gave_up(self, chunk: Chunk, outcome: Outcome) -> None:
+        """A chunk will not come: runs that need it are cut before it."""
+        self._reads.forget(chunk)
         for lookup in self._waiters.pop(chunk, ()):
             lookup.waits.discard(chunk)
             lookup.outcome = outcome
@@ -475,7 +307,7 @@ class Lookups:
                 del waiters[lookup]
                 if not waiters:
                     del self._waiters[chunk]
-                    self._forget_reads(chunk)
+                    self._reads.forget(chunk)
         self._pins.unpin(lookup.session_id, cut)
 
     def _answer_if_over(self, lookup: PendingLookup) -> None:
@@ -541,7 +373,7 @@ class Lookups:
         for lookup in list(self._by_session.get(session_id, {}).values()):
             self._end(lookup)
         self._by_session.pop(session_id, None)
-        self._queue.leave(session_id)
+        self._reads.leave(session_id)
         self._credits.pop(session_id, None)
 
     def expire(self, now: float) -> None:
@@ -576,20 +408,13 @@ class Lookups:
                 self._answer_with_what_is_there(lookup, Outcome.MISSING)
 
     def check(self) -> None:
-        """Verify the queue of reads; raises AssertionError."""
-        self._queue.check()
-        for segment in self._queue:
+        """Verify that what is queued to be read is waited for; raises AssertionError."""
+        for segment in self._reads.queued():
             assert segment.chunk in self._waiters, "a read is queued that nobody waits for"
 
     def _answer_with_what_is_there(self, lookup: PendingLookup, outcome: Outcome) -> None:
         lookup.outcome = outcome
         self._answer(lookup)
-
-
-def _full_bytes(realm: Realm) -> int:
-    """Payload of a full chunk, over all ranks."""
-    layouts = [layout for layout in realm.layouts if layout is not None]
-    return sum(layout.payload_bytes(layout.blocks_per_chunk) for layout in layouts)
 
 
 def _leading(chunks: list[Chunk], known: int) -> int:

@@ -18,7 +18,7 @@ largest delivery rate, where the rate of a read is what all reads delivered betw
 its end. Both are optimistic on purpose: the second rule bounds what optimism costs, while nothing
 would ever correct a pessimist who does not read.
 
-Does not own lookups, reads or the clock (`lookups.py`); it is told. Pure.
+Does not own lookups, reads or the clock (`lookups.py`, `reads.py`); it is told. Pure.
 
 Invariants: without a measured prefill rate nothing is refused and no wait is cut short: the
 deadline of the lookup is then the only bound. A credit is never above its cap, and is overdrawn by

@@ -1,7 +1,7 @@
 """What the store holds.
 
 Owns what the catalog says, and the bounded memory of withdrawn segments. It does not own reads
-(`lookups.py`) or writes (`writes.py`), which tell it what they found and did.
+(`reads.py`) or writes (`writes.py`), which tell it what they found and did.
 
 Invariants: a segment that was withdrawn, or found missing or corrupt here, is not offered again by
 what was written before that, in whatever order the catalog's lines come; only by a later writing,

@@ -82,7 +82,7 @@ MEMORY = (
     ),
     Mutation(
         "a read that failed is taken for sealed",
-        "sidecar.lookups:Lookups.read_ended",
+        "sidecar.reads:Reads.ended",
         "if event.outcome is StoreOutcome.OK:",
         "if True:",
         seed=6,
