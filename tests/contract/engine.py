@@ -13,11 +13,13 @@ _EVENT: Final = "vllm.distributed.kv_events"
 
 ENGINE: Final[dict[str, Used]] = {
     f"{CONNECTOR}.v1.base:SupportsHMA": Used(
-        {"request_finished_all_groups": "abstract (request, block_ids)"}
+        {"request_finished_all_groups": "abstract (request, block_ids)"}, left={}
     ),
     f"{CONNECTOR}.v1.base:supports_hma": Used({"": "(connector)"}),
-    f"{CONNECTOR}.v1.base:KVConnectorMetadata": Used(),
-    f"{CONNECTOR}.v1.base:KVConnectorWorkerMetadata": Used({"aggregate": "abstract (other)"}),
+    f"{CONNECTOR}.v1.base:KVConnectorMetadata": Used(left={}),
+    f"{CONNECTOR}.v1.base:KVConnectorWorkerMetadata": Used(
+        {"aggregate": "abstract (other)"}, left={}
+    ),
     f"{CONNECTOR}.v1.base:KVConnectorTransferResults": Used(
         attributes("finished_sending finished_recving failed_recving")
     ),
@@ -29,14 +31,16 @@ ENGINE: Final[dict[str, Used]] = {
             "aggregate": "(other)",
             "reduce": "()",
             "is_empty": "()",
-        }
+        },
+        left={"to_dict": "the data as they are, which the base class gives"},
     ),
     f"{CONNECTOR}.v1.metrics:KVConnectorPromMetrics": Used(
         {
             "__init__": "(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
             "_counter_cls": ATTRIBUTE,
             "observe": "(transfer_stats_data, engine_idx=)",
-        }
+        },
+        left={},
     ),
     f"{CONNECTOR}.factory:KVConnectorFactory": Used(
         {
@@ -138,7 +142,7 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.multimodal:MultiModalConfig": Used(
         attributes(
             "mm_processor_cache_gb mm_processor_kwargs media_io_kwargs video_pruning_rate "
-            "mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
+            "mm_encoder_attn_dtype mm_encoder_fp8_scale_path video_pruning_method"
         )
     ),
     "vllm.config.pooler:PoolerConfig": Used(attributes("seq_pooling_type tok_pooling_type")),
@@ -161,12 +165,16 @@ ENGINE: Final[dict[str, Used]] = {
         | {"is_empty": "()"}
     ),
     "vllm.v1.kv_cache_interface:KVCacheConfig": Used(attributes("num_blocks kv_cache_groups")),
-    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": Used(attributes("layer_names kv_cache_spec")),
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": Used(
+        attributes("layer_names kv_cache_spec enable_kv_transfer")
+    ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": Used(
         attributes("block_size num_kv_heads head_size head_size_v dtype non_causal")
     ),
     "vllm.v1.kv_cache_interface:iter_layer_specs": Used({"": "(kv_cache_spec)"}),
-    "vllm.v1.kv_cache_interface:SlidingWindowSpec": Used(attributes("sliding_window")),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": Used(
+        attributes("sliding_window extra_retained_tokens")
+    ),
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": Used(
         attributes("attention_chunk_size")
     ),
@@ -200,7 +208,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "request_id all_token_ids block_hashes cache_salt lora_request mm_features "
             "num_computed_tokens num_in_flight_tokens num_prompt_tokens prompt_embeds resumable "
-            "skip_reading_prefix_cache kv_transfer_params status"
+            "skip_reading_prefix_cache kv_transfer_params status kv_cache_report_mode"
         )
         | {"num_tokens": PROPERTY}
     ),

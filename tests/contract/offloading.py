@@ -6,6 +6,9 @@ from typing import Final
 
 from tests.contract.used import ATTRIBUTE, CONNECTOR, OFFLOAD, Used, attributes
 
+_COUNTED: Final = "vLLM's manager counts what goes through a tier, and the sidecar the rest"
+_NO_LABELS: Final = "nothing of the configuration is told as labels of a metric"
+
 OFFLOADING: Final[dict[str, Used]] = {
     "vllm.forward_context:get_forward_context": Used({"": "()"}),
     "vllm.forward_context:is_forward_context_available": Used({"": "()"}),
@@ -15,16 +18,20 @@ OFFLOADING: Final[dict[str, Used]] = {
             "get_manager": "abstract ()",
             "get_worker": "abstract (kv_caches)",
             "build_metric_definitions": "class (extra_config)",
-        }
+        },
+        late={"config_info_keys": "0.33"},
+        left={"config_info_keys": _NO_LABELS},
     ),
     f"{OFFLOAD}.base:OffloadingWorker": Used(
         {
             "submit_store": "abstract (job_id, src_spec, dst_spec)",
-            "submit_load": "abstract (job_id, src_spec, dst_spec)",
+            # Expedited are loads that vLLM 0.33 waits for.
+            "submit_load": "abstract (job_id, src_spec, dst_spec, expedited=)",
             "get_finished": "abstract ()",
             "wait": "abstract (job_ids)",
             "shutdown": "()",
-        }
+        },
+        left={},
     ),
     f"{OFFLOAD}.base:TransferResult": Used(
         attributes("job_id success transfer_size transfer_time")
@@ -64,7 +71,26 @@ OFFLOADING: Final[dict[str, Used]] = {
             "prepare_store": "abstract (keys, req_context)",
             "on_new_request": "abstract (req_context)",
             "on_request_finished": "(req_context)",
-        }
+        },
+        late=dict.fromkeys(("lock", "on_reset_flushed", "config_info"), "0.33")
+        | {"get_load_source": "0.32"},
+        left=dict.fromkeys(
+            (
+                "touch",
+                "get_load_source",
+                "complete_load",
+                "complete_store",
+                "take_events",
+                "on_schedule_end",
+                "has_pending_work",
+                "reset_cache",
+                "on_reset_flushed",
+                "get_stats",
+                "shutdown",
+            ),
+            "`NoTiers` has nothing, and the base class does nothing",
+        )
+        | {"lock": "`NoTiers` has no state to guard", "config_info": _NO_LABELS},
     ),
     f"{OFFLOAD}.base:get_offload_group_idx": Used({"": "(key)"}),
     f"{OFFLOAD}.config:OffloadingConfig": Used(
@@ -83,7 +109,14 @@ OFFLOADING: Final[dict[str, Used]] = {
     ),
     f"{OFFLOAD}.cpu.spec:CPUOffloadingSpec": Used(
         attributes("num_chunks kv_bytes_per_chunk cpu_page_size_per_worker _manager")
-        | {"get_worker": "(kv_caches)"}
+        | {"get_worker": "(kv_caches)"},
+        late={"config_info_keys": "0.33"},
+        left={
+            "get_manager": "that of `TieringOffloadingSpec`",
+            "create_worker": "called by vLLM's `get_worker`, for GPUs",
+            "build_metric_definitions": _COUNTED,
+            "config_info_keys": _NO_LABELS,
+        },
     ),
     f"{OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion": Used(
         {
@@ -102,7 +135,13 @@ OFFLOADING: Final[dict[str, Used]] = {
             "__init__": "(config)",
             "get_manager": "()",
             "_validate_canonical_refs": "(kv_caches)",
-        }
+        },
+        late={"config_info_keys": "0.33"},
+        left={
+            "create_worker": "called by vLLM's `get_worker`, for GPUs",
+            "build_metric_definitions": _COUNTED,
+            "config_info_keys": _NO_LABELS,
+        },
     ),
     f"{OFFLOAD}.tiering.base:SecondaryTierManager": Used(
         {
@@ -121,7 +160,17 @@ OFFLOADING: Final[dict[str, Used]] = {
             "drain_jobs": "abstract ()",
             "shutdown": "()",
         },
-        late={"cache_hit_source": "0.32"},
+        late={"cache_hit_source": "0.32", "config_info": "0.33", "config_info_keys": "0.33"},
+        left={
+            "block_size_bytes": "the base class knows",
+            "bp_detector": "the base class keeps it, and vLLM's manager asks it",
+            "touch": "no scheduler of vLLM's calls it, up to 0.33 (ADR 24)",
+            "serve_external_requests": "who wants these chunks asks the sidecar, not this engine",
+            "build_metric_definitions": _COUNTED,
+            "get_stats": _COUNTED,
+            "config_info_keys": _NO_LABELS,
+            "config_info": _NO_LABELS,
+        },
     ),
     f"{OFFLOAD}.tiering.base:TransferJob": Used(attributes("job_id keys chunk_ids req_context")),
     f"{OFFLOAD}.tiering.base:JobResult": Used(

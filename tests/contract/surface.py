@@ -1,8 +1,9 @@
 """What kvlake stands on in vLLM: symbols, members, and the order of calls.
 
 `USED` is what must be there and how it must look, `ORDER` (`order.py`) which calls must follow one
-another; `base.py` goes through every method of the connector's base class. `moved` compares all of
-it with a manifest (`manifests/*.json`), which `python -m tests.contract` makes from vLLM's source.
+another. Of classes that kvlake's are made from it goes through every method: of the connector's
+base class in `base.py`, of others by what is `left` alone. `moved` compares all of it with a
+manifest (`manifests/*.json`), which `python -m tests.contract` makes from vLLM's source.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ def record(sources: Sources) -> dict[str, Any]:
     for symbol, used in USED.items():
         members = sources.members(symbol)
         if members is not None:
-            members = {name: members[name] for name in used.members if name in members}
+            members = {name: given for name, given in members.items() if _kept(used, name, given)}
         symbols[symbol] = members
     calls = {symbol: sources.calls(symbol, names) for symbol, names in ORDER.items()}
     return {"version": sources.version, "symbols": symbols, "calls": calls}
+
+
+def _kept(used: Used, name: str, given: str) -> bool:
+    if name in used.members:
+        return True
+    private = name.startswith("_") and not given.startswith("abstract")
+    return used.left is not None and given != ATTRIBUTE and not private
 
 
 def recorded(version: str) -> dict[str, Any] | None:
@@ -67,8 +75,10 @@ def moved(manifest: dict[str, Any]) -> list[str]:
             if given is None:
                 if not _before(version, used.late.get(name, "0")):
                     lines.append(f"{_path(symbol, name)} is gone, expected: {expected}")
-            elif not _fits(expected, given):
+            elif not (_fits if used.left is None else _takes)(expected, given):
                 lines.append(f"{_path(symbol, name)} is {given}, expected: {expected}")
+        if used.left is not None:
+            lines += _undecided(version, symbol, members, used)
     for symbol, names in ORDER.items():
         given = manifest["calls"].get(symbol)
         if given is None:
@@ -90,18 +100,23 @@ def _moved_base(version: str, members: dict[str, str] | None) -> list[str]:
                 lines.append(f"{BASE_CLASS}.{name} is gone, expected: {expected}")
         elif given != expected:
             lines.append(f"{BASE_CLASS}.{name} is {given}, expected: {expected}")
-    lines += [
-        f"{BASE_CLASS}.{name} is gone; LEFT_ALONE in base.py names it"
-        for name in LEFT_ALONE
-        if name not in members and not _before(version, NOT_IN_EVERY_RELEASE.get(name, "0"))
+    base = Used(OVERRIDDEN, late=NOT_IN_EVERY_RELEASE, left=LEFT_ALONE)
+    return lines + _undecided(version, BASE_CLASS, members, base)
+
+
+def _undecided(version: str, symbol: str, members: dict[str, str], used: Used) -> list[str]:
+    """Methods that nothing is said of, and such as are gone, of what something is made from."""
+    left = used.left or {}
+    lines = [
+        f"{symbol}.{name} is gone, which was left alone"
+        for name in left
+        if name not in members and not _before(version, used.late.get(name, "0"))
     ]
-    known = {*OVERRIDDEN, *LEFT_ALONE}
-    lines += [
-        f"{BASE_CLASS}.{name} is new: {given}; override it, or say in LEFT_ALONE why not"
+    return lines + [
+        f"{symbol}.{name} is new: {given}; override it, or say where it is left alone why"
         for name, given in members.items()
-        if name not in known and given != ATTRIBUTE
+        if name not in {*used.members, *left} and given != ATTRIBUTE
     ]
-    return lines
 
 
 def _path(symbol: str, name: str) -> str:
@@ -129,6 +144,19 @@ def _fits(expected: str, given: str) -> bool:
     return have[: len(wanted)] == wanted and all(
         part.endswith("=") or part.startswith("*") for part in have[len(wanted) :]
     )
+
+
+def _takes(expected: str, given: str) -> bool:
+    """Whether a method of ours, as `expected` says, takes whatever `given` may be called with."""
+    if expected == given or {expected, given} == {ATTRIBUTE, PROPERTY}:
+        return True
+    kind, _, parameters = expected.removesuffix(")").partition("(")
+    given_kind, _, given_parameters = given.removesuffix(")").partition("(")
+    if kind != given_kind or "(" not in expected:
+        return False
+    ours = [part for part in parameters.split(", ") if part]
+    theirs = [part for part in given_parameters.split(", ") if part]
+    return ours[: len(theirs)] == theirs and all(part.endswith("=") for part in ours[len(theirs) :])
 
 
 def _out_of_order(calls: list[str], names: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from connector.processing import _MEDIA_SETTINGS, _MODEL_SETTINGS
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
 from tests.contract.installed import installed
@@ -23,6 +24,28 @@ from tests.contract.surface import MANIFESTS, USED, dump, moved, record, recorde
 
 ROOT = Path(__file__).parents[2]
 SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")
+MADE_FROM = {
+    "SupportsHMA",
+    "KVConnectorMetadata",
+    "KVConnectorWorkerMetadata",
+    "KVConnectorStats",
+    "KVConnectorPromMetrics",
+    "OffloadingManager",
+    "OffloadingWorker",
+    "TieringOffloadingSpec",
+    "SecondaryTierManager",
+}
+"""Classes of vLLM that kvlake's are made from, beside the connector's base class."""
+INHERITED = {"TieringOffloadingSpec": ("CPUOffloadingSpec", "OffloadingSpec")}
+"""Of those, what they are made from in other modules of vLLM."""
+READ_OF_OTHERS = {
+    "rope_parameters": "of a configuration of transformers",
+    "max_position_embeddings": "of a configuration of transformers",
+    "_commit_hash": "of a configuration of transformers",
+    "name": "of an enumeration's member, or one of the settings that the test names",
+    "f'_is_{name}_supported": "of torch",
+}
+"""What the connector reads by getattr and vLLM does not own, and whose it is."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +86,53 @@ def test_every_override_is_in_the_surface() -> None:
     assert ours <= {*OVERRIDDEN, "request_finished_all_groups"}
     assert not {*OVERRIDDEN} & {*LEFT_ALONE}
     assert not ours & {*LEFT_ALONE}
+
+
+def test_every_class_of_vllms_is_gone_through() -> None:
+    """Of what ours are made from: a method that is new there asks for a decision."""
+    symbols = {symbol.partition(":")[2]: symbol for symbol in USED}
+    found: set[str] = set()
+    for path in (ROOT / "connector").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            bases = {ast.unparse(base) for base in getattr(node, "bases", ())} & imported
+            for base in bases - {"KVConnectorBase_V1"}:
+                assert isinstance(node, ast.ClassDef)
+                found.add(base)
+                line = [USED[symbols[name]] for name in (base, *INHERITED.get(base, ()))]
+                assert all(used.left is not None for used in line), f"{base} has no table"
+                ours = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                known = {name for used in line for name in used.members}
+                left = {name for used in line for name in used.left or {}} - known
+                # The connector's other methods are of the base class, and in its table.
+                if base != "SupportsHMA":
+                    public = {name for name in ours if not name.startswith("_")}
+                    assert public <= known, f"{node.name}: {public - known}"
+                assert not ours & left, f"{node.name}: {ours & left} are not left alone"
+    assert found == MADE_FROM
+
+
+def test_what_is_read_with_a_default_is_in_the_surface() -> None:
+    """A field that is gone would be taken for one that says nothing."""
+    known = {name for used in USED.values() for name in used.members} | {*OVERRIDDEN}
+    settings = {*_MEDIA_SETTINGS, *_MODEL_SETTINGS}
+    settings |= {"decode_context_parallel_size", "prefill_context_parallel_size"}
+    assert settings <= known
+    for path in (ROOT / "connector").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
+                "getattr",
+                "hasattr",
+            ):
+                continue
+            name = ast.unparse(node.args[1]).removeprefix("'").removesuffix("'")
+            assert name in known or name in READ_OF_OTHERS, f"{path.name}: {ast.unparse(node)}"
 
 
 def test_every_import_is_in_the_surface() -> None:
@@ -106,6 +176,32 @@ class TestWhatMoves:
         (line,) = moved(manifest)
         assert line.startswith(f"{BASE_CLASS}.before_sleep is new: (level)")
 
+    @pytest.mark.parametrize("kind", ["(keys)", "abstract (keys)"])
+    def test_a_new_method_of_what_ours_are_made_from(
+        self, manifest: dict[str, Any], kind: str
+    ) -> None:
+        """An abstract one makes ours impossible to make."""
+        for symbol in (symbol for symbol, used in USED.items() if used.left is not None):
+            again = copy.deepcopy(manifest)
+            again["symbols"][symbol]["prefetch"] = kind
+            (line,) = moved(again)
+            assert line.startswith(f"{symbol}.prefetch is new: {kind}")
+
+    def test_a_parameter_more_of_what_ours_override(self, manifest: dict[str, Any]) -> None:
+        worker = "vllm.v1.kv_offload.base:OffloadingWorker"
+        ours = "abstract (job_id, src_spec, dst_spec, expedited=)"
+        # 0.33 has it, and ours takes it; a release may be without.
+        manifest["symbols"][worker]["submit_load"] = ours
+        assert moved(manifest) == []
+        more = ours.replace("expedited=", "expedited=, urgent=")
+        manifest["symbols"][worker]["submit_load"] = more
+        assert moved(manifest) == [f"{worker}.submit_load is {more}, expected: {ours}"]
+
+    def test_what_was_left_alone_and_is_gone(self, manifest: dict[str, Any]) -> None:
+        tier = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
+        del manifest["symbols"][tier]["touch"]
+        assert moved(manifest) == [f"{tier}.touch is gone, which was left alone"]
+
     def test_a_field_a_class_a_module(self, manifest: dict[str, Any]) -> None:
         request = "vllm.v1.request:Request"
         del manifest["symbols"][request]["resumable"]
@@ -124,8 +220,9 @@ class TestWhatMoves:
     def test_what_only_later_releases_have(self, manifest: dict[str, Any]) -> None:
         manifest["version"] = "0.33.0"
         lines = moved(manifest)
-        assert len(lines) == 3
-        assert all("sleep" in line or "_kv_caches" in line for line in lines)
+        later = ("sleep", "_kv_caches", "config_info", "lock", "on_reset_flushed")
+        assert all(any(word in line for word in later) for line in lines)
+        assert len(lines) == 3 + 8
 
     def test_a_member_that_came_later(self, manifest: dict[str, Any]) -> None:
         tier = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"

@@ -16,12 +16,15 @@ OFFLOAD: Final = "vllm.v1.kv_offload"
 class Used:
     """One symbol. `members` as in `reading.py`; `since` is the first release that has it.
 
-    `late` are the members that came after it, and the first release that has each.
+    `late` are the members that came after it, and the first release that has each. Of a class that
+    one of kvlake's is made from, `members` are its methods as ours take them, and `left` says of
+    each other one why it is left alone; None of what nothing is made from.
     """
 
     members: dict[str, str] = field(default_factory=dict[str, str])
     since: str = "0"
     late: dict[str, str] = field(default_factory=dict[str, str])
+    left: dict[str, str] | None = None
 
 
 def attributes(names: str) -> dict[str, str]:
