@@ -33,7 +33,7 @@ from connector.export import ExportedMemory
 from connector.keys import NO_PARENT
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from sidecar.protocol import JOBS_PER_MESSAGE_MAX
-from tiers.layout import CONTENT_BYTES_MAX, KVLayout, Segment
+from tiers.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
 from tiers.memfd import sealed_memfd
 
 if TYPE_CHECKING:
@@ -45,11 +45,10 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.uint8]
 """Of shape [rows, bytes]."""
 
-ENCODING: Final = "vllm-offloading"
-"""What is in a row is vLLM's business; the namespace says which."""
 BLOCK_TOKENS: Final = 1
 """vLLM does not say which tokens are in a row, so to the sidecar a row is a block of one token."""
 TOKEN_IDS: Final = bytes(4 * BLOCK_TOKENS)
+"""Stands for what is not known; the encoding says so."""
 STORES_PER_JOB_MAX: Final = 64
 
 
@@ -104,7 +103,7 @@ def row_layout(num_rows: int, row_bytes: int) -> KVLayout:
         [(0, (num_rows, heads, BLOCK_TOKENS, content), (row_bytes, content, content, 1))],
         itemsize=1,
         dtype="uint8",
-        encoding=ENCODING,
+        encoding=ROW_ENCODING,
         size_bytes=_whole_pages(num_rows * row_bytes),
     )
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 
 from connector.namespace import canonical_json, digest_of
+from connector.tierevents import EVENT_NAME_BYTES
 from sidecar.protocol import TIERS_OWNER
 
 if TYPE_CHECKING:
@@ -55,15 +56,16 @@ class ChunkNames:
         hasher.update(name)
         key = hasher.digest()
         if self._remembers:
-            self._known.pop(key, None)
-            self._known[key] = name
+            start = key[:EVENT_NAME_BYTES]
+            self._known.pop(start, None)
+            self._known[start] = name
             if len(self._known) > NAMES_KEPT_MAX:
                 del self._known[next(iter(self._known))]
         return key
 
-    def of_key(self, key: bytes) -> OffloadKey | None:
-        """What vLLM calls the chunk of a key of ours, if that is known."""
-        return self._known.get(key)
+    def of_start(self, start: bytes) -> OffloadKey | None:
+        """What vLLM calls the chunk whose key begins so, if that is known."""
+        return self._known.get(start)
 
     def forget(self) -> None:
         """From now on keys are of a new generation: nothing from before is found."""

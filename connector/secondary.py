@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingEvent,
     RequestOffloadingContext,
     get_offload_group_idx,
 )
@@ -30,6 +29,7 @@ from connector.bounce import BLOCK_TOKENS, Bounce, Row
 from connector.chunknames import ChunkNames, namespace_of
 from connector.client import Attempt, Client
 from connector.keys import NO_PARENT
+from connector.namedevents import NamedEvents
 from connector.options import default_socket, seconds_of
 from connector.tierevents import TierEvents
 from connector.wishes import Wishes, WishReader
@@ -43,7 +43,6 @@ from sidecar.protocol import (
     Memory,
     Release,
     Role,
-    StoredEvent,
 )
 from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
 
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm.v1.kv_offload.base import (
+        OffloadingEvent,
         OffloadingSpec,
         OffloadKey,
         ReqContext,
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
     from connector.client import Session
     from connector.export import ExportedMemory
-    from connector.tierevents import TierEvent
 
 TOPOLOGY: Final = "offloading"
 """Of chunks that vLLM put together from all of its ranks."""
@@ -177,13 +176,12 @@ class KVLakeTier(SecondaryTierManager):
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
-        self._told: dict[tuple[bytes, str], OffloadKey] = {}
-        """What vLLM calls the chunks that it was told of, by key and tier."""
+        self._events = NamedEvents(self._names.owner, self._names.of_start)
         self._next_id = 1
         self._socket = socket or default_socket()
         # Before the first request: a sidecar that is there should serve the first one too.
         wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
-        attempt = Attempt(self._attach(Role.SCHEDULER))
+        attempt = Attempt(self._attach(Role.SCHEDULER, want_events=self._wants_events))
         self._client = Client(self._socket, lambda: attempt)
         attached = self._client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0
@@ -209,7 +207,6 @@ class KVLakeTier(SecondaryTierManager):
             block_tokens=BLOCK_TOKENS,
             blocks_per_chunk=1,
             pid=os.getpid(),
-            want_events=self._wants_events and role is Role.SCHEDULER,
             **parts,
         )
 
@@ -248,6 +245,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
         own = self._names.key_of(key)
+        self._events.named(own, key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
             request.places[get_offload_group_idx(key), end] = own
@@ -404,6 +402,7 @@ class KVLakeTier(SecondaryTierManager):
         """
         self._bounce.drain()
         self._names.forget()
+        self._events.forget()
         self._reads.clear()
         for request in self._requests.values():
             request.void = True
@@ -412,20 +411,8 @@ class KVLakeTier(SecondaryTierManager):
     # --- the rest ------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What the sidecar's tiers gained and lost of the chunks that this engine knows."""
-        events: list[OffloadingEvent] = []
-        for event in self._tiers.take():
-            place = (event.key, event.tier)
-            if isinstance(event, StoredEvent):
-                name = self._names.of_key(event.key)
-                if name is not None:
-                    self._told[place] = name
-            else:
-                name = self._told.pop(place, None)
-            # Of another engine's chunk, vLLM's words for it are not known here.
-            if name is not None:
-                events.append(self._event_of(event, name))
-        return events
+        """What the sidecar's tiers gained and lost of the chunks that vLLM has named here."""
+        return self._events.take(self._tiers.take())
 
     def shutdown(self) -> None:
         """Detach."""
@@ -437,13 +424,3 @@ class KVLakeTier(SecondaryTierManager):
             if isinstance(message, LookupDone):
                 self._read_ended(message.lookup_id)
         self._reads_ended()
-
-    def _event_of(self, event: TierEvent, name: OffloadKey) -> OffloadingEvent:
-        host = event.tier == "host"
-        return OffloadingEvent(
-            keys=[name],
-            medium=Medium.CPU if host else Medium.STORAGE,
-            removed=not isinstance(event, StoredEvent),
-            locality=Locality.LOCAL if host else Locality.REMOTE,
-            ownership=self._names.owner,
-        )

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 EVENTS_PER_BATCH_MAX: Final = 512
 HASHES_PER_EVENT_MAX: Final = 4096
+SIZE_UNKNOWN: Final = 0
+"""As vLLM has it, where its offloading does not know a chunk's tokens."""
 
 _logger = logging.getLogger("kvlake.events")
 _TIERS: Final = ((MEDIUM_CPU, LOCAL), (MEDIUM_STORAGE, REMOTE))
@@ -265,11 +267,12 @@ class EventStream:
 
     def _stored(self, realm: Held, chunk: Chunk, tier: int) -> CacheEvent:
         medium, locality = _TIERS[tier]
+        knows_tokens = _knows_tokens(realm)
         return BlockStored(
             block_hashes=[name_of(chunk.key)],
             parent_block_hash=None if chunk.parent == ZERO_KEY else name_of(chunk.parent),
-            token_ids=self._token_ids(realm, chunk),
-            block_size=_tokens(chunk),
+            token_ids=self._token_ids(realm, chunk) if knows_tokens else [],
+            block_size=_tokens(chunk) if knows_tokens else SIZE_UNKNOWN,
             lora_id=None,
             medium=medium,
             lora_name=None,
@@ -281,18 +284,19 @@ class EventStream:
     def _listed(self, realm: Held, names: list[bytes]) -> CacheEvent:
         """Chunks that only the catalog told of, without their tokens and parents."""
         known = self._realms[realm.realm_id]
+        most = known.block_tokens * known.blocks_per_chunk
         medium, locality = _TIERS[1]
         return BlockStored(
             block_hashes=list(names),
             parent_block_hash=None,
             token_ids=[],
-            block_size=known.block_tokens * known.blocks_per_chunk,
+            block_size=most if _knows_tokens(realm) else SIZE_UNKNOWN,
             lora_id=None,
             medium=medium,
             lora_name=None,
             locality=locality,
             ownership=self._owner(realm.realm_id),
-            group_idx=self._realms[realm.realm_id].group,
+            group_idx=known.group,
         )
 
     def _token_ids(self, realm: Held, chunk: Chunk) -> list[int]:
@@ -317,6 +321,11 @@ def _tokens(chunk: Chunk) -> int:
     if layout is None or segment.state is not SegmentState.HOST:
         return 0
     return segment.num_blocks * layout.block_tokens
+
+
+def _knows_tokens(realm: Held) -> bool:
+    layout = realm.layouts[0]
+    return layout is None or layout.knows_tokens
 
 
 def _parts(items: Iterable[bytes], size: int) -> Iterator[list[bytes]]:

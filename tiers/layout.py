@@ -64,6 +64,10 @@ ITEM_BYTES: Final[dict[str, int]] = {
 }
 """Element types of a KV cache by their torch name, and the size of one element in bytes."""
 
+ROW_ENCODING: Final = "vllm-offloading"
+"""Encoding of chunks that are rows of vLLM's own offloading: what is in a row is vLLM's business,
+and which tokens it is of nobody has told."""
+
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _SEGMENT_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.{_NUMBER}-{_NUMBER}")
 _ENCODING = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]*")
@@ -176,6 +180,11 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def itemsize(self) -> int:
         """Size of one element in bytes."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether the token ids that are stored with a chunk are its tokens."""
+        return self.encoding != ROW_ENCODING
 
     @property
     def block_entries(self) -> int:
