@@ -32,7 +32,7 @@ from connector.keys import NO_PARENT
 from connector.namedevents import NamedEvents
 from connector.options import default_socket, seconds_of
 from connector.tierevents import TierEvents
-from connector.wishes import Wishes, WishReader
+from connector.wishes import OF_THE_CONNECTOR, Wishes, WishReader
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -171,7 +171,7 @@ class KVLakeTier(SecondaryTierManager):
         self._wants_events = bool(config.enable_kv_cache_events)
         self._names = ChunkNames(self._namespace, remembers=self._wants_events)
         self._clock = time.monotonic
-        self._wishes = WishReader()
+        self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}

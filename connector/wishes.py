@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sidecar.protocol import PIN_MS_MAX, TTL_MS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -57,10 +57,17 @@ NOTHING: Final = Wishes(reads=False, writes=False)
 
 
 class WishReader:
-    """Reads the parameters of requests, and complains once of those that it does not understand."""
+    """Reads the parameters of requests, and complains once of those that it does not understand.
 
-    def __init__(self) -> None:
+    Args:
+        cannot: words that whoever asks can do nothing about. A request that asks for one is
+            complained of once, too, and gets the rest.
+    """
+
+    def __init__(self, cannot: Collection[str] = ()) -> None:
         self._told = False
+        self._cannot = cannot
+        self._told_cannot = False
 
     def wishes_of(self, request: Any) -> Wishes:
         """The wishes of a request of vLLM."""
@@ -74,6 +81,9 @@ class WishReader:
         bad = [word for word, value in given.items() if not _WORDS[word](value)]
         if bad:
             self._complain(given)
+        # What is false or nothing is what it gets.
+        if in_vain := [word for word in given if word in self._cannot and given[word]]:
+            self._complain_in_vain(given, in_vain)
         return _wishes(given, frozenset(bad))
 
     def _complain(self, given: object) -> None:
@@ -91,6 +101,18 @@ class WishReader:
             PIN_MS_MAX // 1000,
             EXPECT,
             WAIT_MS_MAX // 1000,
+        )
+
+    def _complain_in_vain(self, given: object, in_vain: list[str]) -> None:
+        if self._told_cannot:
+            return
+        self._told_cannot = True
+        logger.warning(
+            "kvlake: kv_transfer_params[%r]=%r of a request asks in vain for %s, which "
+            "KVLakeConnector alone can do; the rest of it holds (told once)",
+            PARAMS,
+            given,
+            ", ".join(in_vain),
         )
 
 
@@ -161,3 +183,7 @@ _WORDS: Final = {
     "wait_seconds": _is_wait,
 }
 """Each word, and what a value of it has to be."""
+
+OF_THE_CONNECTOR: Final = ("pin_seconds", "hand_over", EXPECT, "wait_seconds")
+"""Words that a tier of vLLM's own offloading does nothing about: vLLM shows it chunks, and neither
+a request's prompt nor its answer."""

@@ -254,6 +254,35 @@ def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
         assert second.find("f", secret) == 0
 
 
+def test_what_is_to_be_forgotten_is(sidecar: SidecarProcess) -> None:
+    prompt, kept = words(3), words(3)
+    expired = sidecar.status()["counters"]["chunks_expired"]
+    with node(sidecar) as first:
+        first.store("a", prompt, kv_transfer_params={"kvlake": {"ttl_seconds": 1}})
+        first.store("b", kept, kv_transfer_params={"kvlake": {"ttl_seconds": 3600}})
+        first.settle()
+    sidecar.wait(
+        "it is forgotten", lambda status: status["counters"]["chunks_expired"] == expired + 3
+    )
+    with node(sidecar) as second:
+        assert second.find("c", prompt) == 0
+        assert second.find("d", kept) == 3
+
+
+def test_what_a_tier_cannot_do_is_told(
+    sidecar: SidecarProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = words(3)
+    with node(sidecar) as first, node(sidecar) as second:
+        for name, told in (("a", prompt), ("b", words(3))):
+            first.store(name, told, kv_transfer_params={"kvlake": {"hand_over": True}})
+        first.settle()
+        assert caplog.text.count("asks in vain for hand_over") == 1
+        expecting = {"kvlake": {"expect_tokens": 48, "pin_seconds": 60}}
+        assert second.find("c", prompt, kv_transfer_params=expecting) == 3
+    assert "asks in vain for expect_tokens, pin_seconds" in caplog.text
+
+
 def test_reset_forgets(sidecar: SidecarProcess) -> None:
     """Nothing from before is found, by this engine; nor is what still runs stored."""
     prompt = words(3)
@@ -342,6 +371,29 @@ def test_from_the_object_store(tmp_path: Path) -> None:
         assert second.find("c", prompt) == 5
         assert sidecar.status()["counters"]["chunks_read"] == 5
         sidecar.wait("nothing is pinned", lambda status: not status["leases"])
+
+
+def test_what_a_request_keeps_from_the_store(tmp_path: Path) -> None:
+    """Of writing and of reading."""
+    kept, written = words(3), words(4)
+    place = tmp_path / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    config = CONFIG | {"store": store}
+    only_host = {"kvlake": {"read": "host", "write": "host"}}
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
+        first.store("a", kept, kv_transfer_params=only_host)
+        first.store("b", written)
+        first.settle()
+        with node(sidecar) as second:
+            assert second.find("c", kept, kv_transfer_params=only_host) == 3
+        assert sidecar.drain() == 0
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as third:
+        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 4)
+        assert third.find("d", written, kv_transfer_params=only_host) == 0
+        assert sidecar.status()["counters"]["chunks_read"] == 0
+        assert third.find("e", kept) == 0
+        assert third.find("f", written) == 4
 
 
 def test_a_tier_needs_a_name_for_what_it_holds() -> None:

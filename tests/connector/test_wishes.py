@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connector.wishes import NOTHING, Wishes, WishReader
+from connector.wishes import NOTHING, OF_THE_CONNECTOR, Wishes, WishReader
 
 
 def wishes_of(params: Any) -> Wishes:
@@ -40,6 +40,29 @@ def test_who_says_nothing_gets_everything(params: Any) -> None:
 )
 def test_each_word(given: dict[str, Any], wishes: Wishes) -> None:
     assert wishes_of({"kvlake": given}) == wishes
+
+
+@pytest.mark.parametrize(
+    ("given", "in_vain"),
+    [
+        ({"pin_seconds": 60}, "pin_seconds"),
+        ({"hand_over": True, "ttl_seconds": 60}, "hand_over"),
+        ({"expect_tokens": 64, "wait_seconds": 1}, "expect_tokens, wait_seconds"),
+        ({"hand_over": False, "expect_tokens": 0, "wait_seconds": 0}, ""),
+        ({"read": "host", "write": "host", "ttl_seconds": 60}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_cannot_be_done_is_told_once(
+    given: dict[str, Any], in_vain: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And costs nothing of what can."""
+    reader = WishReader(cannot=OF_THE_CONNECTOR)
+    for _ in range(2):
+        request = SimpleNamespace(kv_transfer_params={"kvlake": given})
+        assert reader.wishes_of(request) == wishes_of({"kvlake": given})
+    assert caplog.text.count("in vain") == bool(in_vain)
+    assert f"asks in vain for {in_vain}" in caplog.text or not in_vain
 
 
 @pytest.mark.parametrize(
