@@ -2,7 +2,8 @@
 
 Owns the decisions, and the talk with the sidecar. Reads the shared index directly (`lookup.py`), so
 a lookup costs no message; the sidecar is asked only for chunks that the object store alone holds.
-What is known of a request is in `requests.py`, outstanding stores are in `storing.py`.
+What is known of a request is in `requests.py`, what it waits for in `waiting.py`; outstanding
+stores are in `storing.py`.
 
 Invariants:
 
@@ -24,44 +25,28 @@ import logging
 import os
 import time
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from connector.drafting import NO_DRAFTS, Drafting
 from connector.lookup import HitFinder, pieces_kept, pieces_of
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
-from connector.requests import (
-    GroupState,
-    PendingLookup,
-    Requests,
-    RequestState,
-    Settings,
-    Stats,
-)
+from connector.requests import GroupState, Requests, RequestState, Settings, Stats
 from connector.storing import Part, Stores, blocks_cached, state_parts, states_held
 from connector.tierevents import TierEvents
+from connector.waiting import Waits
 from connector.wishes import EXPECT, PARAMS
-from sidecar.protocol import (
-    KEYS_PER_MESSAGE_MAX,
-    Lease,
-    Lookup,
-    LookupDone,
-    Pin,
-    Release,
-)
+from sidecar.protocol import KEYS_PER_MESSAGE_MAX, Lease, LookupDone, Pin, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from connector.client import Client, Session
+    from connector.client import Client
     from connector.groups import CachedGroup
     from connector.storing import State
     from connector.tierevents import TierEvent
 
 logger = logging.getLogger("vllm.kvlake")
-
-SESSIONS_ASKED_MAX: Final = 4
-"""Sessions that one request asks in turn: a sidecar that comes and goes holds no request up."""
 
 
 class SchedulerRole:
@@ -97,12 +82,18 @@ class SchedulerRole:
         self._requests = Requests(groups, settings, ahead_tokens=drafting.ahead_tokens)
         self._finder = HitFinder(geometries)
         self._rate = PrefillRate()
+        self._waits = Waits(
+            client,
+            self._finder,
+            self._rate,
+            self._new_id,
+            load_tokens_min=settings.load_tokens_min,
+            clock=clock,
+        )
         self._stores = Stores(geometries, world_size, clock=clock)
-        self._lookups: dict[int, RequestState] = {}
         self._plan = StepPlan()
         self._next_id = 1
         self._loading: set[str] = set()
-        self._expecting: set[str] = set()
         self._block_pool: Any = None
         self._pool_names: Any = None
         """The pool's map of cached blocks, as it was when events were taken last."""
@@ -128,12 +119,12 @@ class SchedulerRole:
         if state is None or session is None or not self._reads(state):
             return
         if state.wishes.expects_tokens:
-            self._expect(state, session)
+            self._waits.expect(state, session)
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
         if not request.skip_reading_prefix_cache and not self._engine_holds_start(state):
-            self._ask_store(state, session, 0)
+            self._waits.ask_store(state, session, 0, self.stats)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be loaded; None while the store is being read."""
@@ -149,103 +140,27 @@ class SchedulerRole:
         if len(self._loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message, and with it everything else of its step.
             return 0
-        if state.lookup is not None and state.lookup.session is not session:
-            # Nobody will answer: that sidecar is gone, or has forgotten us. The new one is asked.
-            self._forget_lookup(state)
-        if state.expects_until is not None and not self._came(state, session, local_tokens):
+        self._waits.leave_others(state, session)
+        if self._waits.expecting(state, session, local_tokens, self.stats):
             return None
         if state.lookup is None:
-            self._ask_store(state, session, local_tokens)
+            self._waits.ask_store(state, session, local_tokens, self.stats)
         if state.lookup is not None:
             self._poll()
-            if not self._lookup_over(state):
+            if self._waits.reading(state, self.stats):
                 return None
         hit = self._finder.hit(state, session, local_tokens)
         matched = 0 if hit is None else hit.end_tokens - local_tokens
         return matched if matched >= self._settings.load_tokens_min else 0
 
-    def _expect(self, state: RequestState, session: Session) -> None:
-        """Wait from now on for what another engine has stored, or is storing."""
-        wait_ms = state.wishes.wait_ms
-        if wait_ms < 0:
-            wait_ms = session.limits.lookup_wait_ms_max
-        state.expects_until = self._clock() + wait_ms / 1000
-        self._expecting.add(state.request.request_id)
-
-    def _came(self, state: RequestState, session: Session, local_tokens: int) -> bool:
-        """Whether what was expected is there, or is not waited for any more."""
-        assert state.expects_until is not None
-        wanted = min(state.wishes.expects_tokens, self._finder.longest(state))
-        found = local_tokens
-        if found < wanted:
-            hit = self._finder.hit(state, session, local_tokens)
-            if hit is not None:
-                found = hit.wanted_tokens if state.wishes.asks_store else hit.end_tokens
-        late = self._clock() >= state.expects_until
-        if found < wanted and not late:
-            return False
-        self.stats.expected_late += found < wanted
-        state.expects_until = None
-        self._expecting.discard(state.request.request_id)
-        return True
-
     def _reads(self, state: RequestState) -> bool:
         return self._settings.reads and state.wishes.reads
-
-    def _ask_store(self, state: RequestState, session: Session, local_tokens: int) -> None:
-        """Have the sidecar read what lies behind the hit and in the store alone, if it pays."""
-        if not state.wishes.asks_store:
-            return
-        if state.asked_session is not session:
-            if state.asked_sessions >= SESSIONS_ASKED_MAX:
-                return
-            state.asked_session = session
-            state.asked_sessions += 1
-        elif state.asked_tokens == local_tokens:
-            return
-        state.asked_tokens = local_tokens
-        hit = self._finder.hit(state, session, local_tokens)
-        if hit is None or not hit.wanted:
-            return
-        # What counts is what it adds to what can be loaded at once.
-        if hit.wanted_tokens - hit.end_tokens < self._settings.load_tokens_min:
-            return
-        lookup_id = self._new_id()
-        wait_ms = session.limits.lookup_wait_ms_max
-        keys, groups = [one.key for one in hit.wanted], [one.group for one in hit.wanted]
-        lookup = Lookup(
-            session.epoch,
-            lookup_id,
-            keys,
-            wait_ms,
-            state.tenant,
-            # A state that is missing costs all that is behind the run without it.
-            hit.wanted_tokens - min(hit.first_wanted_tokens, hit.end_tokens),
-            self._rate.tokens_per_second,
-            groups if any(groups) else [],
-        )
-        if self._client.send(session, lookup):
-            self.stats.lookups_sent += 1
-            state.from_store_keys.update(keys)
-            deadline = self._clock() + wait_ms / 1000
-            state.lookup = PendingLookup(lookup_id, deadline, session)
-            self._lookups[lookup_id] = state
 
     def _engine_holds_start(self, state: RequestState) -> bool:
         """Whether the engine's own prefix cache has a request's first block."""
         first_tokens = state.groups[self._main].geometry.block_tokens
         held = blocks_cached(self._block_pool, state.request, first_tokens, [self._main])
         return held is not None
-
-    def _lookup_over(self, state: RequestState) -> bool:
-        lookup = state.lookup
-        if lookup is None:
-            return True
-        if self._clock() >= lookup.deadline:
-            self.stats.lookups_expired += 1
-            self._forget_lookup(state)
-            return True
-        return False
 
     # --- load ----------------------------------------------------------------------------------
 
@@ -339,9 +254,7 @@ class SchedulerRole:
             self._store_step(scheduled, block_ids_of, states)
         plan, self._plan = self._plan, StepPlan()
         plan.retired = self.retired
-        plan.waiting = bool(
-            self._lookups or self._loading or self._expecting or self.stores_outstanding
-        )
+        plan.waiting = bool(self._waits.pending or self._loading or self.stores_outstanding)
         return plan
 
     def _store_step(
@@ -441,8 +354,7 @@ class SchedulerRole:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
-        self._expecting.discard(request.request_id)
-        self._release(state)
+        self._waits.finished(state)
         if not failed:
             self._store_rest(request, state, block_ids)
         session = self._client.session
@@ -580,25 +492,7 @@ class SchedulerRole:
     def _poll(self) -> None:
         for message in self._tiers.poll(self._client):
             if isinstance(message, LookupDone):
-                self._lookup_done(message)
-
-    def _lookup_done(self, message: LookupDone) -> None:
-        state = self._lookups.get(message.lookup_id)
-        if state is not None:
-            self._forget_lookup(state)
-
-    def _forget_lookup(self, state: RequestState) -> None:
-        if state.lookup is not None:
-            self._lookups.pop(state.lookup.lookup_id, None)
-            state.lookup = None
-
-    def _release(self, state: RequestState) -> None:
-        # Only a lookup is given back: a load that runs on keeps its lease, which ends with it.
-        lookup = state.lookup
-        self._forget_lookup(state)
-        if lookup is not None:
-            release = Release(lookup.session.epoch, [], [lookup.lookup_id])
-            self._client.send(lookup.session, release)
+                self._waits.answered(message)
 
     def _new_id(self) -> int:
         # One sequence for all jobs: `tiers.fence` revokes by order of id.

@@ -79,7 +79,7 @@ class Engine:
         self.connector = ours_of(self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
         self.role = self.connector._scheduler
-        self.role._clock = self.role._stores._clock = self.clock
+        self.role._clock = self.role._stores._clock = self.role._waits._clock = self.clock
         world = range(ranks * stages)
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]
         loaded: Any = self.scheduler.connector
@@ -261,7 +261,7 @@ class Engine:
         assert role.stores_outstanding == 0
         assert not role._stores._keys
         assert not role._requests
-        assert not role._lookups
+        assert not role._waits.pending
         assert not role._loading
         assert not self.scheduler.requests
 

@@ -318,7 +318,7 @@ class TestHandingOver:
         engine.forget()
         engine.run(wishing("b", told["kvlake"]))
         assert engine.computed["b"] == len(PROMPT) - CACHED
-        assert not engine.role._expecting
+        assert not engine.role._waits.pending
 
     def missing_some(self, engine: Engine) -> dict[bytes, Any]:
         """A prompt of which the last chunks are still on their way; those."""
@@ -374,7 +374,7 @@ class TestHandingOver:
         engine.abort(request)
         engine.settle()
         engine.check_idle()
-        assert not engine.role._expecting
+        assert not engine.role._waits.pending
 
 
 def test_no_layer_waits_for_the_cache() -> None:

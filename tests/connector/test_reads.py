@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.keys import KeyChain
-from connector.scheduler import SESSIONS_ASKED_MAX
+from connector.waiting import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lookup,
     LookupDone,

@@ -427,7 +427,8 @@ class SimEngine:
     def _is_forgotten(self, request: Request) -> None:
         """Nothing waits for an answer on behalf of a request that is over."""
         role: Any = self.role
-        asked = [number for number, state in role._lookups.items() if state.request is request]
+        lookups = role._waits._lookups
+        asked = [number for number, state in lookups.items() if state.request is request]
         if asked or role._requests.get(request.request_id) is not None:
             raise Violation("a request is forgotten at its end", f"{request.request_id}: {asked}")
 
@@ -499,7 +500,7 @@ class SimEngine:
             role._stores._jobs,
             role._stores._keys,
             role._requests,
-            role._lookups,
+            role._waits._lookups,
             role._loading,
         )
         if any(left) or self._waiting or self._running or self._freed_late:

@@ -57,7 +57,7 @@ WORK = (
     ),
     Mutation(
         "an abort leaks what its request had asked for",
-        "connector.scheduler:SchedulerRole.request_finished",
+        "connector.waiting:Waits.finished",
         "self._release(state)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
