@@ -11,6 +11,7 @@ own connection.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,7 @@ from tiers.errors import LayoutError, PoolError
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Generator
 
     from sidecar.hub import Hub
     from sidecar.memory import WorkerMemory
@@ -47,6 +49,28 @@ UNMAP_SECONDS_MAX: Final = 30.0
 """Until then a client that left is not hung up on while a copy of its memory runs."""
 
 _logger = logging.getLogger("kvlake.server")
+
+
+@contextlib.contextmanager
+def _in_words(connection: Connection) -> Generator[None]:
+    """Have what nobody foresaw refuse this client, rather than end it unheard, or everybody."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise AttachRefused(
+            "resources", f"the sidecar lacks memory or descriptors for another client: {error}"
+        ) from error
+    except (ArithmeticError, LookupError, ValueError) as error:
+        _logger.exception(
+            "a bug in the checks of an attach message; its client is refused",
+            extra=fields(pid=connection.peer.pid, uid=connection.peer.uid),
+        )
+        raise AttachRefused(
+            "internal",
+            f"a bug in the sidecar, whose log has more: {type(error).__name__}: {error}",
+        ) from error
 
 
 class Admission:
@@ -147,13 +171,19 @@ class Admission:
                     return None
                 frame, fds = await connection.receive_attach()
             try:
-                attach = decode_attach(frame)
-                check_shape(attach)
-                # Seconds, for the first worker on a GPU. One that does not wait so long attaches
-                # again, to a device that is ready.
-                if attach.memory is not None and attach.memory.device_uuid:
-                    await self._hub.gpus.prepare(attach.memory)
-                session = self._attach(connection, attach, fds)
+                with _in_words(connection):
+                    attach = decode_attach(frame)
+                    check_shape(attach)
+                    # Seconds, for the first worker on a GPU. One that does not wait so long
+                    # attaches again, to a device that is ready.
+                    if attach.memory is not None and attach.memory.device_uuid:
+                        await self._hub.gpus.prepare(attach.memory)
+                # What the engine raises here is no client's end.
+                for gone in self._hub.sessions.gone_beside(attach):
+                    self._hub.end_session(gone, "end of file")
+                with _in_words(connection):
+                    session = self._attach(connection, attach, fds)
+                self._hub.open_session(session)
             finally:
                 close_fds(fds)
         except (AttachRefused, ProtocolError) as error:
@@ -209,18 +239,14 @@ class Admission:
         user = self._user(attach)
         if hub.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
-        for gone in hub.sessions.gone_beside(attach):
-            hub.end_session(gone, "end of file")
         hub.sessions.check(attach, hub.realms.find(attach.parts))
         memory = take_memory(attach, fds, hub.gpus)
         try:
-            session = self._join(attach, connection, memory, user)
+            return self._join(attach, connection, memory, user)
         except BaseException:
             if memory is not None:
                 memory.end()
             raise
-        hub.open_session(session)
-        return session
 
     def _user(self, attach: Attach) -> str:
         """The key that this client's frames must come with; none where jobs use a Unix socket."""
@@ -249,7 +275,7 @@ class Admission:
             for realm, part in zip(realms, parts, strict=True):
                 if self._learn(realm, part):
                     learnt.append(realm)
-        except AttachRefused:
+        except BaseException:
             # A group is refused after others were taken, and all are one client's.
             for realm in learnt:
                 del realm.ranks[attach.segment_number]
@@ -269,17 +295,19 @@ class Admission:
         hub = self._hub
         if attach.layout is None:
             return False
-        layout = attach.layout.chunk(attach.blocks_per_chunk)
         try:
+            layout = attach.layout.chunk(attach.blocks_per_chunk)
             learnt = realm.learn(attach.segment_number, layout)
         except LayoutError as error:
             raise AttachRefused("layout", str(error)) from error
         try:
             hub.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
-        except PoolError as error:
+        except BaseException as error:
             if learnt:
                 del realm.ranks[attach.segment_number]
-            raise AttachRefused("pool", str(error)) from error
+            if isinstance(error, PoolError):
+                raise AttachRefused("pool", str(error)) from error
+            raise
         return learnt
 
     def _attached(self, session: Session) -> Attached:

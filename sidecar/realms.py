@@ -202,7 +202,7 @@ class Realms:
     def join(self, parts: Sequence[Attach]) -> tuple[Realm, ...]:
         """The realm of each group of a client, made where it is the first of its kind.
 
-        Raises `AttachRefused`, having made none.
+        Raises `AttachRefused`, or `OSError` where there is no room for an index, having made none.
         """
         home = _identity(parts[0])
         joined: list[Realm] = []
@@ -217,14 +217,19 @@ class Realms:
                     self._by_identity[identity] = self._by_id[realm.realm_id] = realm
                     made.append(realm)
                 joined.append(realm)
-        except AttachRefused:
+        except BaseException:
             self.forget(made)
             raise
         return tuple(joined)
 
     def forget(self, realms: Iterable[Realm]) -> None:
-        """Undo the `join` that made these; no session, and so no chunk, may be of them."""
+        """Undo the `join` that made these; no session, and so no chunk, may be of them.
+
+        Those that are forgotten already are passed over.
+        """
         for realm in realms:
+            if self._by_id.get(realm.realm_id) is not realm:
+                continue
             identity = next(key for key, one in self._by_identity.items() if one is realm)
             del self._by_identity[identity], self._by_id[realm.realm_id]
             if realm.home is None:

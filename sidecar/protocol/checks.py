@@ -94,8 +94,10 @@ def check_attach(message: Attach) -> None:
         message.replicas,
         f"must divide world_size={message.world_size}",
     )
-    for part in message.parts:
+    parts = message.parts
+    for part in parts:
         _check_group(part)
+    _check_apart(parts)
     _require(
         0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
     )
@@ -125,9 +127,28 @@ def _check_group(part: Attach) -> None:
         len(part.namespace),
         f"1 to {NAMESPACE_BYTES_MAX} bytes",
     )
+    values = {"segment": part.segment, "layout": part.layout, "memory": part.memory}
+    # Their names alone: a layout in words may be longer than a frame.
+    given = ", ".join(name for name, value in values.items() if value is not None)
     if part.role is Role.WORKER:
-        given = (part.segment, part.layout, part.memory)
-        _require(None not in given, "segment/layout/memory", given, "a worker gives all three")
+        rule = f"a worker gave {given or 'none'}: it gives all three"
+        _require(None not in values.values(), "segment/layout/memory", given, rule)
+    else:
+        rule = f"a scheduler gave {given}: a worker gives them"
+        _require(not given, "segment/layout/memory", given, rule)
+
+
+def _check_apart(parts: tuple[Attach, ...]) -> None:
+    """Groups that are told apart by nothing would be one, with two places in the memory."""
+    first: dict[tuple[bytes, int, int], int] = {}
+    for number, part in enumerate(parts):
+        identity = (part.namespace, part.block_tokens, part.blocks_per_chunk)
+        other = first.setdefault(identity, number)
+        rule = (
+            f"groups {other} and {number} have one namespace, block_tokens and blocks_per_chunk; "
+            "say in the namespace what tells them apart"
+        )
+        _require(other == number, "groups", len(parts), rule)
 
 
 def _check_memory(memory: Memory) -> None:
