@@ -25,7 +25,10 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Where the pool's memory is: in allocated slots, in slabs, in neither."""
+    """Where the pool's memory is: in allocated slots, in slabs, in neither.
+
+    `slab_bytes` are those of all slabs together.
+    """
 
     size_bytes: int
     used_bytes: int
@@ -34,11 +37,9 @@ class PoolStats:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the slots that could be allocated: the largest ones, in slabs of no class."""
-        slot_bytes = max((one.slot_bytes for one in self.classes), default=self.slab_bytes)
-        whole = self.size_bytes // self.slab_bytes - sum(one.slabs for one in self.classes)
-        freed = sum(one.slots_free * one.slot_bytes for one in self.classes)
-        return freed + whole * (self.slab_bytes // slot_bytes * slot_bytes)
+        """Bytes in no allocated slot; of each free range less than a slot is of no use."""
+        return self.size_bytes - self.used_bytes
+
 
 
 class Slab:
