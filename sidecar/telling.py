@@ -134,8 +134,9 @@ class Telling:
                     if self._listed_left <= 0:
                         break
                     said: _Said = ([], [])
-                    for name, mask in names:
-                        if realm.cuts.obtainable(mask) == realm.full_mask:
+                    for name, _ in names:
+                        # Its mask was read with those of others, which may be slices ago.
+                        if realm.obtainable(name) == realm.full_mask:
                             self._say_listed(said, number, realm, name)
                     yield said
             # Behind the names alone, so that what is known of a chunk in both tiers counts.

@@ -49,9 +49,13 @@ class Listener:
     def read(self) -> None:
         """Take what is there, and what comes of saying so, until nothing more comes."""
         while self.unread:
-            for message in self._told.unread.pop(self.session_id):
-                self._apply(message)
-            self._world.send(Released(self.session_id, (), (), heard=self._taken))
+            self.take()
+
+    def take(self) -> None:
+        """Take what is there, and say so once."""
+        for message in self._told.unread.pop(self.session_id, []):
+            self._apply(message)
+        self._world.send(Released(self.session_id, (), (), heard=self._taken))
 
     def _apply(self, message: Events) -> None:
         self._taken += 1
@@ -146,3 +150,21 @@ def test_of_what_is_only_listed_so_much_is_told(monkeypatch: pytest.MonkeyPatch)
     world.listed({200: RANK_0})
     listener.read()
     assert len(listener.holds) == 11
+
+
+def test_what_is_withdrawn_while_the_rest_is_told_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names lie together in parts of a table, and a part of many chunks is told in many slices."""
+    monkeypatch.setattr(telling, "SLICE_CHUNKS", 2)
+    world = make_world()
+    told = Told(world)
+    world.open(Role.WORKER)
+    together = [7 + 65536 * number for number in range(1, 9)]
+    world.listed(dict.fromkeys(together, RANK_0))
+    listener = Listener(world, told)
+    listener.take()
+    assert len(listener.holds) == 2
+    world.listed(dict.fromkeys(together, RANK_0), written_at=2, withdrawn=True)
+    listener.read()
+    assert set(listener.holds) == there(world) == set()
