@@ -15,6 +15,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import zmq
+
 from sidecar.attach import StartError, listen
 from sidecar.logs import fields
 from sidecar.watchdog import Problem
@@ -140,6 +142,6 @@ class Upkeep:
                 mark.renew()
                 self._hub.census.sockets_renewed += 1
                 _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
-        except (OSError, StartError) as error:
+        except (OSError, StartError, zmq.ZMQError) as error:
             # Told by `check`, and tried again with the next beat.
             _logger.debug("a socket cannot be made again", extra=fields(error=error))

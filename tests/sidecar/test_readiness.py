@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,12 +18,14 @@ from typing import Any
 
 import anyio
 import pytest
+import zmq
 
 from sidecar import server, upkeep, watchdog
 from sidecar.attach import StartError
 from sidecar.copies import Copies
 from sidecar.protocol import Outcome
 from sidecar.report import Reporter
+from sidecar.router import Router
 from sidecar.server import ServerInfo
 from sidecar.watchdog import PROBLEMS
 from tests.sidecar.client import (
@@ -137,6 +140,28 @@ def test_a_socket_that_cannot_be_made_again_is_unready(
         assert (status, document["state"], codes(document)) == (503, "unready", ["socket"])
         assert str(sidecar.path) in document["problems"][0]["reason"]
         assert b'kvlake_problem{code="socket"} 1.0' in sidecar.get("/metrics")
+
+
+def test_a_socket_that_cannot_be_bound_is_tried_again(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of want of room, say. The library's error is no `OSError`."""
+    bind_again = Router.bind_again
+    left = [errno.ENOSPC, errno.EMFILE]
+
+    def fails_twice(router: Router) -> None:
+        if left:
+            raise zmq.ZMQError(left.pop())
+        bind_again(router)
+
+    monkeypatch.setattr(Router, "bind_again", fails_twice)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        jobs = sidecar.path.parent / "jobs.sock"
+        jobs.unlink()
+        wait_for(jobs.exists)
+        assert not left
+        wait_for(lambda: sidecar.status()["ready"])
+        works(sidecar)
 
 
 def test_a_removed_runtime_directory_is_made_again(sidecar: RunningSidecar) -> None:
