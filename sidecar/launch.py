@@ -219,6 +219,8 @@ class Sidecar:
         reader, writer = os.pipe()
         try:
             self._spawn(writer)
+        except OSError as error:
+            raise LaunchError(f"the sidecar cannot be started: {error}", Exit.START) from error
         finally:
             os.close(writer)
         deadline = time.monotonic() + self.ready_seconds_max
@@ -233,8 +235,7 @@ class Sidecar:
                     )
                 readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
                 if wakeup.fileno() in readable:
-                    number = _forwarded(wakeup)
-                    if number is not None:
+                    for number in _forwarded(wakeup):
                         raise Interrupted(number)
                 if pipe.fileno() in readable:
                     if pipe.read(1):
@@ -277,11 +278,24 @@ class Sidecar:
                 f"the sidecar ended ({_ending(code)}); the engine goes on without a cache, "
                 f"next start in {self._delay_seconds:g} s"
             )
-            self._delay_seconds = min(2 * self._delay_seconds, RESTART_SECONDS_MAX)
+            self._later()
         if now < self._restart_at:
             return self._restart_at - now
-        self._spawn(None)
+        try:
+            self._spawn(None)
+        except OSError as error:
+            # For want of memory, say, that the dead one has not given back yet.
+            self._restart_at = now + self._delay_seconds
+            say(
+                f"the sidecar cannot be started ({error}); the engine goes on without a cache, "
+                f"next try in {self._delay_seconds:g} s"
+            )
+            self._later()
+            return self._restart_at - now
         return None
+
+    def _later(self) -> None:
+        self._delay_seconds = min(2 * self._delay_seconds, RESTART_SECONDS_MAX)
 
     def stop(self, wakeup: socket.socket) -> None:
         """Ask it to drain and wait; a further signal, or the time being up, kills it."""
@@ -293,7 +307,7 @@ class Sidecar:
         deadline = time.monotonic() + self._config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS
         while process.poll() is None and (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([wakeup], [], [], left)
-            if readable and _forwarded(wakeup) is not None:
+            if readable and _forwarded(wakeup):
                 break
         if process.poll() is None:
             say("the sidecar did not drain in time; it is killed, unwritten chunks are lost")
@@ -313,10 +327,9 @@ def _ending(code: int) -> str:
     return f"code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _forwarded(wakeup: socket.socket) -> int | None:
-    """The last signal that is for the engine among those that came; SIGCHLD only wakes."""
-    numbers = [number for number in wakeup.recv(4096) if number in FORWARDED]
-    return numbers[-1] if numbers else None
+def _forwarded(wakeup: socket.socket) -> list[int]:
+    """The signals for the engine among those that came, each once; SIGCHLD only wakes."""
+    return [number for number in dict.fromkeys(wakeup.recv(4096)) if number in FORWARDED]
 
 
 @contextlib.contextmanager
@@ -386,8 +399,7 @@ def _run_engine(
             times = [seconds for seconds in (sidecar.watch(), beat) if seconds is not None]
             readable, _, _ = select.select([wakeup], [], [], min(times, default=None))
             if readable:
-                number = _forwarded(wakeup)
-                if number is not None:
+                for number in _forwarded(wakeup):
                     engine.send_signal(number)
     finally:
         # Reached with a living engine only through a fault of this file; then it must not stay.

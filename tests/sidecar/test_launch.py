@@ -176,6 +176,7 @@ def got(number, frame):
         sys.exit(7)
 signal.signal(signal.SIGTERM, got)
 signal.signal(signal.SIGINT, got)
+signal.signal(signal.SIGHUP, got)
 note("engine " + " ".join(sys.argv[1:]))
 if CODE is not None:
     sys.exit(CODE)
@@ -190,7 +191,7 @@ launch.RESTART_SECONDS_FIRST = 0.05
 config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: false}\\n"
                "limits: {drain_seconds_max: 5s}")
 try:
-    sys.exit(launch.run(config, [sys.executable, sys.argv[1]], sys.argv[2:]))
+    sys.exit(launch.run(config, sys.argv[1:3], sys.argv[3:]))
 except launch.LaunchError as error:
     sys.exit(f"refused: {error}")
 """
@@ -202,6 +203,8 @@ class Launched:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = directory / "log"
+        self.python = directory / "python"
+        """What the sidecar is started with; without it, it cannot be."""
         self.process: subprocess.Popen[str] | None = None
 
     def start(
@@ -209,12 +212,18 @@ class Launched:
     ) -> None:
         self._script("sidecar.py", SIDECAR, CODE=sidecar, READY=ready)
         self._script("engine.py", ENGINE, CODE=engine)
+        if not self.python.exists():
+            self.python.symlink_to(sys.executable)
         # An executable called vllm, as the real one is.
         vllm = self.directory / "vllm"
         vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {self.directory}/engine.py "$@"\n')
         vllm.chmod(0o755)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(self.directory / "sidecar.py"), str(vllm), "serve"],
+            [
+                *(sys.executable, "-c", LAUNCH),
+                *(str(self.python), str(self.directory / "sidecar.py")),
+                *(str(vllm), "serve"),
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -298,6 +307,42 @@ def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: L
     assert code == 7
     assert "the sidecar ended (SIGKILL); the engine goes on without a cache" in errors
     assert launched.lines()[-1] == "sidecar drained"
+
+
+def test_a_sidecar_that_cannot_be_started_again_costs_no_engine(launched: Launched) -> None:
+    launched.start()
+    launched.wait_for(started)
+    launched.python.unlink()
+    os.kill(launched.sidecar_pids()[0], signal.SIGKILL)
+    launched.signal(signal.SIGINT)
+    launched.wait_for(lambda lines: "engine got SIGINT" in lines)
+    time.sleep(0.2)
+    launched.python.symlink_to(sys.executable)
+    launched.wait_for(lambda lines: sum(" session " in line for line in lines) == 2)
+    launched.signal(signal.SIGTERM)
+    code, errors = launched.end()
+    assert code == 7, errors
+    assert "the sidecar cannot be started ([Errno 2] No such file" in errors
+
+
+def test_a_sidecar_that_cannot_be_started_at_all_is_said(launched: Launched) -> None:
+    launched.python = Path(os.devnull)
+    launched.start()
+    code, errors = launched.end()
+    assert code == 1
+    assert "refused: the sidecar cannot be started: [Errno 13]" in errors
+
+
+def test_signals_that_come_together_all_go_to_the_engine(launched: Launched) -> None:
+    launched.start()
+    launched.wait_for(started)
+    launched.signal(signal.SIGSTOP)
+    launched.signal(signal.SIGINT)
+    launched.signal(signal.SIGHUP)
+    launched.signal(signal.SIGCONT)
+    launched.wait_for(lambda lines: {"engine got SIGINT", "engine got SIGHUP"} <= {*lines})
+    launched.signal(signal.SIGTERM)
+    assert launched.end()[0] == 7
 
 
 def test_an_engine_killed_by_a_signal_ends_as_in_a_shell(launched: Launched) -> None:
