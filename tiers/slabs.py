@@ -41,7 +41,6 @@ class PoolStats:
         return self.size_bytes - self.used_bytes
 
 
-
 class Slab:
     """A run of equal slots. Slots that were never used are counted, not listed.
 
