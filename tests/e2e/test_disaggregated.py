@@ -162,6 +162,32 @@ def test_on_one_node_through_host_memory(pair: Pair, node: SidecarProcess) -> No
     assert counters(node)["chunks_loaded"] >= 2 * CHUNKS
 
 
+def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: SidecarProcess) -> None:
+    """Also of requests that hand nothing over."""
+    producer, consumer, _ = pair
+    oracle = own_hit(consumer, CALL, before=[CALL])
+    cold = own_hit(consumer, CALL)
+    empty(consumer)
+    stored = counters(node)["chunks_stored"]
+    # Of what a consumer computes neither finds anything.
+    salt = fresh_salt()
+    CALL.generate(consumer, salt)
+    empty(consumer)
+    assert counters(node)["chunks_stored"] == stored
+    check_equal(Measured(CALL.generate(consumer, salt), blocks_of(consumer), salt), cold)
+    loaded = counters(node)["chunks_loaded"]
+    for _ in range(2):
+        empty(producer)
+        assert CALL.generate(producer, salt).cached_tokens == 0
+    empty(producer)
+    assert counters(node)["chunks_loaded"] == loaded
+    assert counters(node)["chunks_stored"] >= stored + CHUNKS
+    empty(consumer)
+    check_equal(Measured(CALL.generate(consumer, salt), blocks_of(consumer), salt), oracle)
+    empty(consumer)
+    assert counters(node)["chunks_loaded"] == loaded + CHUNKS
+
+
 def test_across_nodes_through_the_bucket(pair: Pair, folder: Path) -> None:
     oracle = own_hit(pair.consumer, CALL, before=[CALL])
     store = {
