@@ -93,6 +93,8 @@ class _Request:
     reading: set[bytes] = field(default_factory=set[bytes])
     lookups: list[tuple[Session, int]] = field(default_factory=list[tuple["Session", int]])
     """Asked for it, to be given back at its end."""
+    brought: set[bytes] = field(default_factory=set[bytes])
+    """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
     """What could not be had for it, and is not tried again."""
 
@@ -233,7 +235,8 @@ class KVLakeTier(SecondaryTierManager):
             return LookupResult.MISS
         flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
         allows = req_context.load_tier_filter.allows
-        if flags & FLAG_HOST and allows(Medium.CPU, Locality.LOCAL):
+        # What it wanted from the object store alone is on its way in host memory by now.
+        if flags & FLAG_HOST and (own in request.brought or allows(Medium.CPU, Locality.LOCAL)):
             return LookupResult.HIT
         if own in request.reading:
             return LookupResult.RETRY
@@ -283,7 +286,8 @@ class KVLakeTier(SecondaryTierManager):
             request.missed.update(read.keys)
             return
         flags = session.index.lookup(tags_of(read.keys, session.index_salt)) & FLAG_HOST
-        request.missed.update(key for key, held in zip(read.keys, flags, strict=True) if not held)
+        for key, held in zip(read.keys, flags, strict=True):
+            (request.brought if held else request.missed).add(key)
 
     # --- transfers -----------------------------------------------------------------------------
 

@@ -396,6 +396,29 @@ def test_what_a_request_keeps_from_the_store(tmp_path: Path) -> None:
         assert third.find("f", written) == 4
 
 
+def test_from_the_object_store_alone(tmp_path: Path) -> None:
+    """What a request wants from there is brought once, and from then on is in host memory."""
+    prompt = words(5)
+    place = tmp_path / "store"
+    place.mkdir()
+    store = {"url": f"file://{place}", "refresh_seconds": "200ms", "recompute": "never"}
+    config = CONFIG | {"store": store}
+    storage = TierFilter((TierMatcher(Medium.STORAGE, None),))
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as first:
+        first.store("a", prompt)
+        first.settle()
+        sidecar.wait("all is written", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+        with node(sidecar) as second:
+            # In both tiers.
+            assert second.find("b", prompt, load_tier_filter=storage) == 5
+        assert sidecar.drain() == 0
+    with SidecarProcess(tmp_path / "s", config) as sidecar, node(sidecar) as third:
+        sidecar.wait("the store is listed", lambda status: status["tiers"]["store"]["chunks"] >= 5)
+        assert third.find("c", prompt, load_tier_filter=storage) == 5
+        assert sidecar.status()["counters"]["chunks_read"] == 5
+        sidecar.wait("nothing is pinned", lambda status: not status["leases"])
+
+
 def test_a_tier_needs_a_name_for_what_it_holds() -> None:
     spec = TieringOffloadingSpec(config_of("/nowhere", tier={"namespace": ""}))
     with pytest.raises(ValueError, match="namespace"):
