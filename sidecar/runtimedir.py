@@ -142,15 +142,20 @@ class RuntimeDirectory:
             _logger.warning("the number of events is not kept", extra=fields(error=error))
         return first
 
-    def remove_sockets(self) -> None:
-        """Unlink all sockets: a dead sidecar's at start, our own at the end."""
-        for path in (self.attach_path, self.jobs_path, self.events_path, self.replay_path):
+    def remove_sockets(self, *paths: Path) -> None:
+        """Unlink these sockets, or all: a dead sidecar's at start, our own at the end.
+
+        Those in a directory that another sidecar has taken meanwhile are its own.
+        """
+        if not self.held():
+            return
+        everything = (self.attach_path, self.jobs_path, self.events_path, self.replay_path)
+        for path in paths or everything:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the sockets and let go of the directory."""
-        if self.held():
-            self.remove_sockets()
+        self.remove_sockets()
         os.close(self._lock_fd)
 
 

@@ -215,7 +215,7 @@ class Server:
                 self._watchdog.enter(Phase.DRAINING)
                 stack.callback(self._end_in_time().cancel)
                 accepting.cancel()
-                self._directory.attach_path.unlink(missing_ok=True)
+                self._directory.remove_sockets(self._directory.attach_path)
                 if self._broken is None:
                     ended = await self._drain()
                 self._hub.end()

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.attach import StartError
+from sidecar.attach import StartError, listen
 from sidecar.config import ConfigError, loads
 from sidecar.protocol import Outcome
 from sidecar.runtimedir import RuntimeDirectory
-from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
+from sidecar.upkeep import Upkeep
+from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
 
 REPOSITORY = Path(__file__).parents[2]
 OTHER, STRANGER = 61_001, 61_002
@@ -42,6 +43,34 @@ def test_one_that_was_too_open_is_closed(short_directory: Path) -> None:
     (short_directory / "a").mkdir(mode=0o755)
     RuntimeDirectory(short_directory, "a").close()
     assert mode_of(short_directory / "a") == 0o700
+
+
+def test_sockets_of_another_that_has_it_are_left_alone(short_directory: Path) -> None:
+    first = RuntimeDirectory(short_directory, "a")
+    first.path.rename(short_directory / "moved")
+    second = RuntimeDirectory(short_directory, "a")
+    with listen(second.attach_path, second.socket_mode):
+        first.remove_sockets()
+        first.close()
+        assert second.attach_path.exists()
+        second.close()
+        assert not second.attach_path.exists()
+
+
+def test_a_sidecar_that_stops_leaves_the_sockets_of_another(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first might have its directory again before the other takes it.
+    monkeypatch.setattr(Upkeep, "mend", lambda _: None)
+    first = RunningSidecar(config_in(short_directory))
+    first.path.parent.rename(short_directory / "moved")
+    config = with_events(short_directory, host={"directory": short_directory})
+    with RunningSidecar(config) as other:
+        there = sorted(os.listdir(other.path.parent))
+        first.stop()
+        assert sorted(os.listdir(other.path.parent)) == there
+        with Worker(other.path) as worker:
+            assert worker.store(1, key_of("other"), [0]) is Outcome.OK
 
 
 def test_a_shared_one_can_be_passed_and_not_listed(short_directory: Path) -> None:
