@@ -8,11 +8,13 @@ own listing and naming (`tiers/catalog/sweep.py`), nor what the engine makes of 
 Invariants: one listing runs at a time, of one slice; nothing is announced twice by one sweep, nor
 while too many rows wait to be announced; a namespace is gone through because of a doubt at most
 once in `SWEEP_PAUSE_SECONDS`. A store that fails is asked again after a pause, from where it was.
+No namespace waits for another one that has to wait.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -73,6 +75,9 @@ class Reconciler:
         self._every_seconds = every_seconds
         self._doubted: dict[bytes, None] = {}
         self._swept: dict[bytes, float] = {}
+        self._retry_at: dict[bytes, float] = {}
+        self._left: dict[bytes, list[int]] = {}
+        """Slices that are still to be gone through, the next one last, where the store failed."""
         self._wake = anyio.Event()
         self._one = anyio.Lock()
         self.sweeps = 0
@@ -93,31 +98,52 @@ class Reconciler:
 
     async def _sweep_doubted(self) -> None:
         while True:
-            digest = next(iter(self._doubted), None)
-            if digest is None:
-                self._wake = anyio.Event()
-                await self._wake.wait()
+            self._wake = anyio.Event()
+            digest = min(self._doubted, key=self._due, default=None)
+            seconds = math.inf if digest is None else self._due(digest) - anyio.current_time()
+            if digest is None or seconds > 0:
+                with anyio.move_on_after(seconds):
+                    await self._wake.wait()
                 continue
             del self._doubted[digest]
-            again = self._swept.get(digest, -SWEEP_PAUSE_SECONDS) + SWEEP_PAUSE_SECONDS
-            await anyio.sleep(max(0.0, again - anyio.current_time()))
-            await self._sweep(digest)
-            self._swept[digest] = anyio.current_time()
+            if await self._sweep(digest):
+                self._retry_at.pop(digest, None)
+                self._swept[digest] = anyio.current_time()
+                continue
+            if digest in self._doubted:
+                # Doubted again meanwhile, so what was gone through counts no more.
+                self._left.pop(digest, None)
+            self._doubted[digest] = None
+            self._retry_at[digest] = anyio.current_time() + RETRY_SECONDS
 
-    async def _sweep(self, digest: bytes) -> None:
-        """Go through all slices of a namespace now."""
+    def _due(self, digest: bytes) -> float:
+        """When a doubted namespace is gone through."""
+        retry_at = self._retry_at.get(digest)
+        if retry_at is not None:
+            return retry_at
+        return self._swept.get(digest, -SWEEP_PAUSE_SECONDS) + SWEEP_PAUSE_SECONDS
+
+    async def _sweep(self, digest: bytes) -> bool:
+        """Go through the slices of a namespace, from where it was. False where the store failed."""
+        left = self._left.get(digest)
+        if left is None:
+            there = await self._listed(digest)
+            if there is None:
+                return False
+            left = self._left[digest] = there[::-1]
         before = self.found
-        while (there := await self._listed(digest)) is None:  # noqa: ASYNC110 (a store tells nobody)
-            await anyio.sleep(RETRY_SECONDS)
-        for number in there:
-            while not await self._slice(digest, number, slowly=False):  # noqa: ASYNC110
-                await anyio.sleep(RETRY_SECONDS)
-        self.sweeps += 1
+        while left and await self._slice(digest, left[-1], slowly=False):
+            left.pop()
         if self.found > before:
             _logger.info(
                 "objects that the catalog did not know are offered",
                 extra=fields(namespace=namespace_prefix(digest), segments=self.found - before),
             )
+        if left:
+            return False
+        del self._left[digest]
+        self.sweeps += 1
+        return True
 
     async def _listed(self, digest: bytes) -> list[int] | None:
         try:
