@@ -509,6 +509,11 @@ class Engine:
             reads_queued=self._reads.num_queued,
         )
 
+    @property
+    def timed(self) -> tuple[int, bool]:
+        """How many leases there are, and whether anybody waits for a lookup: both end with time."""
+        return len(self._leases), any(True for _ in self._lookups)
+
     def snapshot(self) -> EngineSnapshot:
         """Numbers for the status page and the gauges."""
         realms = self._directory.realms.values()

@@ -316,9 +316,9 @@ class Server:
         while True:
             begun = time.monotonic()
             self._hub.feed(Tick())
-            now = self._hub.engine.snapshot()
-            if now.leases or now.lookups:
-                seconds = TICK_SECONDS_WAITED_FOR if now.lookups else TICK_SECONDS
+            leases, lookups = self._hub.engine.timed
+            if leases or lookups:
+                seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
                 took = time.monotonic() - begun
                 await anyio.sleep(max(seconds, took * TICK_REST))
                 continue
