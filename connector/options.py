@@ -1,14 +1,45 @@
 """The connector's extra configuration: how its values are read, and what is taken without them.
 
 Raises `ValueError` with the field, the value and what it must be, so a wrong option ends the
-engine at its start and not its cache later.
+engine at its start and not its cache later. An option that nobody here knows is told of only: a
+later release of vLLM may know it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+logger = logging.getLogger("vllm.kvlake")
+
+CONNECTOR_OPTIONS: Final = (
+    "socket",
+    "chunk_tokens",
+    "load_tokens_min",
+    "attach_seconds",
+    "weights_digest",
+)
+"""What `KVLakeConnector` takes."""
+
+
+def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """Tell of options that do nothing, which are most often another's name misspelt."""
+    for name, value in extra.items():
+        if name in known:
+            continue
+        near = get_close_matches(str(name), known, n=1)
+        logger.warning(
+            "kvlake: kv_connector_extra_config[%r]=%r is not known and does nothing; %s",
+            name,
+            value,
+            f"did you mean {near[0]!r}?" if near else f"it may hold {', '.join(sorted(known))}",
+        )
 
 
 def default_socket() -> str:

@@ -29,6 +29,7 @@ from connector.groups import CachedGroup
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.namespace import digest_of
+from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
 from connector.ranks import this_place
 from connector.recurrent import states_of
@@ -74,6 +75,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
         self._hits_are_told = False
+        if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            complain_of_unknown(extra, CONNECTOR_OPTIONS)
         self._engine = ServedEngine(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:

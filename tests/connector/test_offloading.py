@@ -324,6 +324,22 @@ def test_an_engine_that_cannot_go_on_from_a_prefix(
         engine.close()
 
 
+def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own are not among them."""
+    known: dict[str, Any] = {
+        "blocks_per_chunk": 2,
+        "eviction_policy": "arc",
+        "offload_prompt_only": True,
+    }
+    engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, block_sizes=64, **known)
+    engine.close()
+    (line,) = [one.getMessage() for one in caplog.records if "does nothing" in one.message]
+    assert line == (
+        "kvlake: kv_connector_extra_config['block_sizes']=64 is not known and does nothing; "
+        "did you mean 'block_size'?"
+    )
+
+
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
     """Only a worker knows the layers, and only there is it asked."""
     config = vllm_config(model)

@@ -291,6 +291,26 @@ class TestRanksThatAreNotServed:
         assert engine.computed["b"] >= len(PROMPT)
         engine.check_idle()
 
+    def test_one_that_is_refused_sleeps_and_wakes_as_any(
+        self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """vLLM tells every connector of it."""
+        engine = make()
+        self.replaced(engine, 0)
+        (rank,) = engine.ranks
+        caplog.clear()
+        for name in ("a", "b", "c"):
+            engine.run(request_of(name, PROMPT, max_tokens=4))
+            assert engine.computed[name] >= len(PROMPT)
+            # Asleep, then awake; and the hooks once more, each for itself.
+            rank.connector.unregister_kv_caches()
+            rank.connector.restore_kv_caches()
+            rank.connector.restore_kv_caches()
+            engine.forget()
+        assert caplog.text.count("kvlake: ") == 1, "that it is refused"
+        assert not rank.client.sent_of(Submit)
+        engine.check_idle()
+
     def test_a_sidecar_that_does_not_answer_holds_up_no_step(
         self, make: Callable[..., Engine], short_directory: Path
     ) -> None:

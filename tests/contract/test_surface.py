@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from connector.offloading import VLLM_SETTINGS
 from connector.processing import _MEDIA_SETTINGS, _MODEL_SETTINGS
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
@@ -133,6 +134,25 @@ def test_what_is_read_with_a_default_is_in_the_surface() -> None:
                 continue
             name = ast.unparse(node.args[1]).removeprefix("'").removesuffix("'")
             assert name in known or name in READ_OF_OTHERS, f"{path.name}: {ast.unparse(node)}"
+
+
+def test_what_vllms_offloading_reads_of_its_configuration_is_known() -> None:
+    """Else an operator who sets it is told that it does nothing."""
+    read: set[str] = set()
+    vllm = installed() / "vllm"
+    kv_offload = vllm / "v1/kv_offload"
+    front = vllm / "distributed/kv_transfer/kv_connector/v1/offloading"
+    places = [*kv_offload.glob("*.py"), *(kv_offload / "cpu").glob("*.py"), *front.glob("*.py")]
+    for path in (*places, kv_offload / "tiering/spec.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("extra_config.get")
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                read.add(str(node.args[0].value))
+    assert "cpu_bytes_to_use" in read
+    assert read <= {*VLLM_SETTINGS}
 
 
 def test_every_import_is_in_the_surface() -> None:

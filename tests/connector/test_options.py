@@ -1,0 +1,61 @@
+"""Options of the connector that nobody knows: told of at the start, by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connector.vllm import KVLakeConnector
+from tests.connector.configurations import kv_cache_config, vllm_config
+
+
+def told(model: Path, caplog: pytest.LogCaptureFixture, role: Any, **extra: Any) -> list[str]:
+    caplog.clear()
+    KVLakeConnector(vllm_config(model, **extra), role, kv_cache_config()).shutdown()
+    return [one.getMessage() for one in caplog.records if "does nothing" in one.message]
+
+
+def test_a_misspelt_one_is_told_with_the_nearest(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = told(model, caplog, KVConnectorRole.SCHEDULER, chunk_token=512, sokcet="/run/a")
+    first, second = lines
+    assert first == (
+        "kvlake: kv_connector_extra_config['chunk_token']=512 is not known and does nothing; "
+        "did you mean 'chunk_tokens'?"
+    )
+    assert "['sokcet']='/run/a'" in second
+    assert "'socket'?" in second
+
+
+def test_one_that_is_like_none_is_told_with_all(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line,) = told(model, caplog, KVConnectorRole.SCHEDULER, qq={"a": 1})
+    assert "'qq']={'a': 1} is not known" in line
+    assert line.endswith(
+        "may hold attach_seconds, chunk_tokens, load_tokens_min, socket, weights_digest"
+    )
+
+
+def test_workers_and_engines_that_are_rightly_configured_say_nothing(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert told(model, caplog, KVConnectorRole.WORKER, chunk_token=512) == []
+    assert told(model, caplog, KVConnectorRole.SCHEDULER, weights_digest="sampled") == []
+
+
+def test_as_one_of_several_its_own_options_are_meant(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A MultiConnector's own, such as `connectors`, it is not shown."""
+    config = vllm_config(model, others=("EmptyConnector",), chunk_token=1)
+    caplog.clear()
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+    lines = [one.getMessage() for one in caplog.records if "does nothing" in one.message]
+    assert len(lines) == 1
+    assert "'chunk_token'" in lines[0]
