@@ -1,9 +1,10 @@
 """Whoever follows the stream has what the engine's own cache, host memory and the store hold.
 
 Random requests in small caches, several at a time and many of them again: blocks are evicted in
-the engine and from host memory, and vLLM has some of them twice. In between vLLM's cache is reset,
-the sidecar is started again beneath the engine, and the engine is. Compared are names alone: the
-hashes in vLLM's block pool, and the keys in the sidecar's directory.
+the engine and from host memory, the store's oldest are collected, and vLLM has some blocks twice.
+In between vLLM's cache is reset, the sidecar is started again beneath the engine, and the engine
+is. Compared are names alone: the hashes in vLLM's block pool, and the keys in the sidecar's
+directory. So is what vLLM's own publisher tells of host memory and the store, after a step.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import telling
 from tests.e2e.arms import BLOCK_TOKENS, SESSIONS, counters, idle, words
 from tests.e2e.group_suite import ENGINE_ARGS
-from tests.e2e.setups import folder_store, listed
+from tests.e2e.setups import folder_store
 from tests.e2e.test_hybrid import WINDOW, write_gemma
-from tests.sidecar.subscriber import Subscriber
+from tests.sidecar.subscriber import Place, Subscriber
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,11 +31,18 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-MEDIA: Final = ("GPU", "CPU", "STORAGE")
+TIERS: Final = ("CPU", "STORAGE")
+MEDIA: Final = ("GPU", *TIERS)
 TOKENS_MAX: Final = 850
 PROMPTS: Final = 8
 """Of a number, a longer one begins as a shorter one."""
 EQUAL_SECONDS_MAX: Final = 30.0
+SMALL_STORE: Final[dict[str, Any]] = {
+    # Of each group's chunks.
+    "objects_max": 12,
+    "deadline_seconds_max": "3s",
+    "gc": {"every": "1s", "grace": "3200ms"},
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def bucket_of(folder: Path, case: Case) -> Path:
 def sidecar(folder: Path, case: Case) -> Iterator[SidecarProcess]:
     config: dict[str, Any] = {
         "host": {"size": "24MiB", "after_stop": "keep"},
-        "store": folder_store(bucket_of(folder, case)),
+        "store": {**folder_store(bucket_of(folder, case)), **SMALL_STORE},
         "events": {"enabled": True},
     }
     sidecar = SidecarProcess(folder / str(case), config, program=telling.PROGRAM)
@@ -103,21 +111,26 @@ def spec(
 
 
 @pytest.fixture
-def followers(sidecar: SidecarProcess) -> Iterator[Followers]:
-    followers = Followers(sidecar)
+def followers(sidecar: SidecarProcess, spec: EngineSpec) -> Iterator[Followers]:
+    followers = Followers(sidecar, spec.engine_args["kv_events_config"])
     yield followers
     followers.close()
 
 
 class Followers:
-    """A subscriber that was there from the start, and others that come late."""
+    """A subscriber that was there from the start, and others that come late; and one of an
+    engine's own publisher."""
 
-    def __init__(self, sidecar: SidecarProcess) -> None:
+    def __init__(self, sidecar: SidecarProcess, published: dict[str, Any]) -> None:
         self._sidecar = sidecar
+        self._published = published
         self._made: list[Subscriber] = []
-        self.first = self._subscribe()
+        self.first = self._subscribe(sidecar.status()["events"])
+        self.own: Subscriber | None = None
         self.seen: telling.Blocks = set()
         """All that the engine's cache was found to hold."""
+        self.stored: telling.Blocks = set()
+        """All that the store was found to hold."""
         self.copies = 0
         """The most of one block."""
 
@@ -128,12 +141,32 @@ class Followers:
     def check(self, engine: Engine | None) -> dict[str, telling.Blocks]:
         """Assert that each has what there is, and what that is. Without an engine it is gone."""
         self._equal(self.first, engine)
-        late = self._subscribe()
+        late = self._subscribe(self._sidecar.status()["events"])
         late.see()
         return self._equal(late, engine)
 
-    def _subscribe(self) -> Subscriber:
-        events = self._sidecar.status()["events"]
+    def meet(self) -> None:
+        """Subscribe to what an engine publishes itself, from its start."""
+        self.own = self._subscribe(self._published)
+
+    def check_published(self, engine: Engine) -> None:
+        """Assert that the engine itself has told what the tiers hold."""
+        assert self.own is not None
+        deadline = time.monotonic() + EQUAL_SECONDS_MAX
+        while True:
+            # It tells with its steps. Of less than a block nothing is cached.
+            engine.generate(words(BLOCK_TOKENS // 2, 0), max_tokens=1, cache_salt="all")
+            self.own.take(50)
+            self.own.recover()
+            held = telling.in_directory(self._sidecar)
+            had = {medium: telling.followed(self.own, medium) for medium in TIERS}
+            if held == had:
+                break
+            assert time.monotonic() < deadline, apart(held, had)
+        assert not self.own.snapshots, "vLLM gives none"
+        assert places(self.own) == places(self.first)
+
+    def _subscribe(self, events: dict[str, Any]) -> Subscriber:
         self._made.append(Subscriber(events["endpoint"], events["replay_endpoint"]))
         return self._made[-1]
 
@@ -148,11 +181,7 @@ class Followers:
                 break
             subscriber.take(50)
             subscriber.recover()
-        apart = {
-            medium: (len(held[medium]), held[medium] - had[medium], had[medium] - held[medium])
-            for medium in MEDIA
-        }
-        raise AssertionError(f"held, not told, told and not held: {apart}")
+        raise AssertionError(apart(held, had))
 
     def _held(self, engine: Engine | None) -> dict[str, telling.Blocks]:
         copies: dict[telling.Block, int] = {}
@@ -160,7 +189,24 @@ class Followers:
             copies = telling.copies_of(engine)
         self.seen |= copies.keys()
         self.copies = max(self.copies, *copies.values(), 0)
-        return {"GPU": set(copies), **telling.in_directory(self._sidecar)}
+        tiers = telling.in_directory(self._sidecar)
+        self.stored |= tiers["STORAGE"]
+        return {"GPU": set(copies), **tiers}
+
+
+def apart(
+    held: dict[str, telling.Blocks], had: dict[str, telling.Blocks]
+) -> dict[str, tuple[int, telling.Blocks, telling.Blocks]]:
+    """Of each medium how many are held, what of it was not told, and what else was told."""
+    return {
+        medium: (len(blocks), blocks - had[medium], had[medium] - blocks)
+        for medium, blocks in held.items()
+    }
+
+
+def places(subscriber: Subscriber) -> set[Place]:
+    """Where a subscriber has chunks of the tiers: medium, owner and group."""
+    return {place for place, held in subscriber.blocks.items() if held and place.medium in TIERS}
 
 
 def check_groups(subscriber: Subscriber) -> None:
@@ -210,7 +256,6 @@ def twice(engine: Engine) -> None:
 def first_life(
     engine: Engine,
     sidecar: SidecarProcess,
-    bucket: Path,
     case: Case,
     followers: Followers,
     chooser: random.Random,
@@ -220,6 +265,7 @@ def first_life(
         run(engine, chooser, rounds)
         twice(engine)
         held = followers.check(engine)
+        followers.check_published(engine)
     assert all(held.values())
     assert {group for group, _ in held["GPU"]} == case.groups
     if len(case.groups) > 1:
@@ -230,20 +276,23 @@ def first_life(
     # vLLM tells of that with its next step.
     run(engine, chooser, 1)
     followers.check(engine)
+    followers.check_published(engine)
     run(engine, chooser, 6)
     held = followers.check(engine)
+    assert followers.stored - held["STORAGE"], "chunks were collected"
     sidecar.wait("everything ended", idle)
     assert counters(sidecar)["chunks_evicted"] > 0
     assert sidecar.drain() == 0
     sidecar.start()
     attached(sidecar)
-    listed(sidecar, bucket)
+    sidecar.wait("the catalog is read", lambda now: now["tiers"]["store"]["chunks"])
     # The engine has made no step, and its blocks are known; so is what outlived the sidecar.
     again = followers.check(engine)
     assert again["GPU"] == held["GPU"]
     assert all(again.values())
     run(engine, chooser, 6)
     followers.check(engine)
+    followers.check_published(engine)
     (joined,) = sidecar.status()["events"]["engines"]
     assert joined["gaps"] == 0
 
@@ -256,7 +305,8 @@ def test_a_random_life_with_evictions_and_restarts(
     with Engine(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         attached(sidecar)
-        first_life(engine, sidecar, bucket_of(folder, case), case, followers, chooser)
+        followers.meet()
+        first_life(engine, sidecar, case, followers, chooser)
     sidecar.wait("the engine is gone", lambda now: not now["sessions"])
     left = followers.check(None)
     assert left["CPU"]
@@ -265,5 +315,7 @@ def test_a_random_life_with_evictions_and_restarts(
         with Engine(spec, folder / "engine.log") as engine:
             engine.wait_ready()
             attached(sidecar)
+            followers.meet()
             run(engine, chooser, 6)
             assert all(followers.check(engine).values())
+            followers.check_published(engine)
