@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 import zmq
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from sidecar.kvevents import CacheEvent
     from sidecar.listed import Keys
     from sidecar.realms import Realms
+
+T = TypeVar("T")
 
 EVENTS_PER_BATCH_MAX: Final = 512
 HASHES_PER_EVENT_MAX: Final = 4096
@@ -193,7 +195,7 @@ class EventStream:
         """
         yield encode(EventBatch(self._clock(), [AllBlocksCleared()]))
         for feed in list(self.engines.values()):
-            yield from self._payload(list(feed.blocks.snapshot()), feed.blocks.data_parallel_rank)
+            yield from self._payload(feed.blocks.snapshot(), feed.blocks.data_parallel_rank)
         for realm in list(self._directory.realms.values()):
             if realm.readable:
                 for names in _parts(self._stored_names(realm), HASHES_PER_EVENT_MAX):
@@ -203,10 +205,9 @@ class EventStream:
                 yield from self._payload(self._hosted(realm, keys))
 
     def _payload(
-        self, events: list[CacheEvent], data_parallel_rank: int | None = None
+        self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None
     ) -> Iterator[bytes]:
-        for start in range(0, len(events), EVENTS_PER_BATCH_MAX):
-            part = events[start : start + EVENTS_PER_BATCH_MAX]
+        for part in _parts(events, EVENTS_PER_BATCH_MAX):
             yield encode(EventBatch(self._clock(), part, data_parallel_rank))
 
     def _hosted(self, realm: Held, keys: list[bytes]) -> list[CacheEvent]:
@@ -328,8 +329,8 @@ def _knows_tokens(realm: Held) -> bool:
     return layout is None or layout.knows_tokens
 
 
-def _parts(items: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    part: list[bytes] = []
+def _parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    part: list[T] = []
     for item in items:
         part.append(item)
         if len(part) == size:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
-from sidecar import kvevents
+from sidecar import engineblocks, eventstream, kvevents
 from sidecar.engineblocks import EngineBlocks
+from sidecar.eventstream import EventStream
 from sidecar.kvevents import name_of
 from sidecar.protocol import HITS_OWNER, Outcome
 from tests.sidecar.client import (
@@ -255,3 +258,37 @@ def test_of_a_range_that_vllm_kept_in_part_no_tokens_are_made_up() -> None:
     (held,) = blocks.snapshot()
     assert isinstance(held, kvevents.BlockStored)
     assert (held.block_hashes, held.token_ids, held.parent_block_hash) == ([4], [], None)
+
+
+def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be a million, and the event loop turns between two parts."""
+    made: list[int] = []
+    one_of = engineblocks._one_of
+
+    def counting(event: kvevents.BlockStored, position: int) -> kvevents.BlockStored:
+        made.append(position)
+        return one_of(event, position)
+
+    monkeypatch.setattr(engineblocks, "_one_of", counting)
+    nobody = SimpleNamespace(realms={}, publish=lambda _: None)
+    stream = EventStream(
+        cast("Any", nobody),
+        cast("Any", nobody),
+        cast("Any", nobody),
+        np.empty(0, np.uint8),
+        first_number=1,
+        batches_max=8,
+        bytes_max=1 << 20,
+    )
+    blocks = EngineBlocks("e")
+    applied(blocks, stored(*range(3 * eventstream.EVENTS_PER_BATCH_MAX)))
+    stream.engines[1] = cast("Any", SimpleNamespace(blocks=blocks))
+    payloads = stream.snapshot()
+    next(payloads)
+    assert not made
+    for parts in range(1, 4):
+        next(payloads)
+        assert len(made) == parts * eventstream.EVENTS_PER_BATCH_MAX
+    assert not list(payloads)
