@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
-from connector.options import complain_of_unknown, flag_of
+from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
 from connector.refusals import media_refusal, prefix_refusal
 from connector.weights import WeightsUnknown
 
@@ -56,26 +56,6 @@ logger = logging.getLogger("vllm.kvlake")
 
 TIER: Final = "KVLakeTier"
 OWN_SETTINGS: Final = ("socket", "attach_seconds")
-VLLM_SETTINGS: Final = (
-    "spec_name",
-    "spec_module_path",
-    "cpu_bytes_to_use",
-    "block_size",
-    "blocks_per_chunk",
-    "canonical_layout",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-    "eviction_policy",
-    "cache_policy_module_path",
-    "store_threshold",
-    "max_tracker_size",
-    "secondary_tiers",
-    "backpressure",
-    # From vLLM 0.33 on.
-    "tier_poll_interval_s",
-    "sync_load_budget_bytes",
-)
-"""What vLLM reads of the same configuration."""
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (vLLM's region is there as well)
 
 
@@ -121,8 +101,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The manager of tiers, which is vLLM's, with ours as the last."""
         if self._manager is None:
-            known = (*OWN_SETTINGS, "weights_digest", "adapters_by_path", *VLLM_SETTINGS)
-            complain_of_unknown(self.config.extra_config, known)
+            complain_of_unknown(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
             refusal = note.get("refusal", "")
             if note.get("prefixes") is False:

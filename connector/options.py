@@ -27,6 +27,36 @@ CONNECTOR_OPTIONS: Final = (
 )
 """What `KVLakeConnector` takes."""
 
+VLLM_OFFLOADING_OPTIONS: Final = (
+    "spec_name",
+    "spec_module_path",
+    "cpu_bytes_to_use",
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "eviction_policy",
+    "cache_policy_module_path",
+    "store_threshold",
+    "max_tracker_size",
+    "secondary_tiers",
+    "backpressure",
+    # From vLLM 0.33 on.
+    "tier_poll_interval_s",
+    "sync_load_budget_bytes",
+)
+"""What vLLM's own offloading takes, of the same configuration as ours."""
+
+OFFLOADING_OPTIONS: Final = (
+    *VLLM_OFFLOADING_OPTIONS,
+    "socket",
+    "attach_seconds",
+    "weights_digest",
+    "adapters_by_path",
+)
+"""What an engine of `KVLakeOffloadingSpec` takes."""
+
 
 def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
     """Tell of options that do nothing, which are most often another's name misspelt."""

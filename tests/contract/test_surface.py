@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from connector.offloading import VLLM_SETTINGS
+from connector.options import VLLM_OFFLOADING_OPTIONS
 from connector.processing import _MEDIA_SETTINGS, _MODEL_SETTINGS
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
@@ -152,7 +152,7 @@ def test_what_vllms_offloading_reads_of_its_configuration_is_known() -> None:
             ):
                 read.add(str(node.args[0].value))
     assert "cpu_bytes_to_use" in read
-    assert read <= {*VLLM_SETTINGS}
+    assert read <= {*VLLM_OFFLOADING_OPTIONS}
 
 
 def test_every_import_is_in_the_surface() -> None:
