@@ -122,8 +122,11 @@ class RequestState:
     from_store_keys: set[bytes] = field(default_factory=set[bytes])
     load: Load | None = None
     load_failed: bool = False
+    adapter: str = ""
+    """What tells its LoRA adapter from others."""
     void: bool = False
-    """The cache was reset while this request ran: its KV is of the old weights."""
+    """Its KV may be of other weights than its keys say: the cache was reset while it ran, or it
+    began with blocks of before, or its adapter was replaced."""
     prompt_tail_done: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     undrafted: bool = False
@@ -139,6 +142,12 @@ class RequestState:
     def chain(self) -> KeyChain:
         """Keys of its chunks in the first group, and all of its tokens."""
         return self.groups[0].chain
+
+    @property
+    def adapter_id(self) -> int:
+        """The number that vLLM knows its adapter by; 0 without one."""
+        lora = getattr(self.request, "lora_request", None)
+        return 0 if lora is None else int(lora.lora_int_id)
 
     @property
     def in_flight_tokens(self) -> int:
@@ -180,6 +189,10 @@ class Requests(dict[str, RequestState]):
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
         self._adapters_refused: set[tuple[str, str, int]] = set()
+        self._adapters_loaded: dict[int, str] = {}
+        """Of each number, what vLLM has loaded, or will have by the next step."""
+        self.ended: list[RequestState] = []
+        """Requests that ended and whose last stores are not sent yet."""
         self._reader = WishReader()
         self.generation = b""
         """Part of every key made from now on; a new one makes everything older unknown."""
@@ -203,9 +216,35 @@ class Requests(dict[str, RequestState]):
                 tenant=tenant_id(request.cache_salt or ""),
                 wishes=self._reader.wishes_of(request),
             )
+            state.adapter = adapter
+            self._void_beside(state)
             self[request.request_id] = state
         state.extend()
         return state
+
+    def end(self, request_id: str) -> RequestState | None:
+        """Forget a request, if it is one that is cached."""
+        state = self.pop(request_id, None)
+        if state is not None:
+            self.ended.append(state)
+        return state
+
+    def void_all(self) -> None:
+        """Nothing of what is known now is to be cached any more."""
+        for state in (*self.values(), *self.ended):
+            state.void = True
+
+    def _void_beside(self, new: RequestState) -> None:
+        """An adapter is replaced at once: requests of both do not know which computed them.
+
+        Each of a batch may bring its own back, so the new ones are void as long as there are old.
+        """
+        if not new.adapter_id:
+            return
+        for state in (*self.values(), *self.ended):
+            if state.adapter_id == new.adapter_id and state.adapter != new.adapter:
+                state.void = True
+                new.void |= state.request.request_id in self
 
     def _group_states(self, request: Any, adapter: str) -> list[GroupState]:
         media = [
@@ -248,4 +287,16 @@ class Requests(dict[str, RequestState]):
                     self._adapters_refused.add(place)
                     logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
                 return None
+        if lora.load_inplace:
+            self._adapters_loaded[lora.lora_int_id] = identity
+        elif self._adapters_loaded.setdefault(lora.lora_int_id, identity) != identity:
+            # vLLM goes on with what it has, unless it gave that up for others.
+            if place not in self._adapters_refused:
+                self._adapters_refused.add(place)
+                logger.warning(
+                    "kvlake: adapter %s is not cached: lora_int_id %d was another's before",
+                    lora.lora_name,
+                    lora.lora_int_id,
+                )
+            return None
         return identity

@@ -94,9 +94,16 @@ class SchedulerRole:
         self._plan = StepPlan()
         self._next_id = 1
         self._loading: set[str] = set()
+        self._world_size = world_size
+        self._unsent: dict[int, RequestState] = {}
+        """Whose the stores are that are planned and not sent yet."""
         self._block_pool: Any = None
         self._pool_names: Any = None
         """The pool's map of cached blocks, as it was when events were taken last."""
+        self._planned_names: Any = None
+        """The same, as it was in the last step."""
+        self._stale_names: Any = None
+        """The same, of before the connector was reset, where vLLM's own cache was not."""
         self._tiers = TierEvents()
         self._beside_others = settings.beside_others
         self._stale_told = 0
@@ -131,9 +138,11 @@ class SchedulerRole:
         if self.retired:
             return 0
         state = self._requests.track(request)
-        if state is None or state.void or request.skip_reading_prefix_cache:
+        if state is None:
             return 0
         state.local_tokens = state.known_tokens = local_tokens
+        if state.void or request.skip_reading_prefix_cache or self._begins_stale(state):
+            return 0
         session = self._client.session
         if not self._reads(state) or state.load_failed or session is None:
             return 0
@@ -175,6 +184,7 @@ class SchedulerRole:
         if state is None:
             return
         state.scheduled_tokens = 0
+        state.void |= self._begins_stale(state)
         if external_tokens <= 0:
             state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted
@@ -250,12 +260,23 @@ class SchedulerRole:
         """
         self._poll()
         self._rate.step(self._clock(), sum(scheduled.values()))
+        self._discard_void()
+        self._planned_names = self._cached_names()
         if self._settings.writes:
             self._store_step(scheduled, block_ids_of, states)
         plan, self._plan = self._plan, StepPlan()
+        self._unsent.clear()
+        self._requests.ended.clear()
         plan.retired = self.retired
         plan.waiting = bool(self._waits.pending or self._loading or self.stores_outstanding)
         return plan
+
+    def _discard_void(self) -> None:
+        """Of what was planned since the last step, store nothing that is void by now."""
+        void = {job_id for job_id, state in self._unsent.items() if state.void}
+        if void:
+            self._plan.stores = [one for one in self._plan.stores if one.job_id not in void]
+            self._stores.ended(StepReport(dict.fromkeys(void, self._world_size)))
 
     def _store_step(
         self,
@@ -272,10 +293,16 @@ class SchedulerRole:
             for state, _ in requests:
                 state.undrafted = True
         # Seen before the first of them is stored: requests of one step may share blocks.
-        self._beside_others |= any(
-            not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
+        unknown = [
+            state
             for state, _ in requests
-        )
+            if not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
+        ]
+        self._beside_others |= bool(unknown)
+        if self._stale_names is not None and self._stale_names is self._cached_names():
+            # Of a block that vLLM's own cache has in part, for example.
+            for state in unknown:
+                state.void = True
         for state, num_tokens in requests:
             begun = state.step_taken
             state.scheduled_tokens += num_tokens
@@ -351,7 +378,7 @@ class SchedulerRole:
         Of one that vLLM `failed` nothing is stored: what it shares with others may be why.
         Returns what the request's answer is to say, of one that hands its prompt over.
         """
-        state = self._requests.pop(request.request_id, None)
+        state = self._requests.end(request.request_id)
         if state is None:
             return None
         self._waits.finished(state)
@@ -425,6 +452,7 @@ class SchedulerRole:
         store = self._stores.plan(session, state, parts, block_ids, self.stats, self._new_id)
         if store is not None:
             self._plan.stores.append(store)
+            self._unsent[store.job_id] = state
 
     def stores_ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""
@@ -451,12 +479,28 @@ class SchedulerRole:
         ages out.
         """
         self._requests.generation = os.urandom(16)
-        for state in self._requests.values():
-            state.void = True
+        self._requests.void_all()
+        names = self._cached_names()
+        if names is not None and names is self._planned_names:
+            # vLLM's own cache was not reset, and has blocks of before.
+            self._stale_names = names
         session = self._client.session
         if session is not None:
             # Nobody will ask for those keys again.
             self._client.send(session, Release(session.epoch, [], [], pins=True))
+
+    def _cached_names(self) -> Any:
+        """The block pool's map of cached blocks: vLLM makes a new one when it resets its cache."""
+        return None if self._block_pool is None else self._block_pool.cached_block_hash_to_block
+
+    def _begins_stale(self, state: RequestState) -> bool:
+        """Whether a request goes on from blocks of before a reset, or of what did."""
+        if self._stale_names is None:
+            return False
+        if self._cached_names() is not self._stale_names:
+            self._stale_names = None
+            return False
+        return state.local_tokens > 0
 
     def retire(self) -> None:
         """From now on nothing is cached: a rank can never share its memory, so no chunk is whole.
@@ -469,9 +513,8 @@ class SchedulerRole:
 
     def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""
-        # vLLM makes a new map when it resets its cache, tells of that before it asks us, and calls
-        # no connector for it unless it is asked to.
-        names = None if self._block_pool is None else self._block_pool.cached_block_hash_to_block
+        # vLLM tells of a reset before it asks us, and calls no connector for it unless asked to.
+        names = self._cached_names()
         if names is not self._pool_names:
             if self._pool_names is not None:
                 self._tiers.cleared()

@@ -83,6 +83,51 @@ class TestReset:
         assert set(engine.sidecar.parts) == before
         engine.check_idle()
 
+    def test_what_runs_between_two_resets_may_begin_with_blocks_of_before(
+        self, engine: Engine
+    ) -> None:
+        engine.garbled = True
+        first = engine.add(request_of("a", PROMPT, max_tokens=60))
+        engine.step()
+        engine.weights += 1
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+        engine.sidecar.run_all()
+        between = engine.add(request_of("b", PROMPT, max_tokens=1))
+        fresh = engine.add(request_of("c", [7] * 200, max_tokens=1))
+        engine.finish(between, fresh)
+        assert engine.computed["b"] < len(PROMPT), "vLLM's own cache has what is of before"
+        engine.sidecar.run_all()
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.finish(first)
+        engine.settle()
+        engine.forget()
+        engine.run(request_of("d", PROMPT, max_tokens=1))
+        engine.run(request_of("e", [7] * 200, max_tokens=1))
+        assert engine.computed["d"] == len(PROMPT)
+        assert engine.computed["e"] < 200
+        engine.forget()
+        # What is computed from then on is cached, hits of vLLM's own cache included.
+        engine.run(request_of("f", PROMPT, max_tokens=1))
+        assert engine.computed["f"] == len(PROMPT) - CACHED
+        longer = [*PROMPT, *[5] * 100]
+        engine.run(request_of("g", longer, max_tokens=1))
+        engine.forget()
+        engine.run(request_of("h", longer, max_tokens=1))
+        assert engine.computed["h"] < 50
+        engine.check_idle()
+
+    def test_a_request_of_before_is_no_other_connectors(self, engine: Engine) -> None:
+        """It goes on from vLLM's own cache, which is no sign of somebody else's load."""
+        request = engine.add(request_of("a", PROMPT, max_tokens=60))
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+        engine.scheduler.running.remove(request)
+        engine.scheduler._preempt_request(request, 0.0)
+        engine.finish(request)
+        assert engine.computed["a"] < 2 * len(PROMPT)
+        assert not engine.role._beside_others
+
     def test_a_request_of_before_stores_nothing_more(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()

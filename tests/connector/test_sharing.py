@@ -41,7 +41,8 @@ class TestWhoShares:
             path = str(tmp_path / name)
             (tmp_path / name).mkdir()
             (tmp_path / name / "adapter_model.bin").write_bytes(name.encode() * 100)
-            request = request_of(name, PROMPT, lora_request=LoRARequest(name, 1, path))
+            lora = LoRARequest(name, 1 + len(keys), path)
+            request = request_of(name, PROMPT, lora_request=lora)
             engine.role.new_request(request)
             keys.append(engine.role._requests[name].chain.keys[0])
         assert len({*keys, chain_of(engine, PROMPT).keys[0]}) == 4
@@ -60,6 +61,46 @@ class TestWhoShares:
         # vLLM goes on with what it has loaded, until it is told to load it again.
         assert key(2, inplace=False) == first
         assert key(3, inplace=True) != first
+
+    def test_requests_beside_an_adapter_that_is_loaded_in_its_place_are_void(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        """vLLM replaces it at once, in the midst of requests that it computes with it."""
+
+        def lora(path: str, *, inplace: bool) -> LoRARequest:
+            (tmp_path / path).mkdir(exist_ok=True)
+            (tmp_path / path / "adapter_model.bin").write_bytes(path.encode() * 100)
+            return LoRARequest("a", 1, str(tmp_path / path), load_inplace=inplace)
+
+        old, new = lora("old", inplace=False), lora("new", inplace=True)
+        other = request_of("other", PROMPT, max_tokens=60)
+        other.kv_transfer_params = {"kvlake": {"write": False}}
+        engine.add(other)
+        running = engine.add(request_of("running", PROMPT, max_tokens=60, lora_request=old))
+        short = engine.add(request_of("short", PROMPT[:224], max_tokens=18, lora_request=old))
+        engine.finish(short)
+        engine.sidecar.run_all()
+        stored = set(engine.sidecar.parts)
+        assert engine.role._plan.stores, "its last blocks, which are not sent yet"
+        beside = engine.add(request_of("beside", PROMPT, max_tokens=1, lora_request=new))
+        states = engine.role._requests
+        assert states["running"].void
+        assert states["beside"].void
+        assert not states["other"].void
+        engine.abort(other)
+        engine.finish(running, beside)
+        engine.settle()
+        assert set(engine.sidecar.parts) == stored
+        engine.check_idle()
+        # Once those of before are over, it is cached as any other.
+        after = engine.add(request_of("after", PROMPT, max_tokens=1, lora_request=new))
+        assert not states["after"].void
+        engine.finish(after)
+        engine.settle()
+        assert len(engine.sidecar.parts) > len(stored)
+        # vLLM has another one loaded under that number, or will have.
+        engine.add(request_of("late", PROMPT, max_tokens=1, lora_request=old))
+        assert "late" not in states
 
     def test_an_adapter_that_cannot_be_read_is_not_cached(
         self, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
