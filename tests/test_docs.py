@@ -84,3 +84,16 @@ def test_every_feature_has_a_test_or_says_that_it_has_none() -> None:
         paths = re.findall(r"`(tests/[\w/]+\.py)(?:::\w+)*`", verified)
         assert paths or verified.startswith("not verified"), feature
         assert all((REPOSITORY / path).is_file() for path in paths), feature
+
+
+def test_every_test_of_the_connector_has_a_word_on_vllms_own_offloading() -> None:
+    text = (REPOSITORY / "docs" / "support.md").read_text()
+    section = text.partition("## The connector's tests on vLLM's own offloading")[2]
+    section = section.partition("\n## ")[0]
+    exempt, _, table = section.partition("Not asked of it")[2].partition("\n|")
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = re.findall(r"`(test_\w+\.py)`", " ".join([exempt, *rows]))
+    there = {path.name for path in (REPOSITORY / "tests" / "e2e").glob("test_*.py")}
+    native = {name for name in there if name.startswith("test_native_")}
+    assert sorted(told) == sorted(there - native)
+    assert native <= set(re.findall(r"`(\w+\.py)`", table))

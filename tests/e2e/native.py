@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from sidecar.demo.engine import Engine, EngineFailed, EngineSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOST_TIER_BYTES: Final = 128 * 1024 * 1024
 BLOCKS_PER_CHUNK: Final = 1
 CHUNK_TOKENS: Final = 32
 SETTLE_SECONDS_MAX: Final = 90.0
+
+
+def settled_path(settled: str, rank: int) -> Path:
+    """The file that is there while nothing of a data-parallel rank runs or is stored."""
+    return Path(f"{settled}-{rank}")
 
 
 class NativeEngine(Engine):
@@ -36,7 +39,9 @@ class NativeEngine(Engine):
     spec_module = "tests.e2e.settling"
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
-        self._settled = log.with_suffix(".settled")
+        settled = str(log.with_suffix(".settled"))
+        ranks = int(spec.engine_args.get("data_parallel_size", 1))
+        self._settled = [settled_path(settled, rank) for rank in range(ranks)]
         extra = {
             "spec_name": self.spec_name,
             "spec_module_path": self.spec_module,
@@ -45,7 +50,7 @@ class NativeEngine(Engine):
             "blocks_per_chunk": self.blocks_per_chunk,
             # Its adapters stay what they are for as long as a sidecar lives.
             "adapters_by_path": True,
-            "settled": str(self._settled),
+            "settled": settled,
             **spec.connector_extra,
         }
         connector = {
@@ -58,7 +63,7 @@ class NativeEngine(Engine):
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """As the base class, once everything is stored."""
         deadline = time.monotonic() + SETTLE_SECONDS_MAX
-        while not self._settled.is_file():
+        while not all(settled.is_file() for settled in self._settled):
             if time.monotonic() > deadline:
                 raise EngineFailed(f"stores did not end in {SETTLE_SECONDS_MAX:.0f} s")
             time.sleep(0.005)

@@ -1,17 +1,19 @@
 """`SettlingSpec`: the offloading spec as `native.py` needs it; loaded in an engine's process.
 
 vLLM's host tier is emptied before a request that comes alone, and a file is there while nothing
-runs, stores or is carried.
+runs, stores or is carried; each data-parallel rank has its own of either.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from connector.offloading import KVLakeOffloadingSpec
+from tests.e2e.native import settled_path
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
 
@@ -20,7 +22,8 @@ class SettlingSpec(KVLakeOffloadingSpec):
 
     def get_manager(self) -> Any:
         manager: Any = super().get_manager()
-        return _settling(manager, Path(self.extra_config["settled"]))
+        rank = self.config.parallel.data_parallel_index
+        return _settling(manager, settled_path(self.extra_config["settled"], rank))
 
 
 def _settling(manager: Any, settled: Path) -> Any:

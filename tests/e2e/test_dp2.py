@@ -55,9 +55,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
     spec = EngineSpec(model, sidecar.socket, engine_args, connector, threads_bind="0|1")
     with Engine(spec, folder / "engine.log") as engine:
         engine.wait_ready()
-        sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
-        for rank in range(RANKS):
-            _attached(engine, sidecar, rank)
+        attach_ranks(engine, sidecar)
         yield engine
         empty(engine)
         sidecar.wait("everything ended", idle)
@@ -79,6 +77,13 @@ def _events() -> dict[str, Any]:
                 "endpoint": f"tcp://*:{first}",
                 "replay_endpoint": f"tcp://*:{first + RANKS}",
             }
+
+
+def attach_ranks(engine: Engine, sidecar: SidecarProcess) -> None:
+    """Wait until all ranks are attached to this sidecar, as both sides see it."""
+    sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
+    for rank in range(RANKS):
+        _attached(engine, sidecar, rank)
 
 
 def _attached(engine: Engine, sidecar: SidecarProcess, rank: int) -> None:
