@@ -11,8 +11,9 @@ import inspect
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
     supports_hma,
@@ -39,6 +41,7 @@ from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
 from connector.refusals import refusal_of
 from connector.vllm import KVLakeConnector
+from tests.connector.configurations import kv_cache_config, vllm_config
 from tests.contract.base import OVERRIDDEN
 
 READ_OF_A_REQUEST = [
@@ -170,6 +173,28 @@ class TestAggregation:
         assert second is not None
         assert second.kv_connector_output is not None
         assert second.kv_connector_output.failed_recving == {"a"}
+
+    def test_what_no_rank_tells(self, model: Path) -> None:
+        """Counts and events are the scheduler's, failed loads are told by request."""
+        worker = KVLakeConnector(vllm_config(model), KVConnectorRole.WORKER, kv_cache_config())
+        assert worker.get_kv_connector_stats() is None
+        assert worker.get_kv_connector_kv_cache_events() is None
+        assert worker.get_block_ids_with_load_errors() == set()
+        aggregator = KVOutputAggregator.from_connector(worker, 3)
+        # All ranks are waited for, as no number is given.
+        for ranks in ((0, 1), (2,)):
+            outputs = [
+                self.output(rank, finished_recving={"a"} if rank in ranks else None)
+                for rank in range(3)
+            ]
+            made = aggregator.aggregate(cast("Any", outputs))
+            assert made is not None
+            assert made.kv_connector_output is not None
+            assert made.kv_connector_output.finished_recving == ({"a"} if 2 in ranks else None)
+            assert made.kv_connector_output.kv_connector_stats is None
+            assert made.kv_connector_output.kv_cache_events is None
+            assert not made.kv_connector_output.invalid_block_ids
+        worker.shutdown()
 
     def test_a_report_alone_is_not_nothing(self) -> None:
         # vLLM drops connector outputs that are empty; one with only our report must arrive.
