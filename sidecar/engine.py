@@ -59,7 +59,7 @@ from sidecar.pins import Pins
 from sidecar.protocol import Error, JobOutcome, Outcome, Role
 from sidecar.reads import Reads
 from sidecar.store import StoreTier
-from sidecar.telling import Telling
+from sidecar.telling import Tellings
 from sidecar.tenants import Tenants, TenantSnapshot
 from sidecar.writes import WritePolicy, Writes
 
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.listed import Keys
-    from sidecar.protocol import Events
     from sidecar.slotallocator import SlotAllocator
     from tiers.policy.policy import Policy
 
@@ -189,11 +188,11 @@ class Engine:
         self._epoch = epoch
         self._slots = slots
         self._sessions: dict[int, SessionOpened] = {}
-        self._tellings: dict[int, Telling] = {}
         self._draining = False
         self._tell = tell
         self._tell_listed = tell_listed
         self._outbox = Outbox(epoch)
+        self._tellings = Tellings(epoch, self._outbox.emit)
         self.directory = self._directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
         self.bounds = Bounds(limits.bounds)
@@ -361,7 +360,7 @@ class Engine:
             self._leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:
                 realms = [self._directory.realms[group.realm_id] for group in event.groups]
-                self._tellings[event.session_id] = Telling(self._epoch, realms)
+                self._tellings.open(event.session_id, realms)
         self._sessions[event.session_id] = event
 
     def _handle_session(
@@ -394,9 +393,8 @@ class Engine:
                     self._lookups.release(session.session_id, lookup_id)
                 if event.pins:
                     self._kept.close_session(session.session_id)
-                telling = self._tellings.get(session.session_id)
-                if telling is not None and event.heard >= 0:
-                    self._say(session.session_id, telling.listens(event.heard))
+                if event.heard >= 0:
+                    self._tellings.listens(session.session_id, event.heard)
             case _:
                 text = f"{type(event).__name__} is not for a {session.role} session to send"
                 self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
@@ -434,7 +432,7 @@ class Engine:
 
     def _close(self, session: SessionOpened) -> None:
         del self._sessions[session.session_id]
-        self._tellings.pop(session.session_id, None)
+        self._tellings.close_session(session.session_id)
         self._lookups.close_session(session.session_id)
         self._kept.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
@@ -444,12 +442,7 @@ class Engine:
         self._outbox.emit(IndexOffer(realm.realm_id, keys))
         if self._tell_listed is not None:
             self._tell_listed(realm, keys)
-        for session_id, telling in self._tellings.items():
-            self._say(session_id, telling.listed(realm, keys))
-
-    def _say(self, session_id: int, messages: list[Events]) -> None:
-        for message in messages:
-            self._outbox.emit(Reply(session_id, message))
+        self._tellings.listed(realm, keys)
 
     def _chunk_complete(self, chunk: Chunk) -> None:
         self._writes.completed(chunk)
@@ -485,8 +478,7 @@ class Engine:
         if changes:
             if self._tell is not None:
                 self._tell(changes)
-            for session_id, telling in self._tellings.items():
-                self._say(session_id, telling.changed(changes))
+            self._tellings.changed(changes)
         return self._outbox.take()
 
     def clear(self) -> list[Command]:

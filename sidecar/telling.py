@@ -1,7 +1,7 @@
-"""What one scheduler is told of the tiers: first all that its realms hold, then what changes.
+"""What schedulers are told of the tiers: first all that their realms hold, then what changes.
 
-Owns how far it has been told, how far it has listened, and what waits to be told. Does not own what
-changes (`directory.py`) nor how messages leave (`outbox.py`). Pure.
+Owns which of them asked to be told, how far each has been, how far it has listened, and what waits
+to be told. Does not own what changes (`directory.py`) nor how messages leave (`outbox.py`). Pure.
 
 Invariants:
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from sidecar.commands import Command, Reply
 from sidecar.kvevents import NAME_BYTES
 from sidecar.listed import key_list
 from sidecar.protocol import Events, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sidecar.directory import Chunk, FlagChange, Realm
     from sidecar.listed import Keys
@@ -40,6 +41,43 @@ T = TypeVar("T")
 
 _TIERS: Final = ("host", "store")
 _Said = tuple[list[StoredEvent], list[RemovedEvent]]
+
+
+class Tellings:
+    """To all schedulers that asked for it, by their sessions."""
+
+    def __init__(self, epoch: int, emit: Callable[[Command], None]) -> None:
+        self._epoch = epoch
+        self._emit = emit
+        self._by_session: dict[int, Telling] = {}
+
+    def open(self, session_id: int, realms: Sequence[Realm]) -> None:
+        """A scheduler wants to be told of its realms, one for each group."""
+        self._by_session[session_id] = Telling(self._epoch, realms)
+
+    def close_session(self, session_id: int) -> None:
+        """A session is over."""
+        self._by_session.pop(session_id, None)
+
+    def listens(self, session_id: int, taken: int) -> None:
+        """A session has taken so many messages."""
+        telling = self._by_session.get(session_id)
+        if telling is not None:
+            self._say(session_id, telling.listens(taken))
+
+    def changed(self, changes: list[FlagChange]) -> None:
+        """Take what changed."""
+        for session_id, telling in self._by_session.items():
+            self._say(session_id, telling.changed(changes))
+
+    def listed(self, realm: Realm, keys: Keys) -> None:
+        """Take chunks that a listing told of."""
+        for session_id, telling in self._by_session.items():
+            self._say(session_id, telling.listed(realm, keys))
+
+    def _say(self, session_id: int, messages: list[Events]) -> None:
+        for message in messages:
+            self._emit(Reply(session_id, message))
 
 
 class Telling:
