@@ -30,6 +30,7 @@ from sidecar.protocol import (
 )
 from sidecar.session import check_shape
 from tests.sidecar.client import (
+    LAYERS,
     NAMESPACE,
     ROOT,
     RefusedError,
@@ -49,11 +50,14 @@ OTHER_BLOCK_TOKENS = 32
 OTHER_PER_CHUNK = 2
 
 
-def other_layout() -> KVLayout:
+OTHER_HEADS = 2
+
+
+def other_layout(rank: int = 0, world_size: int = 1) -> KVLayout:
     """Group 1 in the memory of `layout_of()`: its pages are half as large, and padded."""
-    first = layout_of()
+    first, heads = layout_of(rank, world_size), OTHER_HEADS // world_size
     return KVLayout(
-        segment=Segment(0, 2, 0, 2),
+        segment=Segment(0, 2, rank * heads, heads),
         num_blocks=first.num_blocks,
         block_tokens=OTHER_BLOCK_TOKENS,
         content_bytes=32,
@@ -67,8 +71,8 @@ def other_layout() -> KVLayout:
     )
 
 
-def other_group(role: Role, **changes: Any) -> Group:
-    layout = other_layout() if role is Role.WORKER else None
+def other_group(role: Role, rank: int = 0, world_size: int = 1, **changes: Any) -> Group:
+    layout = other_layout(rank, world_size) if role is Role.WORKER else None
     segment = None if layout is None else layout.segment
     group = Group(OTHER_NAMESPACE, OTHER_BLOCK_TOKENS, OTHER_PER_CHUNK, segment, layout)
     return msgspec.structs.replace(group, **changes)
@@ -77,16 +81,22 @@ def other_group(role: Role, **changes: Any) -> Group:
 class HybridWorker(Worker):
     """A worker of two groups."""
 
-    def __init__(self, path: Path, **changes: Any) -> None:
-        super().__init__(path, groups=(other_group(Role.WORKER),), **changes)
-        self.first = self.layout
+    def __init__(self, path: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> None:
+        super().__init__(
+            path,
+            groups=(other_group(Role.WORKER, rank, world_size),),
+            rank=rank,
+            world_size=world_size,
+            **changes,
+        )
+        self.first, self.other = self.layout, other_layout(rank, world_size)
 
     def fill_group(self, group: int, blocks: Sequence[int]) -> list[bytes]:
-        self.layout = other_layout() if group else self.first
+        self.layout = self.other if group else self.first
         return self.fill(blocks, seed=group)
 
     def read_group(self, group: int, block: int) -> bytes:
-        self.layout = other_layout() if group else self.first
+        self.layout = self.other if group else self.first
         return self.read(block)
 
 
@@ -237,6 +247,61 @@ def test_chunks_of_both_groups_come_back_from_the_store(short_directory: Path) -
         assert worker.outcome(2) is Outcome.OK
         assert [worker.read_group(0, block) for block in (1, 2, 3, 4)] == contents[0]
         assert [worker.read_group(1, block) for block in (20, 40)] == contents[1]
+
+
+def by_layer(content: bytes, layers: int) -> list[bytes]:
+    """A block's payload, whose outermost axis is its layers."""
+    size = len(content) // layers
+    return [content[layer * size : (layer + 1) * size] for layer in range(layers)]
+
+
+def test_another_number_of_ranks_reads_every_group(short_directory: Path) -> None:
+    """Of each group the heads of all ranks, which are side by side in each layer."""
+    store = {
+        "url": f"file://{short_directory}/bucket", "refresh_seconds": 0.05, "recompute": "never"
+    }  # fmt: skip
+    keys, blocks = [key_of("full"), key_of("window")], ([1, 2, 3, 4], [9, 8])
+    for name in ("one", "two"):
+        (short_directory / name).mkdir()
+    expected: list[list[bytes]] = []
+    with (
+        RunningSidecar(config_in(short_directory / "one", store=store)) as sidecar,
+        HybridWorker(sidecar.path, 0, 2, topology="tp2") as first,
+        HybridWorker(sidecar.path, 1, 2, topology="tp2") as second,
+    ):
+        for group, layers in enumerate((LAYERS, 2)):
+            halves = [worker.fill_group(group, blocks[group]) for worker in (first, second)]
+            expected.append(
+                [
+                    b"".join(
+                        part
+                        for parts in zip(by_layer(one, layers), by_layer(two, layers), strict=True)
+                        for part in parts
+                    )
+                    for one, two in zip(*halves, strict=True)
+                ]
+            )
+            for worker in (first, second):
+                job = StoreJob(group, [store_of(group, keys[group], blocks[group])])
+                worker.submit(stores=[job])
+                assert worker.outcome(group) is Outcome.OK
+        sidecar.wait_until(lambda status: status["counters"]["chunks_written"] == 2)
+    with (
+        RunningSidecar(config_in(short_directory / "two", store=store)) as sidecar,
+        HybridWorker(sidecar.path, topology="tp1") as whole,
+        hybrid_scheduler(sidecar.path, topology="tp1") as scheduler,
+    ):
+        sidecar.wait_until(lambda _: scheduler.flags(*keys) == [FLAG_STORE, FLAG_STORE])
+        scheduler.send(Lookup(scheduler.epoch, 1, keys, 20_000, groups=[0, 1]))
+        answer = scheduler.wait_for(lambda one: isinstance(one, LookupDone))
+        assert isinstance(answer, LookupDone)
+        assert (answer.ready, answer.outcome) == (2, Outcome.OK)
+        whole.poison()
+        pieces = [LoadChunk(keys[0], 0, blocks[0]), LoadChunk(keys[1], 0, [20, 40], 1)]
+        whole.submit(loads=[LoadJob(2, pieces)])
+        assert whole.outcome(2) is Outcome.OK
+        assert [whole.read_group(0, block) for block in blocks[0]] == expected[0]
+        assert [whole.read_group(1, block) for block in (20, 40)] == expected[1]
 
 
 def test_a_group_is_found_again_after_a_warm_restart(short_directory: Path) -> None:
