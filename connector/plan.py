@@ -7,6 +7,11 @@ pickle between vLLM's own processes, never to the sidecar.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
+
+PIECE_BYTES: Final = 128
+"""What a piece takes of a message, at most, beside its tokens and blocks."""
+BLOCK_ID_BYTES: Final = 5
 
 
 @dataclass(slots=True)
@@ -38,6 +43,12 @@ class Load:
     request_id: str
     pieces: list[LoadPiece]
 
+    @property
+    def bytes_max(self) -> int:
+        """No less than it takes of a message."""
+        blocks = sum(len(piece.block_ids) for piece in self.pieces)
+        return PIECE_BYTES * (1 + len(self.pieces)) + BLOCK_ID_BYTES * blocks
+
 
 @dataclass(slots=True)
 class Store:
@@ -48,6 +59,14 @@ class Store:
     tenant: bytes = b""
     ttl_ms: int = 0
     stays: bool = False
+
+    @property
+    def bytes_max(self) -> int:
+        """No less than it takes of a message."""
+        return PIECE_BYTES + sum(
+            PIECE_BYTES + len(piece.token_ids) + BLOCK_ID_BYTES * len(piece.block_ids)
+            for piece in self.pieces
+        )
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from connector.lookup import HitFinder, pieces_kept, pieces_of
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
 from connector.requests import GroupState, Requests, RequestState, Settings, Stats
-from connector.storing import Part, Stores, blocks_cached, state_parts, states_held
+from connector.storing import Part, Stores, blocks_cached, in_jobs, state_parts, states_held
 from connector.tierevents import TierEvents
 from connector.waiting import Waits
 from connector.wishes import EXPECT, PARAMS
@@ -71,7 +71,7 @@ class SchedulerRole:
     ) -> None:
         self._client = client
         self._drafting = drafting
-        geometries = [group.geometry for group in groups]
+        geometries = self._geometries = [group.geometry for group in groups]
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
         full = [number for number, each in enumerate(geometries) if each.attention.full]
         self._main = full[0] if full else 0
@@ -449,10 +449,11 @@ class SchedulerRole:
         session = self._client.session
         if session is None:
             return
-        store = self._stores.plan(session, state, parts, block_ids, self.stats, self._new_id)
-        if store is not None:
-            self._plan.stores.append(store)
-            self._unsent[store.job_id] = state
+        for some in in_jobs(self._geometries, parts):
+            store = self._stores.plan(session, state, some, block_ids, self.stats, self._new_id)
+            if store is not None:
+                self._plan.stores.append(store)
+                self._unsent[store.job_id] = state
 
     def stores_ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""

@@ -11,17 +11,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from connector.plan import Store, StorePiece
+from connector.plan import BLOCK_ID_BYTES, PIECE_BYTES, Store, StorePiece
+from sidecar.protocol import FRAME_BYTES_MAX
 from tiers.index import FLAG_HOST, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from connector.client import Session
     from connector.groups import Geometry
     from connector.plan import StepReport
     from connector.requests import GroupState, RequestState, Stats
 
+JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
+"""How much of a message a job takes: it cannot be cut later, and fails with its message."""
+TOKEN_ID_BYTES: Final = 4
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
 """How long the engine waits, without any store ending, for blocks rather than preempt."""
 
@@ -45,6 +49,22 @@ class Part(NamedTuple):
         """How many tokens there are up to its end."""
         geometry = groups[self.group].geometry
         return self.chunk * geometry.chunk_tokens + self.blocks * geometry.block_tokens
+
+
+def in_jobs(geometries: Sequence[Geometry], parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Parts of a request in as few jobs as messages can hold."""
+    job: list[Part] = []
+    size_bytes = 0
+    for part in parts:
+        tokens = part.blocks * geometries[part.group].block_tokens
+        part_bytes = PIECE_BYTES + TOKEN_ID_BYTES * tokens + BLOCK_ID_BYTES * part.blocks
+        if job and size_bytes + part_bytes > JOB_BYTES_MAX:
+            yield job
+            job, size_bytes = [], 0
+        job.append(part)
+        size_bytes += part_bytes
+    if job:
+        yield job
 
 
 def state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:

@@ -1,4 +1,6 @@
-"""Worker role: shares the KV memory once, then sends one message per step that has jobs.
+"""Worker role: shares the KV memory once, then sends a message per step that has jobs.
+
+What is too much for one message goes out in several, loads first: each of them may fail by itself.
 
 Owns the jobs of this rank between their submission and their answer. Each ends exactly once:
 answered by the sidecar, failed because there is none, or revoked after its deadline. A job that
@@ -16,6 +18,8 @@ from typing import TYPE_CHECKING, Final
 from connector.client import Attempt, Client, Session
 from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
+    FRAME_BYTES_MAX,
+    JOBS_PER_MESSAGE_MAX,
     Attach,
     Done,
     Error,
@@ -32,13 +36,14 @@ from tiers.errors import TierError
 from tiers.fence import WorkerFence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from connector.export import ExportedMemory
 
 logger = logging.getLogger("vllm.kvlake")
 
 
+JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 IDLE_WAIT_MS: Final = 2
 """vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends it early."""
 
@@ -127,34 +132,39 @@ class WorkerRole:
         session = self._refresh_session()
         fence = self._fence
         self._step += 1
-        sent = False
-        if session is not None and fence is not None:
-            sent = self._signal(fence) and self._client.send(
-                session,
-                Submit(
-                    epoch=session.epoch,
-                    fence=self._step,
-                    loads=[_load_job(load) for load in plan.loads],
-                    stores=[_store_job(store) for store in plan.stores],
-                ),
-            )
-        if not sent or session is None or fence is None:
-            for load in plan.loads:
-                self._end(load.job_id, load.request_id, Outcome.FAILED)
-            for store in plan.stores:
-                self._end(store.job_id, None, Outcome.FAILED)
+        if session is None or fence is None or not self._signal(fence):
+            self._fail(plan.loads, plan.stores)
             return
         now = self._clock()
         load_deadline = now + session.limits.load_deadline_ms_max / 1000
         store_deadline = now + session.limits.store_deadline_ms_max / 1000
-        for load in plan.loads:
-            self._outstanding[load.job_id] = _Outstanding(
-                load.job_id, load.request_id, load_deadline, fence
+        for loads, stores in _in_messages(plan):
+            sent = self._client.send(
+                session,
+                Submit(
+                    epoch=session.epoch,
+                    fence=self._step,
+                    loads=[_load_job(load) for load in loads],
+                    stores=[_store_job(store) for store in stores],
+                ),
             )
-        for store in plan.stores:
-            self._outstanding[store.job_id] = _Outstanding(
-                store.job_id, None, store_deadline, fence
-            )
+            if not sent:
+                self._fail(loads, stores)
+                continue
+            for load in loads:
+                self._outstanding[load.job_id] = _Outstanding(
+                    load.job_id, load.request_id, load_deadline, fence
+                )
+            for store in stores:
+                self._outstanding[store.job_id] = _Outstanding(
+                    store.job_id, None, store_deadline, fence
+                )
+
+    def _fail(self, loads: list[Load], stores: list[Store]) -> None:
+        for load in loads:
+            self._end(load.job_id, load.request_id, Outcome.FAILED)
+        for store in stores:
+            self._end(store.job_id, None, Outcome.FAILED)
 
     def _signal(self, fence: WorkerFence) -> bool:
         """Let the page say when this step's work is done; False where it never will.
@@ -279,6 +289,26 @@ class WorkerRole:
         """Detach. Jobs that are still open end with the session."""
         self._client.close()
         self._memory.close()
+
+
+def _in_messages(plan: StepPlan) -> Iterator[tuple[list[Load], list[Store]]]:
+    """A step's jobs, as many together as the sidecar takes in one message."""
+    loads: list[Load] = []
+    stores: list[Store] = []
+    size_bytes = 0
+    jobs: list[Load | Store] = [*plan.loads, *plan.stores]
+    for job in jobs:
+        job_bytes = job.bytes_max
+        full = len(loads) + len(stores) == JOBS_PER_MESSAGE_MAX
+        if size_bytes and (full or size_bytes + job_bytes > JOBS_BYTES_MAX):
+            yield loads, stores
+            loads, stores, size_bytes = [], [], 0
+        if isinstance(job, Load):
+            loads.append(job)
+        else:
+            stores.append(job)
+        size_bytes += job_bytes
+    yield loads, stores
 
 
 def _load_job(load: Load) -> LoadJob:

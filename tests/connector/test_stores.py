@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
@@ -129,6 +130,18 @@ class TestStores:
         assert engine.role.stores_outstanding == 2
         assert total(taken, "stores_skipped") > 0
         engine.settle()
+        engine.check_idle()
+
+    def test_a_job_fits_into_a_message(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a prompt of a million tokens it would not."""
+        monkeypatch.setattr("connector.storing.JOB_BYTES_MAX", 1_000)
+        engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.step()
+        assert engine.role.stores_outstanding == FULL // 2 + 1
+        engine.settle()
+        assert len(engine.sidecar.parts) == FULL + 1
         engine.check_idle()
 
     def test_the_chunk_counts_again_after_a_lost_job(self, engine: Engine) -> None:

@@ -95,6 +95,38 @@ class TestSubmit:
         assert rank.fence.reached(message.fence)
         assert not rank.fence.reached(message.fence + 1)
 
+    def test_what_is_too_much_for_one_goes_out_in_several(self, rank: Rank) -> None:
+        """As where a sidecar that starts empty is beside an engine with a warm cache."""
+        stores = [
+            Store(
+                job_id,
+                [StorePiece(KEY, PARENT, bytes(8 * 1024), [2**31] * 128) for _ in range(64)],
+                b"t" * 8,
+            )
+            for job_id in range(3, 13)
+        ]
+        rank.role.submit(StepPlan([load(2)], stores))
+        messages = rank.client.sent_of(Submit)
+        assert len(messages) > 1
+        for message in messages:
+            assert decode_client(encode(message)) == message
+            assert rank.fence.reached(message.fence)
+        assert [job.job_id for job in messages[0].loads] == [2]
+        assert [job.job_id for one in messages for job in one.stores] == list(range(3, 13))
+        # Each waits for its own answer.
+        assert not rank.role.collect().report.ended
+        rank.answer(*((job_id, Outcome.OK) for job_id in range(2, 13)))
+        results = rank.role.collect()
+        assert results.loaded == {"request-2"}
+        assert results.report.ended.keys() == set(range(3, 13))
+        assert not results.report.failed
+
+    def test_more_jobs_than_one_may_hold(self, rank: Rank) -> None:
+        rank.role.submit(StepPlan([load(2)], [store(3 + one) for one in range(5_000)]))
+        messages = rank.client.sent_of(Submit)
+        assert [decode_client(encode(message)) for message in messages] == messages
+        assert sum(len(message.stores) for message in messages) == 5_000
+
     def test_an_empty_step_sends_nothing(self, rank: Rank) -> None:
         rank.role.submit(StepPlan())
         results = rank.role.collect()
