@@ -12,6 +12,7 @@ What cannot be shared (MIG, several allocations) is refused with the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -25,6 +26,7 @@ from sidecar.protocol import KIND_CUDA_IPC, KIND_CUDA_VMM, KIND_MEMFD, Memory
 from tiers.cuda.errors import CudaFailed
 from tiers.cuda.fencing import StreamFence
 from tiers.cuda.sharing import SharedAllocation, ShareRefused, share
+from tiers.errors import LayoutError
 from tiers.fence import WorkerFence
 from tiers.layout import KVLayout, Segment
 from tiers.memfd import sealed_memfd
@@ -37,6 +39,19 @@ _MAP_FIXED: Final = 0x10
 
 class ExportRefused(Exception):
     """This memory cannot be shared; the message says why and what would help."""
+
+
+EXPORT_FAULTS: Final = (ExportRefused, LayoutError, KeyError, OSError)
+"""What sharing the caches that vLLM registered may raise."""
+
+
+def fault_told(error: Exception) -> str:
+    """Why the caches cannot be shared, in words that follow a "because"."""
+    if isinstance(error, KeyError):
+        return f"vLLM registered no cache of layer {error}"
+    if isinstance(error, OSError):
+        return f"its KV memory cannot be shared: {error}"
+    return str(error)
 
 
 class MemfdAllocation(TorchFunctionMode):
@@ -60,7 +75,9 @@ class MemfdAllocation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and self.fd < 0 and self._is_cache(args, kwargs):
-            return self._allocate(int(args[0]), kwargs["dtype"])
+            # Where there is none, `export` says so: the engine starts without the cache.
+            with contextlib.suppress(OSError):
+                return self._allocate(int(args[0]), kwargs["dtype"])
         return func(*args, **kwargs)
 
     @staticmethod
@@ -78,7 +95,11 @@ class MemfdAllocation(TorchFunctionMode):
         # Whole pages: the sidecar maps the descriptor, and a mapping has whole pages.
         mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = sealed_memfd("kvlake-kv", mapped_bytes)
-        mapping = mmap.mmap(fd, mapped_bytes)
+        try:
+            mapping = mmap.mmap(fd, mapped_bytes)
+        except OSError:
+            os.close(fd)
+            raise
         # The tensor keeps the mapping alive through the buffer it was made from.
         tensor = torch.frombuffer(mapping, dtype=dtype, count=size_bytes)
         self.fd = fd

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from connector.export import ExportRefused
-from tiers.errors import LayoutError
+from connector.export import EXPORT_FAULTS, fault_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,7 @@ class SharedMemory:
 
     Args:
         role: attached with what `share` gave first.
-        share: exports the KV cache as it is now; raises `ExportRefused` or `LayoutError`.
+        share: exports the KV cache as it is now; raises one of `EXPORT_FAULTS`.
     """
 
     def __init__(self, role: WorkerRole, share: Callable[[], ExportedMemory]) -> None:
@@ -61,12 +60,12 @@ class SharedMemory:
             return
         try:
             memory = self._share()
-        except (ExportRefused, LayoutError) as error:
+            self._role.resume(memory)
+        except EXPORT_FAULTS as error:
             # For good: the other ranks and the scheduler leave too, and nobody calls them back.
             self._lost = True
             self._role.give_up(
-                f"after its sleep {error}; restart the engine to have it cached again"
+                f"after its sleep {fault_told(error)}; restart the engine to have it cached again"
             )
             return
-        self._role.resume(memory)
         self._shared = True

@@ -24,7 +24,15 @@ from vllm.v1.request import RequestStatus
 from connector.client import Attempt, Client
 from connector.engine import EngineGroup, ServedEngine
 from connector.events import events_endpoints, events_of, hits_are_told
-from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
+from connector.export import (
+    EXPORT_FAULTS,
+    ExportedMemory,
+    ExportRefused,
+    GroupTensors,
+    MemfdAllocation,
+    export,
+    fault_told,
+)
 from connector.groups import CachedGroup
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
@@ -39,7 +47,6 @@ from connector.several import asked_by_several, outer_transfer
 from connector.sleep import SharedMemory
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
-from tiers.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -175,25 +182,20 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             _require_blocks(exported, engine.groups)
             return exported
 
-        try:
-            memory = share()
-        except (ExportRefused, LayoutError, KeyError) as error:
-            missing = isinstance(error, KeyError)
-            # The scheduler says it, once for all ranks.
-            self._untold_refusal = (
-                f"vLLM registered no cache of layer {error}" if missing else str(error)
-            )
-            logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
-            return
-
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
             return engine.attach(Role.WORKER, engine.cut.number(place), exported, memory=shared)
 
-        self._worker = WorkerRole(
-            memory,
-            lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
-            describe,
-        )
+        try:
+            self._worker = WorkerRole(
+                share(),
+                lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
+                describe,
+            )
+        except EXPORT_FAULTS as error:
+            # The scheduler says it, once for all ranks.
+            self._untold_refusal = fault_told(error)
+            logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
+            return
         self._shared = SharedMemory(self._worker, share)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import CpuArchEnum
@@ -367,5 +369,32 @@ class TestRanksThatAreNotServed:
         said = "this engine is served without the cache, because vLLM registered no cache of layer"
         assert f"{said} 'layer.0'" in caplog.text
         assert caplog.text.count("kvlake: ") == 1
+        assert engine.client.closed
+        engine.check_idle()
+
+    def test_memory_that_the_system_does_not_share(
+        self,
+        make: Callable[..., Engine],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def refused(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
+        monkeypatch.setattr("connector.export.sealed_memfd", refused)
+        engine = make()
+        rank = engine.ranks[0]
+        kv = kv_cache_config(num_blocks=8)
+        rank.connector = KVLakeConnector(engine.scheduler.vllm_config, KVConnectorRole.WORKER, kv)
+        rank.loaded = rank.connector
+        context = rank.connector.get_mem_pool_context()
+        assert context is not None
+        with context:
+            cache = torch.zeros(8 * 4096, dtype=torch.int8)
+        tensor = cache.view(torch.bfloat16).view(8, 1, BLOCK_TOKENS, -1)
+        rank.connector.register_kv_caches({"layer.0": tensor, "layer.1": tensor})
+        engine.run(request_of("a", PROMPT, max_tokens=4))
+        assert "because its KV memory cannot be shared: [Errno 24] Too many open" in caplog.text
         assert engine.client.closed
         engine.check_idle()

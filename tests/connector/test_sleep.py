@@ -66,13 +66,23 @@ def test_a_sidecar_that_keeps_the_memory_is_told_of(caplog: pytest.LogCaptureFix
     rank.close()
 
 
-def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler() -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ExportRefused("it is in pieces"), "it is in pieces; restart the engine"),
+        (OSError(24, "Too many open files"), "cannot be shared: [Errno 24] Too many open files;"),
+        (KeyError("layer.0"), "vLLM registered no cache of layer 'layer.0'; restart"),
+    ],
+)
+def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler(
+    error: Exception, told: str
+) -> None:
     rank = Rank()
     given: list[int] = []
 
     def share() -> ExportedMemory:
         given.append(1)
-        raise ExportRefused("it is in pieces")
+        raise error
 
     shared = SharedMemory(rank.role, share)
     shared.unregister()
@@ -80,7 +90,7 @@ def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler() -> None:
     rank.role.submit(StepPlan(loads=[load(1, "one")]))
     results = rank.role.collect()
     assert results.failed == {"one"}
-    assert "it is in pieces; restart the engine" in results.report.refusal
+    assert told in results.report.refusal
     assert rank.role.collect().report.empty, "told once"
     # The others have left for good, so there is nothing to come back to.
     shared.unregister()
