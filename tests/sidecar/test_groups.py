@@ -198,7 +198,7 @@ def test_ranks_of_one_engine_need_the_same_groups(sidecar: RunningSidecar) -> No
     with pytest.raises(RefusedError, match="layout"):
         Worker(sidecar.path, groups=(other_group(Role.WORKER, block_tokens=16),))
     # Whoever was refused left no realm behind.
-    assert [realm["sessions"] for realm in sidecar.status()["realms"]] == [0, 0]
+    sidecar.wait_until(lambda status: [realm["sessions"] for realm in status["realms"]] == [0, 0])
 
 
 def test_a_group_that_is_refused_after_another_was_taken_leaves_nothing(
