@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
 START_SECONDS_MAX: Final = 240.0
@@ -47,6 +48,10 @@ class Generation:
     """What the connector has to say of the request."""
     embeddings: list[list[float]] | None = None
     """Of a pooling engine: one of the whole prompt, or one of each of its tokens."""
+    samples: list[tuple[list[int], list[dict[str, float]]]] | None = None
+    """Of several: tokens and log probabilities of each, the first one included."""
+    prompt_logprobs: list[dict[str, float] | None] | None = None
+    """As `logprobs`, of each token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +123,21 @@ class Engine:
         image: int | None = None,
         rank: int | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        priority: int = 0,
+        samples: int = 1,
+        prompt_logprobs: int | None = None,
+        as_embeddings: bool = False,
+        inputs: list[list[int]] | None = None,
     ) -> int:
         """Start a request; its handle goes to `finish` or `abort`.
 
         `adapter` is the name, number and folder of a LoRA adapter; `regex` is what the output must
         match; `image` is the seed of an image of random pixels, for the prompt's image token;
-        `rank` is which data-parallel rank computes it.
+        `rank` is which data-parallel rank computes it; of those that wait the one of the lowest
+        `priority` is next, where vLLM's scheduler goes by it. Of several `samples` each is drawn,
+        with a seed of its own. `as_embeddings` hands the rows of the model's table over rather than
+        the tokens. `inputs` follow on the prompt as streaming input, each of which is answered: the
+        tokens of all answers come one behind the other.
         """
         return self._send(
             "generate",
@@ -137,6 +151,11 @@ class Engine:
             image=image,
             rank=rank,
             kv_transfer_params=kv_transfer_params,
+            priority=priority,
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
+            as_embeddings=as_embeddings,
+            inputs=inputs,
         )
 
     def begin_embedding(
@@ -309,51 +328,97 @@ class _Host:
         image: int | None,
         rank: int | None,
         kv_transfer_params: dict[str, Any] | None,
+        priority: int,
+        samples: int,
+        prompt_logprobs: int | None,
+        as_embeddings: bool,
+        inputs: list[list[int]] | None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import EmbedsPrompt, TokensPrompt
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         extra = None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
+        kind = RequestOutputKind.CUMULATIVE
+        if inputs is not None:
+            # Else what came of the inputs before is forgotten with the next one.
+            kind = RequestOutputKind.DELTA
+        elif samples > 1:
+            # Else an output is that of one of them.
+            kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(
+            n=samples,
             max_tokens=max_tokens,
             logprobs=logprobs,
-            temperature=0.0,
+            prompt_logprobs=prompt_logprobs,
+            # vLLM draws several samples only where chance has a say.
+            temperature=1.0 if samples > 1 else 0.0,
+            seed=handle if samples > 1 else None,
             ignore_eos=ignore_eos,
             structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
             extra_args=extra,
+            output_kind=kind,
         )
-        given = TokensPrompt(prompt_token_ids=prompt)
-        if cache_salt is not None:
-            given["cache_salt"] = cache_salt
+
+        def tokens_of(tokens: list[int]) -> Any:
+            given = TokensPrompt(prompt_token_ids=tokens)
+            if cache_salt is not None:
+                given["cache_salt"] = cache_salt
+            return given
+
+        given: Any = tokens_of(prompt)
+        if as_embeddings:
+            table = _embedding_table(self._engine.model_config.model)
+            given = EmbedsPrompt(prompt_embeds=table[prompt])
+            if cache_salt is not None:
+                given["cache_salt"] = cache_salt
         if image is not None:
             given["multi_modal_data"] = {"image": _random_image(image)}
+        if inputs is not None:
+            given = _input_stream([given, *map(tokens_of, inputs)])
         lora = None if adapter is None else LoRARequest(*adapter)
         request_id = self._running[handle] = f"request-{handle}"
         started = time.perf_counter()
         ttft = 0.0
         last: Any = None
+        tokens: list[int] = []
+        positions: list[dict[str, float]] = []
         try:
             async for output in self._engine.generate(
-                given, params, request_id, lora_request=lora, data_parallel_rank=rank
+                given,
+                params,
+                request_id,
+                lora_request=lora,
+                data_parallel_rank=rank,
+                priority=priority,
             ):
                 if last is None:
                     ttft = time.perf_counter() - started
                 last = output
+                if inputs is not None:
+                    more, at = _sample(output.outputs[0])
+                    tokens += more
+                    positions += at
         finally:
             self._running.pop(handle, None)
-        done = last.outputs[0] if last is not None else None
+        done = [] if last is None else [_sample(one) for one in last.outputs]
+        if inputs is None and done:
+            tokens, positions = done[0]
+        asked = last.prompt_logprobs if last is not None else None
         return {
-            "tokens": list(done.token_ids) if done else [],
-            "logprobs": [
-                {str(token): value.logprob for token, value in position.items()}
-                for position in ((done.logprobs or []) if done else [])
-            ],
+            "tokens": tokens,
+            "logprobs": positions,
+            "samples": done if samples > 1 else None,
+            "prompt_logprobs": (
+                None
+                if asked is None
+                else [None if one is None else _by_token(one) for one in asked]
+            ),
             "cached_tokens": int(last.num_cached_tokens or 0) if last is not None else 0,
             "ttft_ms": ttft * 1000,
             "total_ms": (time.perf_counter() - started) * 1000,
-            "finish_reason": done.finish_reason if done else None,
+            "finish_reason": last.outputs[0].finish_reason if last is not None else None,
             "kv_transfer_params": last.kv_transfer_params if last is not None else None,
         }
 
@@ -421,6 +486,28 @@ class _Host:
 
     async def _do_core(self, _: int, method: str) -> dict[str, Any]:
         return {"result": await self._engine.engine_core.call_utility_all_async(method)}
+
+
+def _by_token(position: Any) -> dict[str, float]:
+    return {str(token): value.logprob for token, value in position.items()}
+
+
+def _sample(output: Any) -> tuple[list[int], list[dict[str, float]]]:
+    return list(output.token_ids), [_by_token(position) for position in output.logprobs or []]
+
+
+async def _input_stream(prompts: list[Any]) -> AsyncGenerator[Any]:
+    from vllm.engine.protocol import StreamingInput
+
+    for prompt in prompts:
+        yield StreamingInput(prompt=prompt)
+
+
+def _embedding_table(model: str) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(os.path.join(model, "model.safetensors"), framework="pt") as weights:
+        return weights.get_tensor("model.embed_tokens.weight")
 
 
 def _random_image(seed: int) -> Any:

@@ -1,0 +1,557 @@
+"""What a request or an engine may be given that meets the cache, on real engines.
+
+Most of it on one engine, with priority scheduling and prompt embeddings switched on at once. Beside
+it one without a prefix cache of its own, one with another connector of vLLM's beside kvlake's, and
+two of models whose layers read a part of their past: sliding windows alone (mistral), and chunked
+local attention (llama 4).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.model import WORDS
+from tests.e2e.arms import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    GENERATED_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    SESSIONS,
+    Call,
+    Measured,
+    Oracle,
+    blocks_of,
+    check_equal,
+    check_hit,
+    chunk_tokens,
+    close,
+    counters,
+    empty,
+    external_hit,
+    fresh_salt,
+    own_hit,
+    same_output,
+    whole_blocks,
+    words,
+)
+from tests.e2e.group_suite import PREEMPTIONS, GroupSuite, engine_of, succeeded
+from tests.e2e.setups import SMALL, attached, folder_store, sidecar_in
+from tests.e2e.test_hybrid import WINDOW, reached
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sidecar.demo.engine import Generation
+    from sidecar.demo.sidecars import SidecarProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+ENGINE_ARGS: Final[dict[str, Any]] = {
+    **SMALL,
+    "scheduling_policy": "priority",
+    "enable_prompt_embeds": True,
+}
+TOKENS: Final = 1500
+WHOLE_TOKENS: Final = whole_blocks(TOKENS)
+LOG: Final = "engine.log"
+LOCAL_TOKENS: Final = 128
+"""Of a chunk of chunked local attention."""
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, model: str) -> Iterator[Engine]:
+    spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
+    with Engine(spec, folder / LOG) as engine:
+        yield engine.wait_ready()
+
+
+@pytest.fixture(scope="class")
+def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+    with attached(folder, engine) as sidecar:
+        yield sidecar
+
+
+def wishing(call: Call, **wishes: Any) -> Call:
+    """The same request, with what it asks of the cache."""
+    return asking(call, wishes)
+
+
+def chunks_of(engine: Engine) -> int:
+    """Chunks of a prompt of `TOKENS`."""
+    return -(-WHOLE_TOKENS // chunk_tokens(engine))
+
+
+def asking(call: Call, wishes: object) -> Call:
+    params = {"kv_transfer_params": {"kvlake": wishes}}
+    return replace(call, options={**call.options, **params})
+
+
+def stored_by(engine: Engine, sidecar: SidecarProcess, call: Call) -> tuple[str, int]:
+    """Run a request from poison on; its salt, and how many chunks it stored."""
+    salt = fresh_salt()
+    empty(engine)
+    before = counters(sidecar)["chunks_stored"]
+    call.generate(engine, salt)
+    empty(engine)
+    return salt, counters(sidecar)["chunks_stored"] - before
+
+
+class TestWishes:
+    """`kv_transfer_params={"kvlake": {...}}`."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bucket(cls, folder: Path) -> Path:
+        return folder / "store"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sidecar(cls, folder: Path, engine: Engine, bucket: Path) -> Iterator[SidecarProcess]:
+        with attached(folder, engine, store=folder_store(bucket)) as sidecar:
+            yield sidecar
+
+    def test_write_false_stores_nothing_and_loads(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        call = Call(words(TOKENS, 1))
+        reader = wishing(call, write=False)
+        oracle = own_hit(engine, call, before=[call])
+        check_equal(external_hit(engine, reader, before=[call]), oracle)
+        salt, stored = stored_by(engine, sidecar, reader)
+        assert stored == 0
+        assert call.generate(engine, salt).cached_tokens == 0
+
+    def test_read_false_loads_nothing_and_stores(self, engine: Engine) -> None:
+        call = Call(words(TOKENS, 2))
+        writer = wishing(call, read=False)
+        check_equal(external_hit(engine, writer, before=[call]), own_hit(engine, call))
+        oracle = own_hit(engine, call, before=[call])
+        check_equal(external_hit(engine, call, before=[writer]), oracle)
+
+    def test_neither(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        call = Call(words(TOKENS, 3))
+        other = wishing(call, read=False, write=False)
+        check_equal(external_hit(engine, other, before=[call]), own_hit(engine, call))
+        assert stored_by(engine, sidecar, other)[1] == 0
+
+    def test_only_host_memory(self, engine: Engine, sidecar: SidecarProcess, bucket: Path) -> None:
+        """What only the store has is not read, and what stays in host memory is not written."""
+        call, near, brief = (Call(words(TOKENS, seed)) for seed in (4, 5, 6))
+        oracle = own_hit(engine, near, before=[near])
+        # In host memory it is as any other.
+        measured = external_hit(engine, near, before=[wishing(near, write="host")])
+        check_equal(measured, oracle)
+        brief_salt, stored = stored_by(engine, sidecar, wishing(brief, ttl_seconds=3600))
+        assert stored >= chunks_of(engine)
+        expected = own_hit(engine, call, before=[call])
+        succeeded(engine, sidecar, bucket)
+        empty(engine)
+        assert near.generate(engine, measured.salt).cached_tokens == 0
+        assert brief.generate(engine, brief_salt).cached_tokens == 0
+        assert counters(sidecar)["chunks_read"] == 0
+        of_host = wishing(call, read="host", write=False)
+        empty(engine)
+        generation = of_host.generate(engine, expected.salt)
+        cold = own_hit(engine, call)
+        assert generation.cached_tokens == counters(sidecar)["chunks_read"] == 0
+        assert generation.logprobs == cold.generation.logprobs
+        # The second time host memory has what the first read there.
+        for one in (call, of_host):
+            empty(engine)
+            generation = one.generate(engine, expected.salt)
+            check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
+            assert counters(sidecar)["chunks_read"] == chunks_of(engine)
+
+    def test_ttl(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        call = Call(words(TOKENS, 7))
+        oracle = own_hit(engine, call, before=[call])
+        check_equal(external_hit(engine, call, before=[wishing(call, ttl_seconds=3600)]), oracle)
+        expired = counters(sidecar)["chunks_expired"]
+        salt, stored = stored_by(engine, sidecar, wishing(call, ttl_seconds=1))
+        assert stored >= chunks_of(engine)
+        sidecar.wait(
+            "it is forgotten", lambda now: now["counters"]["chunks_expired"] == expired + stored
+        )
+        generation = call.generate(engine, salt)
+        measured = Measured(generation, blocks_of(engine), salt)
+        check_equal(measured, own_hit(engine, call))
+        assert generation.cached_tokens == 0
+
+    def test_what_is_not_understood_is_taken_as_less(
+        self, folder: Path, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        call = Call(words(TOKENS, 8))
+        cold = own_hit(engine, call)
+        for wishes, stores in (("no", 0), ({"raed": False}, 0), ({"read": "false"}, 1)):
+            check_equal(external_hit(engine, asking(call, wishes), before=[call]), cold)
+            assert bool(stored_by(engine, sidecar, asking(call, wishes))[1]) == stores
+        log = (folder / LOG).read_text()
+        assert log.count("is not understood") == 1, "told once"
+
+    def test_another_connectors_words_are_none_of_ours(self, engine: Engine) -> None:
+        call = Call(words(TOKENS, 9), options={"kv_transfer_params": {"of_others": True}})
+        assert check_hit(engine, call).cached_tokens == WHOLE_TOKENS
+
+
+def test_what_is_pinned_stays(folder: Path, engine: Engine) -> None:
+    """In a pool that others' prompts fill several times over."""
+    call = Call(words(700, 10))
+    with attached(folder, engine, host={"size": "32MiB"}) as sidecar:
+        oracle = own_hit(engine, call, before=[call])
+        pinned, _ = stored_by(engine, sidecar, wishing(call, pin_seconds=600))
+        sidecar.wait("it is pinned", lambda now: now["counters"]["chunks_pinned"] >= 3)
+        other, _ = stored_by(engine, sidecar, call)
+        for seed in range(8):
+            stored_by(engine, sidecar, Call(words(TOKENS, 11 + seed), max_tokens=1))
+        assert counters(sidecar)["chunks_evicted"] > 0
+        generation = call.generate(engine, pinned)
+        check_equal(Measured(generation, blocks_of(engine), pinned), oracle)
+        assert generation.cached_tokens == whole_blocks(700)
+        empty(engine)
+        assert call.generate(engine, other).cached_tokens == 0
+
+
+class TestRequests:
+    def test_a_request_that_may_not_read_the_cache(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """One that asks for its prompt's log probabilities needs all of it computed. It stores."""
+        call = Call(words(TOKENS, 20))
+        whole = replace(call, options={"prompt_logprobs": 1})
+        cold = own_hit(engine, whole)
+        measured = external_hit(engine, whole, before=[call])
+        check_equal(measured, cold)
+        assert measured.generation.cached_tokens == 0
+        told = measured.generation.prompt_logprobs
+        assert told == cold.generation.prompt_logprobs
+        assert told is not None
+        assert len(told) == TOKENS
+        oracle = own_hit(engine, call, before=[whole])
+        check_equal(external_hit(engine, call, before=[whole]), oracle)
+        assert oracle.generation.cached_tokens == WHOLE_TOKENS
+
+    def test_several_samples_of_one_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        """Each is a request to the cache: it loads the prompt, and stores what it generated."""
+        number = 4
+        plain = Call(words(TOKENS, 24))
+        drawn = replace(plain, max_tokens=100, options={"samples": number})
+        oracle = own_hit(engine, plain, before=[plain])
+        loaded = counters(sidecar)["bytes_loaded"]
+        measured = external_hit(engine, drawn, before=[plain])
+        assert measured.generation.cached_tokens == WHOLE_TOKENS
+        assert counters(sidecar)["bytes_loaded"] >= loaded + WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+        # Side by side they are computed in other shapes: what was loaded is bit for bit the same,
+        # what came after it is rounded otherwise.
+        (worker,), (expected,) = measured.blocks, oracle.blocks
+        assert (worker & expected).total() >= WHOLE_TOKENS // BLOCK_TOKENS
+        behind = whole_blocks(TOKENS + 100) - WHOLE_TOKENS
+        assert len(worker.keys() - expected.keys()) <= number * (behind // BLOCK_TOKENS + 1)
+        samples = measured.generation.samples
+        assert samples is not None
+        assert len(samples) == number
+        assert len({tuple(tokens) for tokens, _ in samples}) > 1, "chance had no say"
+        for _, positions in samples:
+            # The token drawn is told, too, where it is none of the likeliest.
+            assert close(replace(measured.generation, logprobs=positions), oracle.generation)
+        for tokens, _ in samples:
+            assert len(tokens) == 100
+            turn = Call([*plain.prompt, *tokens, *words(50, 25)], max_tokens=1)
+            empty(engine)
+            generation = turn.generate(engine, measured.salt)
+            assert generation.cached_tokens == whole_blocks(TOKENS + 100)
+            Oracle(engine, turn).check_close(generation)
+
+    def test_priority_scheduling(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        """Who matters more overtakes those that wait, and others are preempted and load again."""
+        prompts = [words(1300, seed) for seed in (26, 27, 28)]
+        oracles = [Oracle(engine, Call(prompt, max_tokens=1)) for prompt in prompts]
+        for oracle in oracles:
+            oracle.at(0)
+        empty(engine)
+        loaded = counters(sidecar)["chunks_loaded"]
+        preempted = engine.counter(PREEMPTIONS)
+        # Six of them have room as they come, and not with what they generate.
+        low = Call(prompts[0], max_tokens=150, options={"priority": 9})
+        calls = [replace(low, prompt=prompts[number % 3]) for number in range(14)]
+        calls.append(Call(prompts[0], options={"priority": 0}))
+        salts = [fresh_salt() for _ in calls]
+        handles = [call.begin(engine, salt) for call, salt in zip(calls, salts, strict=True)]
+        # It came last, and would have to wait for most of these.
+        urgent = engine.finish(handles.pop())
+        oracles[0].check_close(urgent)
+        for handle in handles[9:]:
+            engine.abort(handle)
+        assert all(len(engine.finish(handle).tokens) < 150 for handle in handles[9:])
+        for number, handle in enumerate(handles[:9]):
+            generation = engine.finish(handle)
+            assert len(generation.tokens) == 150
+            oracles[number % 3].check_close(generation)
+        assert engine.counter(PREEMPTIONS) > preempted
+        empty(engine)
+        # Each has a salt of its own: only who was preempted can load.
+        assert counters(sidecar)["chunks_loaded"] > loaded
+        for call, salt in ((calls[0], salts[0]), (calls[-1], salts[-1])):
+            generation = replace(call, max_tokens=1).generate(engine, salt)
+            assert generation.cached_tokens == whole_blocks(1300)
+            empty(engine)
+
+
+class TestNotCached:
+    def test_prompt_embeddings_are_served_and_not_cached(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """They are those of a prompt's tokens, and so give what the tokens give."""
+        prompt = words(TOKENS, 21)
+        cold = own_hit(engine, Call(prompt))
+        warm = own_hit(engine, Call(prompt), before=[Call(prompt)])
+        call = Call(prompt, options={"as_embeddings": True})
+        empty(engine)
+        before = counters(sidecar)
+        check_equal(own_hit(engine, call), cold)
+        check_equal(own_hit(engine, call, before=[call]), warm)
+        check_equal(external_hit(engine, call, before=[call]), cold)
+        empty(engine)
+        after = counters(sidecar)
+        for name in ("chunks_stored", "chunks_loaded", "lookups"):
+            assert after[name] == before[name]
+
+    def test_streaming_input_is_served_and_not_cached(
+        self, engine: Engine, sidecar: SidecarProcess
+    ) -> None:
+        """Each answer is that of all inputs so far; vLLM drops an answer's last token."""
+        first, second = words(700, 22), words(500, 23)
+        salt = fresh_salt()
+        streams = Call(first, options={"inputs": [second]})
+        empty(engine)
+        before = counters(sidecar)
+        generation = streams.generate(engine, salt)
+        empty(engine)
+        assert counters(sidecar)["chunks_stored"] == before["chunks_stored"]
+        assert len(generation.tokens) == len(generation.logprobs) == 2 * GENERATED_TOKENS
+        turn = Call([*first, *generation.tokens[: GENERATED_TOKENS - 1], *second])
+        Oracle(engine, Call(first)).check_close(generation)
+        oracle = Oracle(engine, turn)
+        oracle.check_close(part(generation, GENERATED_TOKENS))
+        # What the engine itself holds of it serves others, and is stored for them.
+        empty(engine)
+        assert same_output(streams.generate(engine, salt), generation)
+        for _ in range(2):
+            other = turn.generate(engine, salt)
+            assert other.cached_tokens == whole_blocks(turn.tokens)
+            oracle.check_close(other)
+            empty(engine)
+        # But it reads nothing of what others stored of the same tokens.
+        loaded = counters(sidecar)["chunks_loaded"]
+        assert loaded > before["chunks_loaded"]
+        assert same_output(streams.generate(engine, salt), generation)
+        assert counters(sidecar)["chunks_loaded"] == loaded
+
+
+def part(generation: Generation, start: int) -> Generation:
+    """What came from some token on."""
+    return replace(
+        generation, tokens=generation.tokens[start:], logprobs=generation.logprobs[start:]
+    )
+
+
+def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engine) -> None:
+    """Then kvlake's is the only one there is; the oracle is an engine that has its own."""
+    call, other = Call(words(TOKENS, 30)), Call(words(TOKENS, 31))
+    engine_args = {**SMALL, "enable_prefix_caching": False}
+    spec = EngineSpec(model, sidecar_in(folder).socket, engine_args)
+    with attached(folder, engine) as sidecar:
+        expected, oracle = (own_hit(engine, one, before=[one]) for one in (call, other))
+        empty(engine)
+        with Engine(spec, folder / "uncached.log") as second:
+            second.wait_ready()
+            sidecar.wait("both attach", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+            empty(second)
+            before = counters(sidecar)["bytes_loaded"]
+            generation = call.generate(second, expected.salt)
+            check_equal(Measured(generation, blocks_of(second), expected.salt), expected)
+            # At once again: the engine itself has nothing.
+            assert call.generate(second, expected.salt).cached_tokens == WHOLE_TOKENS
+            loaded = counters(sidecar)["bytes_loaded"] - before
+            assert loaded == 2 * WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+            measured = external_hit(second, other, before=[other])
+            check_equal(measured, oracle)
+            # And the other way round.
+            empty(second)
+            empty(engine)
+            generation = other.generate(engine, measured.salt)
+            check_equal(Measured(generation, blocks_of(engine), measured.salt), oracle)
+        sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
+
+
+def test_beside_another_connector(folder: Path, model: str) -> None:
+    """vLLM's `ExampleConnector`, which keeps prompts in files, by their tokens and nothing else.
+
+    So it has what an engine computed under any salt, and kvlake only what it was asked for.
+    """
+    place, call = folder / "example", Call(words(TOKENS, 40))
+    ours = {
+        "kv_connector": "KVLakeConnector",
+        "kv_connector_module_path": "connector.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"socket": sidecar_in(folder, name="m").socket},
+    }
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(place)},
+    }
+    connector = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    spec = EngineSpec(model, None, SMALL, connector=connector)
+    with Engine(spec, folder / "beside.log") as engine:
+        engine.wait_ready()
+        with attached(folder, engine, name="m") as sidecar:
+            oracle = own_hit(engine, call, before=[call])
+            assert any(place.iterdir())
+            # Under another salt it is the other connector's hit: kvlake has nothing there, and
+            # stores what came.
+            salt = fresh_salt()
+            empty(engine)
+            before = counters(sidecar)
+            generation = call.generate(engine, salt)
+            check_equal(Measured(generation, blocks_of(engine), salt), oracle)
+            empty(engine)
+            assert counters(sidecar)["bytes_loaded"] == before["bytes_loaded"]
+            assert counters(sidecar)["chunks_stored"] >= before["chunks_stored"] + chunks_of(engine)
+            # From then on it is that of kvlake, which is asked first.
+            for _ in range(2):
+                empty(engine)
+                generation = call.generate(engine, salt)
+                check_equal(Measured(generation, blocks_of(engine), salt), oracle)
+                loaded = counters(sidecar)["bytes_loaded"] - before["bytes_loaded"]
+                before = counters(sidecar)
+                assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
+                # The second time nothing is there of the other's.
+                shutil.rmtree(place)
+                place.mkdir()
+        # Without a sidecar the other connector goes on.
+        for _ in range(2):
+            salt = fresh_salt()
+            empty(engine)
+            generation = call.generate(engine, salt)
+        check_equal(Measured(generation, blocks_of(engine), salt), oracle)
+
+
+def write_mistral(folder: Path) -> None:
+    """Six layers of sliding windows, with random weights fixed by a seed."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config: Any = MistralConfig(
+        vocab_size=WORDS + 3,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        sliding_window=WINDOW,
+    )
+    config.initializer_range = 0.1
+    make: Any = MistralForCausalLM
+    make(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+class TestWindowsAlone(GroupSuite):
+    groups = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, folder: Path) -> Path:
+        """Of its own, for the engine of the other cases may run on."""
+        place = folder / "w"
+        place.mkdir()
+        return place
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        model = tmp_path_factory.mktemp("mistral")
+        write_mistral(model)
+        # So few that a dozen requests do not fit.
+        with engine_of(model, folder, num_gpu_blocks_override=48) as engine:
+            yield engine
+
+    @pytest.mark.skip(reason="vLLM lets no more of them in than have room, and preempts none")
+    def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
+        super().test_preemption(engine, sidecar)
+
+    def blocks_read(self, tokens: int) -> int:
+        """Those that a window still reaches."""
+        return reached(tokens, BLOCK_TOKENS)
+
+    def chunks_read(self, tokens: int) -> int:
+        """Those that a window still reaches."""
+        return reached(tokens, WINDOW)
+
+
+def write_llama4(folder: Path) -> None:
+    """Six layers without experts, two of them of full attention, with random weights."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config: Any = Llama4TextConfig(
+        vocab_size=WORDS + 3,
+        hidden_size=256,
+        intermediate_size=512,
+        intermediate_size_mlp=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=32_768,
+        attention_chunk_size=LOCAL_TOKENS,
+        no_rope_layers=[1, 1, 0] * 2,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
+        pad_token_id=0,
+        bos_token_id=WORDS + 1,
+        eos_token_id=WORDS + 2,
+    )
+    config.initializer_range = 0.1
+    make: Any = Llama4ForCausalLM
+    make(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+class TestChunkedLocal(GroupSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, folder: Path) -> Path:
+        """Of its own, for the engine of the other cases may run on."""
+        place = folder / "l"
+        place.mkdir()
+        return place
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+        model = tmp_path_factory.mktemp("llama4")
+        write_llama4(model)
+        with engine_of(model, folder) as engine:
+            yield engine
+
+    def blocks_read(self, tokens: int) -> int:
+        """All of full attention, and of the others those of the chunk that is not over."""
+        return tokens // BLOCK_TOKENS + (self.groups - 1) * (tokens % LOCAL_TOKENS) // BLOCK_TOKENS
+
+    def chunks_read(self, tokens: int) -> int:
+        """All of full attention, and of the others the one that is not over."""
+        return -(-tokens // CHUNK_TOKENS) + (self.groups - 1) * bool(tokens % LOCAL_TOKENS)
