@@ -108,6 +108,7 @@ def drafting_of(vllm_config: Any) -> Drafting:
             model.hf_config,
             dummy=str(load.load_format) == "dummy",
             sampled=samples_weights(vllm_config),
+            load_format=str(load.load_format),
         ),
     }
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from connector.options import samples_weights
-from connector.processing import overrides_of, plain, processing_of
+from connector.processing import adapter_settings, overrides_of, plain, processing_of
 from connector.recurrent import recurrent, state_description, state_encoding, state_settings
 from connector.weights import model_identity
 from tiers.packing import BY_TOKEN, regroups
@@ -22,17 +22,19 @@ from tiers.packing import BY_TOKEN, regroups
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_CUDA_BACKENDS_BY_TOKEN: Final = (
-    "auto",
-    "FLASH_ATTN",
-    "FLASHINFER",
-    "FLEX_ATTENTION",
-    "TRITON_ATTN",
-    "CUTLASS_MLA",
-    "FLASH_ATTN_MLA",
-    "FLASHINFER_MLA",
-    "FLASHMLA",
-    "TRITON_MLA",
+_CUDA_BACKENDS_BY_TOKEN: Final = frozenset(
+    (
+        "auto",
+        "FLASH_ATTN",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "TRITON_ATTN",
+        "CUTLASS_MLA",
+        "FLASH_ATTN_MLA",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "TRITON_MLA",
+    )
 )
 _CACHE_DTYPES_BY_TOKEN: Final = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _DTYPES_BY_TOKEN: Final = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -116,9 +118,12 @@ def offloading_identity(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     values = SimpleNamespace(dtype=model.dtype, head_size=int(model.get_head_size()))
     # Of states in the engine's blocks vLLM tells how many bytes they have.
     states = {"states": state_settings(vllm_config)} if model.has_inner_state else {}
+    # Its keys are vLLM's, which know an adapter and not how it is applied.
+    adapters = {"adapters": settings} if (settings := adapter_settings(vllm_config)) else {}
     return (
         _of_model(vllm_config)
         | states
+        | adapters
         | {
             "model_dtype": str(model.dtype).removeprefix("torch."),
             "encoding": encoding_of(vllm_config, block_tokens, values),
@@ -132,15 +137,17 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
     """The model and how it is run, whatever of its KV cache is meant."""
     model = vllm_config.model_config
     hf_config = model.hf_text_config
-    dummy = str(vllm_config.load_config.load_format) == "dummy"
+    load_format = str(vllm_config.load_config.load_format)
+    dummy = load_format == "dummy"
     return {
         "model": model_identity(
             model.model,
             model.revision,
             model.hf_config,
-            streamed_from=str(getattr(model, "model_weights", "") or ""),
+            streamed_from=_streamed_from(vllm_config),
             dummy=dummy,
             sampled=samples_weights(vllm_config),
+            load_format=load_format,
         ),
         # Random weights are a stand-in for the model's; their KV must never be taken for it.
         "dummy_weights": dummy,
@@ -150,6 +157,18 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
         "quantization": str(model.quantization),
         "max_position_embeddings": getattr(hf_config, "max_position_embeddings", None),
     } | processing_of(vllm_config)
+
+
+def _streamed_from(vllm_config: Any) -> str:
+    """Where the weights are, if not where the model's configuration is."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    extra = load.model_loader_extra_config
+    if str(load.load_format) == "tensorizer" and isinstance(extra, dict):
+        given = extra | dict(extra.get("tensorizer_config") or {})
+        place = given.get("tensorizer_uri") or given.get("tensorizer_dir")
+        if place and place != model.model:
+            return str(place)
+    return str(getattr(model, "model_weights", "") or "")
 
 
 def _latent(spec: Any) -> bool:
@@ -170,12 +189,19 @@ def encoding_of(vllm_config: Any, block_tokens: int, spec: Any) -> str:
     if recurrent(spec):
         return state_encoding(spec)
     if current_platform.is_cuda():
-        # Which backend serves, and so how it packs K and V, is decided by these two.
+        # Which backend serves, and so how it packs K and V, is decided by these.
         capability: Any = current_platform.get_device_capability()
-        backend = getattr(vllm_config.attention_config.backend, "name", "auto")
+        attention = vllm_config.attention_config
+        backend = getattr(attention.backend, "name", "auto")
         encoding = f"cuda-{capability.major}.{capability.minor}-{backend}"
+        kinds = {
+            str(kind): str(getattr(one, "name", one))
+            for kind, one in attention.backend_per_kind.items()
+        }
+        for kind, name in sorted(kinds.items()):
+            encoding += f"-{kind}={name}"
         by_token = (
-            backend in _CUDA_BACKENDS_BY_TOKEN
+            {backend, *kinds.values()} <= _CUDA_BACKENDS_BY_TOKEN
             and str(vllm_config.cache_config.cache_dtype) in _CACHE_DTYPES_BY_TOKEN
             and str(spec.dtype).removeprefix("torch.") in _DTYPES_BY_TOKEN
         )

@@ -23,7 +23,13 @@ _MEDIA_SETTINGS: Final = (
     "video_pruning_rate",
     "mm_encoder_attn_dtype",
 )
-_MODEL_SETTINGS: Final = ("quantization_config", "code_revision")
+_MODEL_SETTINGS: Final = ("quantization_config", "code_revision", "model_class_overrides")
+_ADAPTER_SETTINGS: Final = (
+    "target_modules",
+    "enable_moe_shared_loras",
+    "enable_mixed_moe_lora_format",
+    "enable_tower_connector_lora",
+)
 
 
 def processing_of(vllm_config: Any) -> dict[str, Any]:
@@ -73,6 +79,21 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
         }
     if media := media_settings(model.multimodal_config):
         description["media"] = media
+    return description
+
+
+def adapter_settings(vllm_config: Any) -> dict[str, Any]:
+    """How LoRA adapters are applied: which layers of them, and how their files are read.
+
+    In the keys of their requests only, so that all others go on sharing.
+    """
+    description = {
+        name: plain(value)
+        for name in _ADAPTER_SETTINGS
+        if (value := getattr(vllm_config.lora_config, name, None))
+    }
+    if "target_modules" in description:
+        description["target_modules"].sort()
     return description
 
 

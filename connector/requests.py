@@ -35,6 +35,7 @@ class Settings:
     `load_tokens_min`: a load shorter than this is not worth its extra scheduler step.
     `caches_media`: whether what vLLM calls an image stands for what is in it.
     `beside_others`: other connectors may load, too.
+    `adapters`: how LoRA adapters are applied, where that is not as always.
     """
 
     reads: bool
@@ -42,6 +43,7 @@ class Settings:
     load_tokens_min: int = 64
     caches_media: bool = True
     beside_others: bool = False
+    adapters: str = ""
 
 
 @dataclass(slots=True)
@@ -185,6 +187,7 @@ class Requests(dict[str, RequestState]):
     ) -> None:
         super().__init__()
         self._caches_media = settings.caches_media
+        self._adapter_settings = settings.adapters
         self._ahead_tokens = ahead_tokens
         self._groups = groups
         self._adapters: dict[tuple[str, str, int], str] = {}
@@ -287,6 +290,9 @@ class Requests(dict[str, RequestState]):
                     self._adapters_refused.add(place)
                     logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
                 return None
+        identity += self._adapter_settings
+        if lora.is_3d_lora_weight:
+            identity += ",3d"
         if lora.load_inplace:
             self._adapters_loaded[lora.lora_int_id] = identity
         elif self._adapters_loaded.setdefault(lora.lora_int_id, identity) != identity:

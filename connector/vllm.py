@@ -7,6 +7,7 @@ cache.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.namespace import digest_of
 from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
+from connector.processing import adapter_settings
 from connector.ranks import this_place
 from connector.recurrent import states_of
 from connector.requests import Settings
@@ -122,12 +124,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 "kvlake: requests with images, audio or video are not cached, because %s",
                 engine.media_refusal,
             )
+        adapters = adapter_settings(vllm_config)
         settings = Settings(
             reads=reads,
             writes=transfer.is_kv_producer,
             load_tokens_min=engine.load_tokens_min,
             caches_media=not engine.media_refusal,
             beside_others=outer is not None,
+            adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
         return SchedulerRole(client, groups, settings, engine.world_size, drafting=engine.drafting)

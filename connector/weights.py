@@ -19,6 +19,27 @@ from connector.filedigests import digests_of
 
 _SAMPLE_BYTES: Final = 1024
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
+_USUAL_FORMATS: Final = (
+    "auto",
+    "hf",
+    "dummy",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "mistral",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "bitsandbytes",
+    "gguf",
+)
+"""Values of `--load-format` with which vLLM takes safetensors where there are any."""
+_FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
+"""Of those of other files, which; of a format that is not here all of them count."""
+_TOWER_FOLDERS: Final = ("whisper-large-v3",)
+"""What models keep in a folder of its own: the audio encoder of Kimi-Audio."""
+_OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
+"""What of a model's configuration names models that parts of it are loaded from: Ultravox."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
 _CONFIGURATIONS: Final = (
     "config.json",
@@ -43,6 +64,7 @@ def model_identity(
     streamed_from: str = "",
     dummy: bool = False,
     sampled: bool = False,
+    load_format: str = "auto",
 ) -> dict[str, str]:
     """Name and commit of a hub model, or a digest of the files of a local one.
 
@@ -55,6 +77,10 @@ def model_identity(
         OSError: the files are there and cannot be read.
     """
     path = Path(model)
+    others = {} if dummy else _other_models(hf_config, sampled=sampled)
+    if load_format not in _USUAL_FORMATS:
+        # A commit may hold several, and of other weights.
+        others["load_format"] = load_format
     if streamed_from:
         if not revision:
             raise WeightsUnknown(
@@ -62,26 +88,44 @@ def model_identity(
                 "name them with --revision, by another name whenever they change"
             )
         config = folder_digest(path) if path.is_dir() else ""
-        return {"name": streamed_from, "revision": revision, "config": config}
+        return others | {"name": streamed_from, "revision": revision, "config": config}
     if path.is_dir():
-        if not dummy and not _weights_in(path):
-            raise WeightsUnknown(
-                f"there are no weights in {model} that kvlake knows ({', '.join(_WEIGHTS)})"
-            )
-        return {"sampled" if sampled else "digest": folder_digest(path, sampled=sampled)}
+        if not dummy and not _weights_in(path, load_format):
+            known = ", ".join(_FORMATS.get(load_format, _WEIGHTS))
+            raise WeightsUnknown(f"there are no weights in {model} that kvlake knows ({known})")
+        digest = folder_digest(path, sampled=sampled, load_format=load_format)
+        return others | {"sampled" if sampled else "digest": digest}
     if path.is_file():
         if not sampled:
-            return {"digest": digests_of([path])[0]}
+            return others | {"digest": digests_of([path])[0]}
         hasher = hashlib.sha256()
         _hash_opaque(hasher, path)
-        return {"sampled": hasher.hexdigest()}
+        return others | {"sampled": hasher.hexdigest()}
     commit = getattr(hf_config, "_commit_hash", None)
     if not (commit or revision or dummy):
         raise WeightsUnknown(
             f"model {model!r} came with no commit, and its name alone may mean other weights "
             "tomorrow; name them with --revision"
         )
-    return {"name": model, "revision": str(commit or revision or "")}
+    return others | {"name": model, "revision": str(commit or revision or "")}
+
+
+def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
+    """Of models that parts of this one are loaded from, a digest of each.
+
+    vLLM takes them at whatever revision their hub has, so names do not tell them.
+    """
+    digests: dict[str, str] = {}
+    for name in _OTHER_MODELS:
+        if place := getattr(hf_config, name, None):
+            try:
+                folder = Path(place) if Path(place).is_dir() else _downloaded(place)
+            except WeightsUnknown as error:
+                raise WeightsUnknown(f"its {name} is loaded from elsewhere: {error}") from error
+            if not _weights_in(folder):
+                raise WeightsUnknown(f"there are no weights in {folder}, its {name}")
+            digests[name] = folder_digest(folder, sampled=sampled)
+    return digests
 
 
 def adapter_identity(path: str) -> str:
@@ -126,7 +170,9 @@ def _downloaded(hub_id: str) -> Path:
     )
 
 
-def folder_digest(folder: Path, *, sampled: bool = False, remember: bool = True) -> str:
+def folder_digest(
+    folder: Path, *, sampled: bool = False, remember: bool = True, load_format: str = "auto"
+) -> str:
     """Hex digest of the configuration and of the weights in a folder of a model or an adapter.
 
     Every byte of the weights counts, and of other files those that say how they are used. Where
@@ -144,7 +190,9 @@ def folder_digest(folder: Path, *, sampled: bool = False, remember: bool = True)
             content = config.read_bytes()
             hasher.update(f"{name}:{len(content)}:".encode())
             hasher.update(content)
-    weights = _weights_in(folder)
+    weights = _weights_in(folder, load_format)
+    for name in _TOWER_FOLDERS:
+        weights += _weights_in(folder / name)
     if not sampled:
         for digest in digests_of(weights, remember=remember):
             hasher.update(bytes.fromhex(digest))
@@ -157,9 +205,19 @@ def folder_digest(folder: Path, *, sampled: bool = False, remember: bool = True)
     return hasher.hexdigest()
 
 
-def _weights_in(folder: Path) -> list[Path]:
-    """The weight files of a folder: safetensors, or where there are none what else there is."""
+def _weights_in(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The weight files of a folder: safetensors, or where there are none what else there is.
+
+    Of a format that takes others, those.
+    """
+    arrays = folder / "np"
+    if load_format == "npcache" and (arrays / "weight_names.json").is_file():
+        # vLLM made them of the weights at an earlier start, and reads nothing else since.
+        return sorted(path for path in arrays.iterdir() if path.is_file())
     first, *others = _WEIGHTS
+    if load_format not in _USUAL_FORMATS:
+        patterns = _FORMATS.get(load_format, _WEIGHTS)
+        return sorted(path for pattern in patterns for path in folder.glob(pattern))
     return sorted(folder.glob(first)) or sorted(
         path for pattern in others for path in folder.glob(pattern)
     )

@@ -13,6 +13,7 @@ from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -78,6 +79,7 @@ def vllm_config(
     failure_policy: str = "recompute",
     speculative: dict[str, Any] | None = None,
     media_cache_gb: float | None = None,
+    adapters: dict[str, Any] | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A real configuration of a CPU engine with our connector.
@@ -85,6 +87,7 @@ def vllm_config(
     With `others`, classes of `tests.connector.others`, ours is the first in a `MultiConnector`,
     which is given `failure_policy`. `speculative` is what a user gives as `--speculative-config`.
     With `media_cache_gb` the model is said to take images, and that is `--mm-processor-cache-gb`.
+    `adapters` are fields of a `LoRAConfig`.
     """
     transfer: dict[str, Any] = {
         "kv_connector": "KVLakeConnector",
@@ -140,6 +143,8 @@ def vllm_config(
     config.cache_config.num_gpu_blocks = num_blocks
     if media_cache_gb is not None:
         model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=media_cache_gb)
+    if adapters is not None:
+        config.lora_config = LoRAConfig(lora_dtype=model_config.dtype, **adapters)
     return config
 
 

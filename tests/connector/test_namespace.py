@@ -103,6 +103,76 @@ class TestFolders:
         (tmp_path / "pytorch_model.bin").write_bytes(b"b" * 5000)
         assert folder_digest(tmp_path) != before
 
+    @pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "somebodys"])
+    def test_what_the_load_format_loads_counts(self, tmp_path: Path, load_format: str) -> None:
+        """And not the safetensors files that lie beside it."""
+        write_weights(tmp_path)
+        names = {"pt": "x.pt", "npcache": "x.bin", "tensorizer": "model.tensors"}
+        if load_format in names:
+            with pytest.raises(WeightsUnknown, match="no weights in"):
+                model_identity(str(tmp_path), None, None, load_format=load_format)
+        path = tmp_path / names.get(load_format, "x.gguf")
+        path.write_bytes(b"a" * 5000)
+        before = model_identity(str(tmp_path), None, None, load_format=load_format)
+        safetensors = model_identity(str(tmp_path), None, None)
+        path.write_bytes(b"b" * 5000)
+        assert model_identity(str(tmp_path), None, None, load_format=load_format) != before
+        assert model_identity(str(tmp_path), None, None) == safetensors
+        assert model_identity(str(tmp_path), None, None, load_format="mistral") == safetensors
+
+    def test_arrays_that_vllm_once_made_of_weights_count_in_their_place(
+        self, tmp_path: Path
+    ) -> None:
+        def of() -> dict[str, str]:
+            return model_identity(str(tmp_path), None, None, load_format="npcache")
+
+        (tmp_path / "x.bin").write_bytes(b"a" * 5000)
+        before = of()
+        (tmp_path / "np").mkdir()
+        (tmp_path / "np" / "weight_names.json").write_text('["w"]')
+        (tmp_path / "np" / "w").write_bytes(b"a" * 5000)
+        made = of()
+        assert made != before
+        (tmp_path / "x.bin").write_bytes(b"b" * 5000)
+        assert of() == made
+        (tmp_path / "np" / "w").write_bytes(b"b" * 5000)
+        assert of() != made
+
+    def test_weights_in_a_folder_of_their_own(self, tmp_path: Path) -> None:
+        """As the audio encoder of Kimi-Audio."""
+        before = folder_digest(write_weights(tmp_path))
+        write_weights(tmp_path / "whisper-large-v3", fill=1)
+        one = folder_digest(tmp_path)
+        write_weights(tmp_path / "whisper-large-v3", fill=2)
+        assert len({before, one, folder_digest(tmp_path)}) == 3
+
+    def test_weights_from_other_places(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ultravox names the models that its encoder and its language model are taken from."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        model = write_weights(tmp_path / "model")
+
+        def of(**names: Any) -> dict[str, str]:
+            config = SimpleNamespace(audio_model_id=None, text_model_id=None, _commit_hash="abc")
+            vars(config).update(names)
+            assert model_identity("org/m", None, config, dummy=True)["name"] == "org/m"
+            return {
+                **model_identity("org/m", None, config),
+                "folder": str(model_identity(str(model), None, config)),
+            }
+
+        alone = of()
+        encoder = write_weights(tmp_path / "encoder", fill=1)
+        one = of(audio_model_id=str(encoder))
+        write_weights(encoder, fill=2)
+        other = of(audio_model_id=str(encoder))
+        assert alone["name"] == one["name"]
+        assert len({str(sorted(each.items())) for each in (alone, one, other)}) == 3
+        assert len({each["folder"] for each in (alone, one, other)}) == 3
+        with pytest.raises(WeightsUnknown, match=r"text_model_id.*may mean other weights"):
+            of(text_model_id="org/llama")
+
 
 class TestNames:
     def test_a_hub_model_is_its_name_and_commit(self) -> None:
@@ -207,6 +277,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
         "lora_dtype": None,
         "quantization_config": None,
         "hf_config_path": None,
+        "class_overrides": {},
         **changes,
     }
     text_config = SimpleNamespace(
@@ -231,6 +302,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
         max_model_len=values["max_model_len"],
         quantization_config=values["quantization_config"],
         hf_config_path=values["hf_config_path"],
+        model_class_overrides=values["class_overrides"],
         multimodal_config=None if media is None else MultiModalConfig(**media),
         get_total_num_hidden_layers=lambda: values["layers"],
         get_total_num_kv_heads=lambda: values["kv_heads"],
@@ -242,7 +314,10 @@ def config_of(folder: Path, **changes: Any) -> Any:
         cache_config=SimpleNamespace(
             cache_dtype=values["cache_dtype"], kv_cache_dtype_skip_layers=values["skip_layers"]
         ),
-        load_config=SimpleNamespace(load_format=values["load_format"]),
+        load_config=SimpleNamespace(
+            load_format=values["load_format"],
+            model_loader_extra_config=values.get("loader", {}),
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values.get("tensors", 1),
             data_parallel_size=values.get("data_ranks", 1),
@@ -283,6 +358,8 @@ class TestNamespace:
             {"rope": {"rope_theta": 500000.0}},
             {"hf_overrides": {"rms_norm_eps": 0.1}},
             {"load_format": "dummy"},
+            {"load_format": "somebodys"},
+            {"class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
             {"quantization_config": {"linear": "fp8"}},
             {"architecture": "TransformersForCausalLM"},
             {"runner": "pooling"},
@@ -300,6 +377,20 @@ class TestNamespace:
     ) -> None:
         write_weights(tmp_path)
         assert namespace(tmp_path, **changes) != namespace(tmp_path)
+
+    def test_tensors_may_be_elsewhere(self, tmp_path: Path) -> None:
+        write_weights(tmp_path)
+        (tmp_path / "model.tensors").write_bytes(b"a" * 5000)
+
+        def of(loader: dict[str, Any], revision: str | None = None) -> bytes:
+            config: Any = {"load_format": "tensorizer", "loader": loader, "revision": revision}
+            return namespace(tmp_path, **config)
+
+        # As vLLM sets it.
+        assert of({"tensorizer_config": {"tensorizer_dir": str(tmp_path)}}) == of({})
+        with pytest.raises(WeightsUnknown, match=r"streamed from s3://b/x\.tensors"):
+            of({"tensorizer_uri": "s3://b/x.tensors"})
+        assert of({"tensorizer_uri": "s3://b/x.tensors"}, "1") != of({}, "1")
 
     def test_batch_invariant_engines_share_among_themselves(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,11 +510,15 @@ def test_on_a_gpu_the_encoding_names_what_picks_the_kernels(
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
 
     def encoding(
-        backend: str | None, cache_dtype: str = "auto", dtype: Any = torch.bfloat16
+        backend: str | None,
+        cache_dtype: str = "auto",
+        dtype: Any = torch.bfloat16,
+        **kinds: str,
     ) -> str:
         chosen = None if backend is None else SimpleNamespace(name=backend)
+        per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
         config = SimpleNamespace(
-            attention_config=SimpleNamespace(backend=chosen),
+            attention_config=SimpleNamespace(backend=chosen, backend_per_kind=per_kind),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         )
         return encoding_of(config, 16, replace(spec, dtype=dtype))
@@ -431,6 +526,11 @@ def test_on_a_gpu_the_encoding_names_what_picks_the_kernels(
     assert encoding(None) == "cuda-9.0-auto+token"
     assert encoding("FLASH_ATTN") == "cuda-9.0-FLASH_ATTN+token"
     assert encoding(None, "fp8", torch.float8_e4m3fn) == "cuda-9.0-auto+token"
+    # As `--attention-config.backend_per_kind` has it.
+    kinds = {"sliding_window": "TRITON_ATTN", "full_attention": "FLASHINFER"}
+    named = "cuda-9.0-auto-full_attention=FLASHINFER-sliding_window=TRITON_ATTN"
+    assert encoding(None, **kinds) == f"{named}+token"
+    assert encoding(None, sliding_window="OTHER") == "cuda-9.0-auto-sliding_window=OTHER"
     # Scales beside the values, or layouts that nobody has looked at.
     assert encoding("TURBOQUANT") == "cuda-9.0-TURBOQUANT"
     assert encoding(None, "int8_per_token_head", torch.int8) == "cuda-9.0-auto"

@@ -397,6 +397,9 @@ def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> N
     note = offloading._identify(config, BLOCK_TOKENS)
     assert ("identity" in note) == allowed
     assert ("adapters_by_path" in note.get("refusal", "")) != allowed
+    if allowed:
+        config.lora_config.target_modules = ["q_proj"]
+        assert offloading._identify(config, BLOCK_TOKENS) != note
 
 
 class TestNotes:

@@ -62,6 +62,35 @@ class TestWhoShares:
         assert key(2, inplace=False) == first
         assert key(3, inplace=True) != first
 
+    def test_how_adapters_are_applied_tells_them_apart(
+        self, make: Callable[..., Engine], tmp_path: Path
+    ) -> None:
+        """And not what is computed without one."""
+        (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
+        three_d = LoRARequest("c", 3, str(tmp_path), is_3d_lora_weight=True)
+        keys: list[dict[str, bytes]] = []
+        for settings in (
+            {},
+            {"target_modules": ["q_proj", "o_proj"]},
+            {"target_modules": ["o_proj", "q_proj"]},
+            {"enable_moe_shared_loras": True},
+            {"enable_mixed_moe_lora_format": True},
+            {"enable_tower_connector_lora": True},
+        ):
+            engine = make(adapters=settings)
+            for name, lora in (
+                ("base", None),
+                ("adapter", LoRARequest("a", 1, str(tmp_path))),
+                ("three", three_d),
+            ):
+                engine.role.new_request(request_of(name, PROMPT, lora_request=lora))
+            states = engine.role._requests
+            keys.append({name: states[name].chain.keys[0] for name in states})
+        assert len({one["base"] for one in keys}) == 1
+        assert keys[1] == keys[2]
+        assert len({one["adapter"] for one in keys}) == len(keys) - 1
+        assert all(one["three"] != one["adapter"] for one in keys)
+
     def test_requests_beside_an_adapter_that_is_loaded_in_its_place_are_void(
         self, engine: Engine, tmp_path: Path
     ) -> None:

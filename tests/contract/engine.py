@@ -97,6 +97,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "model model_weights revision hf_config hf_text_config hf_overrides quantization "
             "max_model_len use_mla multimodal_config quantization_config code_revision "
+            "model_class_overrides "
             "hf_config_path runner_type convert_type pooler_config enforce_eager"
         )
         | {
@@ -146,11 +147,16 @@ ENGINE: Final[dict[str, Used]] = {
         )
     ),
     "vllm.config.pooler:PoolerConfig": Used(attributes("seq_pooling_type tok_pooling_type")),
-    "vllm.config.lora:LoRAConfig": Used(attributes("lora_dtype")),
+    "vllm.config.lora:LoRAConfig": Used(
+        attributes(
+            "lora_dtype target_modules enable_moe_shared_loras enable_mixed_moe_lora_format "
+            "enable_tower_connector_lora"
+        )
+    ),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),
-    "vllm.config.load:LoadConfig": Used(attributes("load_format")),
-    "vllm.config.attention:AttentionConfig": Used(attributes("backend")),
+    "vllm.config.load:LoadConfig": Used(attributes("load_format model_loader_extra_config")),
+    "vllm.config.attention:AttentionConfig": Used(attributes("backend backend_per_kind")),
     "vllm.v1.core.sched.output:SchedulerOutput": Used(
         attributes("num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state")
     ),
@@ -224,7 +230,7 @@ ENGINE: Final[dict[str, Used]] = {
         {"get_kv_cache_spec": "abstract (vllm_config)"}
     ),
     "vllm.lora.request:LoRARequest": Used(
-        attributes("lora_name lora_int_id lora_path load_inplace")
+        attributes("lora_name lora_int_id lora_path load_inplace is_3d_lora_weight")
     ),
     "vllm.multimodal.inputs:MultiModalFeatureSpec": Used(attributes("identifier mm_position")),
     "vllm.multimodal.inputs:PlaceholderRange": Used(attributes("offset length")),
