@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -318,3 +318,17 @@ class TestGpu:
         )
         assert "0 groups" in refusal_of(config, SimpleNamespace(kv_cache_groups=[]), 256)
         assert KVLakeConnector.supports_sleep_mode(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "takes"), [("kv_both", True), ("kv_consumer", True), ("kv_producer", False)]
+)
+def test_embeddings_are_taken_by_engines_that_load(model: Path, kv_role: str, takes: bool) -> None:
+    """As `docs/security.md` says; where vLLM leaves this off again, it need not."""
+    config = vllm_config(model, kv_role=kv_role, media_cache_gb=4.0)
+    config._resolve_mm_embedding_inputs()
+    media = config.model_config.multimodal_config
+    assert media is not None
+    assert media.enable_mm_embeds is takes
+    assert media.allow_missing_mm_embeddings is takes
+    assert "self._resolve_mm_embedding_inputs()" in inspect.getsource(VllmConfig.__post_init__)
