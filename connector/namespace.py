@@ -162,9 +162,9 @@ def _of_model(vllm_config: Any) -> dict[str, Any]:
 def _streamed_from(vllm_config: Any) -> str:
     """Where the weights are, if not where the model's configuration is."""
     model, load = vllm_config.model_config, vllm_config.load_config
-    extra = load.model_loader_extra_config
-    if str(load.load_format) == "tensorizer" and isinstance(extra, dict):
-        given = extra | dict(extra.get("tensorizer_config") or {})
+    if str(load.load_format) == "tensorizer":
+        extra: dict[str, Any] = load.model_loader_extra_config
+        given = extra | (extra.get("tensorizer_config") or {})
         place = given.get("tensorizer_uri") or given.get("tensorizer_dir")
         if place and place != model.model:
             return str(place)
