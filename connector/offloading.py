@@ -9,8 +9,9 @@ on the CPU platform, which vLLM has none for (`hostcopy.py`).
 Owns how the two halves of an engine agree on a namespace: the workers see vLLM's configuration,
 the scheduler's half is not shown it, so the first worker leaves a note that the scheduler takes.
 
-Invariants: an engine that cannot be told from others is served by vLLM's host tier alone, and one
-that cannot go on from a cached prefix by none. No name of a file outlives the start of an engine.
+Invariants: an engine that cannot be told from others is served by vLLM's host tier alone. By none
+is one that cannot go on from a cached prefix, or whose workers' rows of that tier do not fit. No
+name of a file outlives the start of an engine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
     OffloadingManager,
+    OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
@@ -38,7 +40,7 @@ from connector.drafting import drafting_of, drafting_refusal
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
-from connector.refusals import media_refusal, prefix_refusal
+from connector.refusals import media_refusal, prefix_refusal, rows_refusal
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
@@ -46,9 +48,10 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
-        OffloadingWorker,
+        GPULoadStoreSpec,
         OffloadKey,
         ReqContext,
+        TransferResult,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -83,6 +86,33 @@ class NoTiers(OffloadingManager):
         return RequestOffloadingContext()
 
 
+class NoCopies(OffloadingWorker):
+    """The worker of an engine with `NoTiers`, where vLLM's host tier must not even be made."""
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Never asked for: nothing was said to be stored."""
+        raise NotImplementedError
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Never asked for: nothing was said to be there."""
+        raise NotImplementedError
+
+    def get_finished(self) -> list[TransferResult]:
+        """There are none."""
+        return []
+
+    def wait(self, job_ids: set[int]) -> None:
+        """There are none."""
+
+
 class KVLakeOffloadingSpec(TieringOffloadingSpec):
     """The host tier of vLLM with kvlake below it; its settings are in `docs/operations.md`."""
 
@@ -104,6 +134,10 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             complain_of_unknown(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
             refusal = note.get("refusal", "")
+            if note.get("rows") is False:
+                logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
+                self._manager = NoTiers()
+                return self._manager
             if note.get("prefixes") is False:
                 # Of vLLM's host tier, too, it would load them.
                 logger.warning(
@@ -137,9 +171,14 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         from vllm.config import get_current_vllm_config
         from vllm.platforms import current_platform
 
+        vllm_config = get_current_vllm_config()
+        reason = rows_refusal(vllm_config, len(self.config.groups))
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
-            leave_note(self.config.engine_id, _identify(get_current_vllm_config(), tokens))
+            refused = {"refusal": reason, "rows": False}
+            leave_note(self.config.engine_id, refused if reason else _identify(vllm_config, tokens))
+        if reason:
+            return NoCopies()
         if not current_platform.is_cpu():
             worker: Any = super().get_worker(kv_caches)
             _disown(getattr(worker, "_mmap_region", None))

@@ -34,6 +34,13 @@ class Cut:
     num_layers: int
     """Of the whole model, as vLLM deals them out to stages."""
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages hold as many layers."""
+        if self.stages == 1:
+            return True
+        return len({len(self._layers(stage)) for stage in range(self.stages)}) == 1
+
     def number(self, place: Place) -> int:
         """The rank's number in its engine."""
         return place.stage * self.tensors + place.tensor

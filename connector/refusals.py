@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.drafting import drafting_refusal
+from connector.drafting import WITHOUT_LAYERS, drafting_refusal
 from connector.groups import FULL, RECURRENT, Attention
 from connector.nodes import nodes_refusal
 from connector.ranks import Cut, Place
@@ -197,6 +197,31 @@ def cut_of(vllm_config: Any) -> Cut:
         tensors=int(parallel.tensor_parallel_size),
         num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),
     )
+
+
+def rows_refusal(vllm_config: Any, num_groups: int) -> str:
+    """Why vLLM's host tier would mix up what an engine's workers put into it, or nothing.
+
+    Each worker takes a row to be as many times its own part as there are workers. So all of them
+    must have parts of the same size: each would find the rows somewhere else, and overwrite those
+    of others.
+    """
+    cut = cut_of(vllm_config)
+    if cut.stages == 1:
+        return ""
+    if num_groups > 1:
+        return (
+            f"pipeline_parallel_size={cut.stages} is not supported by this release for a KV cache "
+            f"of {num_groups} groups"
+        )
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and str(speculative.method) not in WITHOUT_LAYERS
+    if drafts or not cut.is_even:
+        return (
+            "its pipeline stages hold different numbers of layers, and vLLM's host tier takes "
+            "them to be alike"
+        )
+    return ""
 
 
 def num_heads_of(vllm_config: Any, spec: Any) -> int:

@@ -37,7 +37,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector import offloading
-from connector.offloading import KVLakeOffloadingSpec, leave_note, region_path, take_note
+from connector.offloading import (
+    KVLakeOffloadingSpec,
+    NoCopies,
+    leave_note,
+    region_path,
+    take_note,
+)
+from connector.refusals import rows_refusal
 from sidecar.demo.sidecars import SidecarProcess
 from tests.connector.configurations import (
     BLOCK_TOKENS,
@@ -338,6 +345,37 @@ def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixtur
         "kvlake: kv_connector_extra_config['block_sizes']=64 is not known and does nothing; "
         "did you mean 'block_size'?"
     )
+
+
+def test_stages_of_different_numbers_of_layers(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's host tier takes the parts of all workers to be alike, so it is not even made."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,0")
+    engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, configured={"stages": 2})
+    try:
+        assert "by no tier, because its pipeline stages hold different numbers" in caplog.text
+        assert isinstance(engine.worker.connector_worker.worker, NoCopies)
+        tokens = prompt(100)
+        for name in ("a", "b"):
+            assert engine.run(name, tokens) == 0
+            engine.forget(host_tier=False)
+        assert not region_path(engine.engine_id).exists()
+    finally:
+        engine.close()
+
+
+def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(num_groups: int = 1, **configured: Any) -> str:
+        return rows_refusal(vllm_config(model, **configured), num_groups)
+
+    assert refusal() == refusal(3) == refusal(stages=2) == ""
+    assert "2 groups" in refusal(2, stages=2)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    assert refusal(stages=2) == ""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0,2")
+    assert "different numbers of layers" in refusal(stages=2)
+    assert refusal(ranks=2) == ""
 
 
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:

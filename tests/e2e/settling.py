@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from connector.offloading import KVLakeOffloadingSpec
+from connector.offloading import KVLakeOffloadingSpec, NoTiers
 from tests.e2e.native import settled_path
 
 if TYPE_CHECKING:
@@ -23,7 +23,11 @@ class SettlingSpec(KVLakeOffloadingSpec):
     def get_manager(self) -> Any:
         manager: Any = super().get_manager()
         rank = self.config.parallel.data_parallel_index
-        return _settling(manager, settled_path(self.extra_config["settled"], rank))
+        settled = settled_path(self.extra_config["settled"], rank)
+        if isinstance(manager, NoTiers):
+            settled.touch()
+            return manager
+        return _settling(manager, settled)
 
 
 def _settling(manager: Any, settled: Path) -> Any:
