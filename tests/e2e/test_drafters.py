@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from tests.e2e.arms import (
     counters,
     empty,
     fresh_salt,
+    has_host_tier,
     same_output,
     words,
 )
@@ -69,21 +71,18 @@ def write_eagle(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def engine_args(drafter: Path) -> dict[str, Any]:
+    """Of an engine that drafts with it."""
+    speculative = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 2}
+    return {**SMALL, **in_steps(STEP_TOKENS), "speculative_config": speculative}
+
+
 @pytest.fixture(scope="module")
 def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
-    engine_args: dict[str, Any] = {
-        **SMALL,
-        **in_steps(STEP_TOKENS),
-        "speculative_config": {
-            "method": "eagle",
-            "model": str(drafter),
-            "num_speculative_tokens": 2,
-        },
-    }
-    socket = sidecar_in(folder).socket
-    with Engine(EngineSpec(model, socket, engine_args), folder / "engine.log") as engine:
+    spec = EngineSpec(model, sidecar_in(folder).socket, engine_args(drafter))
+    with Engine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
@@ -127,7 +126,11 @@ def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProces
     So the prompt that the oracle's hit comes of is longer. Both are computed in equal steps.
     """
     call = Call(words(TOKENS, 1))
-    oracle = arm(engine, call, call, forgotten=False)
+    own = call
+    if has_host_tier(engine):
+        # There what the engine drops is found, and must not be loaded behind the oracle's hit.
+        own = replace(call, options={"kv_transfer_params": {"kvlake": {"read": False}}})
+    oracle = arm(engine, call, own, forgotten=False)
     before = counters(sidecar)["bytes_loaded"]
     head = Call(call.prompt[: WHOLE_TOKENS + 20])
     measured = arm(engine, head, call, forgotten=True)
@@ -143,14 +146,18 @@ def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProces
 
 
 def test_another_next_token_is_another_chunk(engine: Engine, sidecar: SidecarProcess) -> None:
-    """Up to the chunk before it the prompts share; its last block too, but for that token."""
+    """Up to the chunk before it the prompts share; its last block too, but for that token.
+
+    vLLM's own keys do not name that token: there the drafter's layer of it is the other prompt's.
+    """
     salt = fresh_salt()
     head = words(2 * CHUNK_TOKENS, 2)
     Call([*head, *words(40, 3)]).generate(engine, salt)
     empty(engine)
     other = Call([*head, *words(40, 4)])
     generation = other.generate(engine, salt)
-    assert generation.cached_tokens == CHUNK_TOKENS
+    named = 0 if has_host_tier(engine) else CHUNK_TOKENS
+    assert generation.cached_tokens == len(head) - named
     Oracle(engine, other).check_close(generation)
 
 
