@@ -57,14 +57,14 @@ class BlockPool:
         self.null.is_null = has_null
         self.num_usable = num_blocks - has_null
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(has_null, num_blocks))
-        self._cached: dict[BlockName, Block] = {}
+        self.cached_block_hash_to_block: dict[BlockName, Block] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def get_cached_block(self, digest: bytes, groups: list[int]) -> list[Block] | None:
-        found = [self._cached.get((group, digest)) for group in groups]
+        found = [self.cached_block_hash_to_block.get((group, digest)) for group in groups]
         blocks = [block for block in found if block is not None]
         return blocks if len(blocks) == len(found) else None
 
@@ -97,18 +97,20 @@ class BlockPool:
 
     def cache(self, block: Block, group: int, digest: bytes) -> None:
         name = (group, digest)
-        if block.name is None and not block.is_null and name not in self._cached:
+        if block.name is None and not block.is_null and name not in self.cached_block_hash_to_block:
             block.name = name
-            self._cached[name] = block
+            self.cached_block_hash_to_block[name] = block
 
     def _forget(self, block: Block) -> None:
         if block.name is not None:
-            del self._cached[block.name]
+            del self.cached_block_hash_to_block[block.name]
             block.name = None
 
     def reset(self) -> None:
         for block in self.blocks:
             self._forget(block)
+        # As vLLM does: who compares it learns of the reset.
+        self.cached_block_hash_to_block = {}
 
 
 @dataclass(eq=False, slots=True)
