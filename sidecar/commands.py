@@ -366,7 +366,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """There is more to begin than one turn of the event loop should; answered by `Resumed`."""
+    """There is more to do than one turn of the event loop should; answered by `Resumed`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from sidecar.commands import (
     Released,
     Reply,
     Restored,
+    Resume,
     Resumed,
     SessionClosed,
     SessionOpened,
@@ -93,6 +94,8 @@ class EngineLimits:
     store_reads: bool
     reads_begun_max: int = 1 << 30
     """Reads that one event begins, room for them made; the others get turns of their own."""
+    adopted_max: int = 1 << 30
+    """Restored slots that one event takes in; the others get turns of their own."""
     bounds: BoundLimits = field(default_factory=BoundLimits)
     """What may wait, in all and of one session."""
     verify_loads: float = 1.0
@@ -291,6 +294,7 @@ class Engine:
                 self._host.restore(event.slots)
             case SessionOpened():
                 self._open(event)
+                self._adopt_some()
             case Copied():
                 self._jobs.copied(event, now)
             case Written():
@@ -306,6 +310,8 @@ class Engine:
                 self._lookups.expire(now)
                 self._kept.expire(now)
             case Resumed():
+                self._outbox.resumed()
+                self._adopt_some()
                 self._reads.resumed()
             case Draining():
                 self._draining = True
@@ -362,6 +368,10 @@ class Engine:
                 realms = [self._directory.realms[group.realm_id] for group in event.groups]
                 self._tellings.open(event.session_id, realms)
         self._sessions[event.session_id] = event
+
+    def _adopt_some(self) -> None:
+        if self._host.adopt_some(self._limits.adopted_max):
+            self._outbox.emit(Resume())
 
     def _handle_session(
         self,

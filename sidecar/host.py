@@ -23,9 +23,11 @@ is in nobody's sight, whatever pins it.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sidecar.commands import RestoredSlot
 from sidecar.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
@@ -47,6 +49,14 @@ VICTIMS_SCANNED_MAX: Final = 1024
 
 EVICTIONS_PER_SLOT_MAX: Final = 64
 """Chunks of other slot classes that are given up for one slot, hoping that a slab gets empty."""
+
+
+class _Moment(NamedTuple):
+    """When a restored slot was stored, or last used."""
+
+    when: int
+    was_use: bool
+    found: RestoredSlot
 
 
 class HostTier:
@@ -84,6 +94,8 @@ class HostTier:
         self.zombies: set[Segment] = set()
         self.inventory = Inventory(slots.class_of, slots.slot_bytes)
         self._expiries = Expiries()
+        self._adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
+        """What is left to adopt, by realm and rank."""
 
     def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
         """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
@@ -213,22 +225,58 @@ class HostTier:
                 self._expiries.add(one.expires_at, one)
 
     def adopt(self, realm: Realm, rank: int, namespace: bytes) -> None:
-        """Make segments of the slots that a rank, whose layout was just learnt, stored earlier.
+        """Have the slots that a rank, whose layout was just learnt, stored earlier become segments.
 
-        Their history is told to the policy as it was, so that it orders them as before.
+        They do when `adopt_some` is called, in the order in which they were stored and used.
         """
         layout = realm.layouts[rank]
         assert layout is not None, "just learnt"
         found = self.inventory.matching(namespace, layout, realm.slot_classes[rank])
-        history = [(one.sealed, False, one) for one in found]
-        history += [(one.used, True, one) for one in found if one.used > one.sealed]
-        history.sort(key=lambda moment: moment[:2])
-        for _, was_use, one in history:
-            chunk = realm.chunks.get(one.key)
-            if not was_use:
-                self._adopt(realm, rank, one)
-            elif chunk is not None and chunk.segments[rank].slot == one.slot:
-                self._orders.freshen(chunk)
+        sealed = sorted(found, key=lambda one: one.sealed)
+        used = sorted((one for one in found if one.used > one.sealed), key=lambda one: one.used)
+        history = heapq.merge(
+            (_Moment(one.sealed, False, one) for one in sealed),
+            (_Moment(one.used, True, one) for one in used),
+            key=lambda moment: moment[:2],
+        )
+        if found:
+            self._adoptions.append((realm, rank, history))
+
+    @property
+    def adopting(self) -> bool:
+        """Whether there is more to adopt."""
+        return bool(self._adoptions)
+
+    def adopt_some(self, moments_max: int) -> bool:
+        """Go on with so much of what was to be adopted; whether there is more.
+
+        The history of slots is told to the policy as it was, so that it orders their chunks as
+        before. Between two calls a slot may have been given up, or its segment filled anew.
+        """
+        left = moments_max
+        while self._adoptions and left:
+            realm, rank, history = self._adoptions[0]
+            for moment in history:
+                self._relive(realm, rank, moment)
+                left -= 1
+                if not left:
+                    break
+            else:
+                self._adoptions.popleft()
+        return self.adopting
+
+    def _relive(self, realm: Realm, rank: int, moment: _Moment) -> None:
+        found = moment.found
+        if not moment.was_use:
+            if self.inventory.holds(found):
+                self._adopt(realm, rank, found)
+            return
+        chunk = realm.chunks.get(found.key)
+        if chunk is None:
+            return
+        segment = chunk.segments[rank]
+        if segment.slot == found.slot and segment.state is SegmentState.HOST:
+            self._orders.freshen(chunk)
 
     def _adopt(self, realm: Realm, rank: int, found: RestoredSlot) -> None:
         chunk = self._directory.open_chunk(realm, found.key, found.tenant)
@@ -304,6 +352,7 @@ class HostTier:
 
     def clear(self) -> None:
         """Evict every chunk that may be evicted, and give up what nobody claimed."""
+        self._adoptions.clear()
         while (slot := self.inventory.give_up(-1)) is not None:
             self._give_back(slot)
         for realm in self._directory.realms.values():

@@ -61,6 +61,8 @@ JOBS_SLACK: Final = 4
 QUARANTINE_KEYS_MAX: Final = 65_536
 READS_BEGUN_MAX: Final = 2
 """To make room for a read and to begin it takes up to 0.1 ms of the event loop."""
+ADOPTED_MAX: Final = 64
+"""To take a restored slot in and to tell of it takes up to 0.1 ms of the event loop."""
 PEERS_LOGGED_MAX: Final = 1024
 
 _logger = logging.getLogger("kvlake.server")
@@ -422,4 +424,5 @@ def _engine_limits(config: Config) -> EngineLimits:
         verify_loads=config.integrity.verify_loads,
         verify_writes=config.integrity.verify_writes,
         reads_begun_max=READS_BEGUN_MAX,
+        adopted_max=ADOPTED_MAX,
     )

@@ -1,13 +1,14 @@
 """Commands of one event on their way out: put in order, and packed into few messages.
 
-Owns the order (index, work, messages) and the bundling: one `Done` per session and event.
+Owns the order (index, work, messages) and the bundling: one `Done` per session and event, one
+`Resume` until it is answered.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sidecar.commands import Command, IndexOffer, IndexSet, Reply
+from sidecar.commands import Command, IndexOffer, IndexSet, Reply, Resume
 from sidecar.protocol import Done
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Outbox:
         self._work: list[Command] = []
         self._jobs: dict[int, list[JobOutcome]] = {}
         self._replies: list[Command] = []
+        self._resuming = False
+        """Whether `Resumed` is to come: one turn is enough for all that was put off."""
 
     def emit(self, command: Command) -> None:
         """Add one command."""
@@ -30,8 +33,16 @@ class Outbox:
             self._index.append(command)
         elif isinstance(command, Reply):
             self._replies.append(command)
+        elif isinstance(command, Resume):
+            if not self._resuming:
+                self._work.append(command)
+            self._resuming = True
         else:
             self._work.append(command)
+
+    def resumed(self) -> None:
+        """Others had their turn."""
+        self._resuming = False
 
     def job_ended(self, session_id: int, outcome: JobOutcome) -> None:
         """Add a job's outcome to the session's next `Done`."""

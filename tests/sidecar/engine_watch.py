@@ -77,6 +77,8 @@ class Watched:
     world_sizes: dict[int, int] = field(default_factory=dict[int, int])
     quarantined: list[Quarantine] = field(default_factory=list[Quarantine])
     withdrawn: list[Withdraw] = field(default_factory=list[Withdraw])
+    coming: set[int] = field(default_factory=set[int])
+    """Restored slots of ranks that attached: adopted now, or in turns of their own."""
     resuming: bool = False
     """Whether the engine waits for `Resumed`."""
     forgotten: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
@@ -104,6 +106,7 @@ class Watched:
             assert slot not in in_use, f"slot {slot} was freed under a running operation"
             del self.content[slot]
         self.slots.freed.clear()
+        self._note_adopted()
         for command in commands:
             self._note(command)
         assert len(self.writes) <= self.limits.writes_inflight_max
@@ -113,6 +116,14 @@ class Watched:
             assert self.resuming or not self.engine.pending_work().reads_queued, "reads are stuck"
         assert set(self.content) == self.slots.used
         self.check()
+
+    def _note_adopted(self) -> None:
+        for slot in self.coming.difference(self.engine._host.inventory):
+            self.coming.remove(slot)
+            content = self.content.get(slot)
+            if content is not None and not content.adopted:
+                content.adopted = True
+                self._retain((content.realm_id, content.key), content.retention)
 
     def _note(self, command: Command) -> None:
         match command:

@@ -107,18 +107,19 @@ class World(Watched):
                 self._adopt(group.realm_id, number, group.layout)
         self.sessions[event.session_id] = event
         self.send(event)
+        sliced = self.limits.adopted_max < len(self.content) * 2
+        assert sliced or not self.coming, "restored slots were not taken in"
         if want_events and not worker:
             self.send(Released(event.session_id, (), (), heard=0))
         return event.session_id
 
     def _adopt(self, realm_id: int, number: int, known: ChunkLayout) -> None:
         self.layouts[realm_id, number] = known
-        for content in self.content.values():
+        for slot, content in self.content.items():
             found = not content.adopted and (content.realm_id, content.rank) == (realm_id, number)
             # What is past its time is not found any more.
             if found and content.retention.expires_at > self.now:
-                content.adopted = True
-                self._retain((realm_id, content.key), content.retention)
+                self.coming.add(slot)
 
     def copied(self, copy_id: int, outcome: CopyOutcome = CopyOutcome.OK) -> list[Command]:
         scatter = self.scatters.pop(copy_id, None)
@@ -255,6 +256,7 @@ class World(Watched):
         self.slots.freed.clear()
         self.policy = policy
         self.resuming = False
+        self.coming.clear()
         self.engine = Engine(
             self.slots,
             policy,

@@ -63,6 +63,7 @@ class EngineMachine(EngineModel):
         share=st.sampled_from([65_536, 65_536, 4, 12]),
         several=st.booleans(),
         begun=st.sampled_from([1, 100]),
+        adopted=st.sampled_from([1, 2, 1000]),
     )
     def start(
         self,
@@ -82,6 +83,7 @@ class EngineMachine(EngineModel):
         share: int,
         several: bool,
         begun: int,
+        adopted: int,
     ) -> None:
         slot_bytes = layout(0).payload_bytes(2)
         limit = tenants.Quota(None if quota is None else quota * slot_bytes)
@@ -96,6 +98,7 @@ class EngineMachine(EngineModel):
             writes_inflight_max=inflight,
             reads_inflight_max=inflight,
             reads_begun_max=begun,
+            adopted_max=adopted,
             write_queue_bytes_max=queue * slot_bytes,
             breaker=BreakerRules(failures, 1.0, 4.0),
             quarantine_keys_max=quarantine,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar import cli
+from sidecar import cli, hub
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.engine import Engine
 from sidecar.protocol import Outcome, StoreJob
@@ -158,6 +158,27 @@ def test_store_that_was_under_way_is_not_there(lives: Lives) -> None:
     with Worker(path), Scheduler(path) as scheduler:
         assert scheduler.flags(key_of("whole"), key_of("begun")) == [FLAG_HOST, 0]
     lives.end(signal.SIGTERM)
+
+
+def test_many_chunks_come_back_over_many_turns(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "ADOPTED_MAX", 1)
+    keys = [key_of("many", number) for number in range(50)]
+    config = config_in(short_directory, host={"after_stop": "keep"})
+    with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        chunks = [worker.chunk(key, [number % 64]) for number, key in enumerate(keys)]
+        worker.submit(stores=[StoreJob(1, chunks)])
+        assert worker.outcome(1) is Outcome.OK
+    with (
+        RunningSidecar(config) as sidecar,
+        Scheduler(sidecar.path) as scheduler,
+        Worker(sidecar.path) as worker,
+    ):
+        status = sidecar.wait_until(lambda now: now["counters"]["chunks_restored"] == 50)
+        assert status["counters"]["slots_restored"] == 50
+        assert scheduler.flags(*keys) == [FLAG_HOST] * 50
+        assert worker.load(1, keys[-1], [7]) is Outcome.OK
 
 
 def test_what_is_to_be_forgotten_is_so_in_the_next_life_too(lives: Lives) -> None:

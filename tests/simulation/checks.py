@@ -322,6 +322,8 @@ class Checks:
         self.images.all_sealed_right(process)
         if self._work or not snapshot.pending.idle:
             raise Violation("everything ends", f"{snapshot.pending}, {self._work}")
+        if engine._host.adopting:
+            raise Violation("what a rank stored comes back to it", f"{snapshot}")
         if snapshot.leases or snapshot.lookups or snapshot.sessions or snapshot.slots_zombie:
             raise Violation("everything is released", f"{snapshot}")
         waiting = {number: jobs for number, jobs in self._jobs.items() if jobs}

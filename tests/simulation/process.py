@@ -153,7 +153,10 @@ class SidecarProcess:
         checks.begins(restored)
         nothing: Any = SimpleNamespace()
         # One at a time, for no life here has more than a few.
-        with mock.patch("sidecar.hub.READS_BEGUN_MAX", 1):
+        with (
+            mock.patch("sidecar.hub.READS_BEGUN_MAX", 1),
+            mock.patch("sidecar.hub.ADOPTED_MAX", 1),
+        ):
             self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
         self.hub = self.server._hub
         self.epoch = self.hub.epoch

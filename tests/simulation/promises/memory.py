@@ -166,6 +166,13 @@ MEMORY = (
         ("sidecar killed",),
     ),
     Mutation(
+        "only the first of many slots come back",
+        "sidecar.engine:Engine._adopt_some",
+        "self._outbox.emit(Resume())",
+        "pass",
+        ("sidecar killed",),
+    ),
+    Mutation(
         "the ledger does not know what came back",
         "sidecar.host:HostTier.restore",
         "self.allocated.update(one.slot for one in found)",
