@@ -209,6 +209,11 @@ class Engine:
         workers = self._call("rpc", method="kvlake_digests", args=[layers])["result"]
         return [{int(block): digest for block, digest in worker.items()} for worker in workers]
 
+    def head_digests(self) -> list[dict[int, list[str]]]:
+        """As `digests`, but of each KV head of a block; of models of plain attention."""
+        workers = self._call("rpc", method="kvlake_head_digests")["result"]
+        return [{int(block): heads for block, heads in worker.items()} for worker in workers]
+
     def core(self, method: str) -> list[Any]:
         """Per data-parallel rank: what a method of vLLM's engine core returns."""
         results: list[Any] = self._call("core", method=method)["result"]
