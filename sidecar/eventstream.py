@@ -144,23 +144,22 @@ class EventStream:
         """The engines whose own streams are followed, by session."""
         self.tell([AllBlocksCleared()])
 
-    def tell(self, events: list[CacheEvent], data_parallel_rank: int | None = None) -> None:
-        """Tell events, in batches of a bounded size."""
-        for start in range(0, len(events), EVENTS_PER_BATCH_MAX):
-            part = events[start : start + EVENTS_PER_BATCH_MAX]
+    def tell(self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None) -> None:
+        """Tell events, in batches of a bounded size; no more than one of them is made ahead."""
+        for part in _parts(events, EVENTS_PER_BATCH_MAX):
             batch = EventBatch(self._clock(), part, data_parallel_rank)
             self._publisher.publish(self.history.add(encode(batch)))
             self.events_told += len(part)
 
     def changed(self, changes: Iterable[FlagChange]) -> None:
         """Tell what became available in, and what went from, the tiers."""
-        self.tell(list(self._events(changes)))
+        self.tell(self._events(changes))
 
     def listed(self, realm: Held, keys: Keys) -> None:
         """Tell of chunks (keys of shape [n, 32]) that the catalog told of."""
         if realm.readable:
             names = map(name_of, key_list(keys))
-            self.tell([self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX)])
+            self.tell(self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
 
     def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
         """Join an engine's own stream with this one; where it cannot be, it is told once."""
