@@ -184,9 +184,9 @@ class Engine:
                 raise EngineFailed("the engine's prefix cache could not be reset in 20 s")
             time.sleep(0.01)
 
-    def counter(self, name: str) -> float:
-        """A counter of vLLM's own metrics, summed over its labels, without `_total`."""
-        return float(self._call("counter", name=name)["value"])
+    def counter(self, name: str, **labels: str) -> float:
+        """A counter of vLLM's own metrics, without `_total`, summed over its other labels."""
+        return float(self._call("counter", name=name, labels=labels)["value"])
 
     def dummy_step(self) -> None:
         """Have every worker compute a step of vLLM's own making, of no request.
@@ -466,7 +466,7 @@ class _Host:
         done = await self._engine.reset_prefix_cache(reset_connector=connector)
         return {"done": done is not False}
 
-    async def _do_counter(self, _: int, name: str) -> dict[str, Any]:
+    async def _do_counter(self, _: int, name: str, labels: dict[str, str]) -> dict[str, Any]:
         from prometheus_client import REGISTRY
 
         samples = [
@@ -474,7 +474,7 @@ class _Host:
             for metric in REGISTRY.collect()
             if metric.name == name
             for sample in metric.samples
-            if sample.name == f"{name}_total"
+            if sample.name == f"{name}_total" and labels.items() <= sample.labels.items()
         ]
         return {"value": sum(samples)}
 

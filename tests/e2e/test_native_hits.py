@@ -1,21 +1,21 @@
 """vLLM's own offloading on kvlake's tiers: hits, as in `test_hits.py`.
 
 Its tests run here as they are, on an engine with `OffloadingConnector`; not those of loads that
-are too short to pay, for vLLM weighs none.
+are too short to pay, for vLLM weighs none. What vLLM's own metrics say of a hit is asked here.
 """
 
 # pyright: reportUnusedImport=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from sidecar.demo.engine import EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
-from tests.e2e.arms import PATIENT, attach
-from tests.e2e.native import NativeEngine
+from tests.e2e.arms import KV_BYTES_PER_TOKEN, PATIENT, Call, attach, check_hit, words
+from tests.e2e.native import CHUNK_TOKENS, NativeEngine
 from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after each)
     BLOCKS,
     _nothing_runs_on,
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
+HITS: Final = "vllm:external_prefix_cache_hits"
+CHUNK_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"
+READ_BYTES: Final = "vllm:kv_offload_tiering_read_bytes"
+TIER: Final = "1:KVLakeTier"
+
 
 @pytest.fixture(scope="module")
 def sidecar(folder: Path) -> Iterator[SidecarProcess]:
@@ -65,3 +70,19 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
         engine.wait_ready()
         attach(engine, sidecar)
         yield engine
+
+
+def test_vllms_metrics_tell_of_a_hit(engine: Engine) -> None:
+    """By the names in `docs/operations.md`: tokens, chunks and bytes of the same hit."""
+
+    def tokens() -> list[float]:
+        return [
+            engine.counter(HITS),
+            engine.counter(CHUNK_HITS, tier=TIER) * CHUNK_TOKENS,
+            engine.counter(READ_BYTES, tier=TIER) / KV_BYTES_PER_TOKEN,
+        ]
+
+    before = tokens()
+    found = check_hit(engine, Call(words(700, 21)))
+    counted = [now - then for now, then in zip(tokens(), before, strict=True)]
+    assert counted == [found.cached_tokens] * 3
