@@ -23,6 +23,7 @@ from tests.e2e.arms import (
     Oracle,
     attach,
     blocks_of,
+    close,
     counters,
     empty,
     external_hit,
@@ -35,6 +36,7 @@ from tests.e2e.arms import (
     whole_blocks,
     words,
 )
+from tests.e2e.holds import LOAD, Holds
 from tests.e2e.setups import SMALL, attached, folder_store, in_steps, listed, sidecar_in
 
 if TYPE_CHECKING:
@@ -157,26 +159,33 @@ class GroupSuite:
             self.check_same(engine, call, expected)
             assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(1500))
 
-    def test_an_aborted_request_beside_others(
-        self, engine: Engine, sidecar: SidecarProcess
-    ) -> None:
-        """Loads of several requests run side by side, one is aborted; each gets its own bytes."""
-        calls = [self.call(900 + 10 * number, 20 + number) for number in range(4)]
-        oracles = [Oracle(engine, call) for call in calls]
-        for oracle in oracles:
-            oracle.at(0)
-        salt = fresh_salt()
-        for call in calls:
-            replace(call, max_tokens=1).generate(engine, salt)
-        empty(engine)
-        loaded = counters(sidecar)["chunks_loaded"]
-        handles = [call.begin(engine, salt) for call in calls]
-        engine.abort(handles[2])
-        generations = [engine.finish(handle) for handle in handles]
-        for number in (0, 1, 3):
-            assert generations[number].cached_tokens == whole_blocks(calls[number].tokens)
-            oracles[number].check_close(generations[number])
-        assert counters(sidecar)["chunks_loaded"] > loaded
+    def test_an_abort_during_a_load(self, folder: Path, engine: Engine) -> None:
+        """Half-way through its copy, beside loads of others: each of them gets its own bytes.
+
+        Blocks of the aborted one are nobody else's until its copy has ended.
+        """
+        holds = Holds(folder / "holds")
+        (folder / "holds").mkdir()
+        call, *others = (self.call(930 - 10 * number, 20 + 2 * number, 1) for number in range(4))
+        with attached(folder, engine, holds=holds) as sidecar:
+            expected = own_hit(engine, call, before=[call])
+            computed = [other.generate(engine, expected.salt) for other in others]
+            empty(engine)
+            workers = [one for one in sidecar.status()["sessions"] if one["role"] == "worker"]
+            (pid,) = (one["pid"] for one in workers)
+            holds.hold(LOAD, pid)
+            handle = call.begin(engine, expected.salt)
+            sidecar.wait("the load is held", lambda _: holds.held(LOAD, pid))
+            beside = [other.begin(engine, expected.salt) for other in others]
+            engine.abort(handle)
+            assert engine.finish(handle).tokens == []
+            holds.let_go()
+            for other, one, cold in zip(others, beside, computed, strict=True):
+                generation = engine.finish(one)
+                assert generation.cached_tokens == whole_blocks(other.tokens)
+                assert close(generation, cold)
+            sidecar.wait("everything ended", idle)
+            self.check_same(engine, call, expected)
 
     def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """More requests than the KV cache has room for: they are preempted, and load again."""

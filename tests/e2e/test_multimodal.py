@@ -27,14 +27,11 @@ from tests.e2e.arms import (
     empty,
     fresh_salt,
     idle,
-    own_hit,
     same_output,
     whole_blocks,
     words,
 )
 from tests.e2e.group_suite import GroupSuite, engine_of
-from tests.e2e.holds import LOAD, Holds
-from tests.e2e.setups import attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,25 +228,6 @@ class TestIdefics3(GroupSuite):
         again = call.generate(engine, salt)
         assert again.cached_tokens == call.tokens
         assert close(again, cold)
-
-    def test_an_abort_during_a_load(self, folder: Path, engine: Engine) -> None:
-        """Half-way through its copy: its blocks are nobody else's until that has ended."""
-        holds = Holds(folder / "holds")
-        (folder / "holds").mkdir()
-        call = self.call(1100, 30, max_tokens=1)
-        with attached(folder, engine, holds=holds) as sidecar:
-            expected = own_hit(engine, call, before=[call])
-            empty(engine)
-            workers = [one for one in sidecar.status()["sessions"] if one["role"] == "worker"]
-            (pid,) = (one["pid"] for one in workers)
-            holds.hold(LOAD, pid)
-            handle = call.begin(engine, expected.salt)
-            sidecar.wait("the load is held", lambda _: holds.held(LOAD, pid))
-            engine.abort(handle)
-            assert engine.finish(handle).tokens == []
-            holds.let_go()
-            sidecar.wait("everything ended", idle)
-            self.check_same(engine, call, expected)
 
     @pytest.mark.long
     def test_images_that_vllm_only_counts_are_not_cached(
