@@ -36,6 +36,12 @@ CLOSE: Final = 0.25
 """Log probabilities that only rounding tells apart are nearer than this on average, and none of
 them is further away than twice as much. (One of LFM2's was 0.2505 away, of a prompt that was
 computed beside others and loaded nothing.)"""
+ALIKE: Final = 0.1
+"""As `CLOSE`, of models that round nearly alike in any batch: of llama and gemma it is the same."""
+POSITIONS: Final = 25
+"""Log probabilities are compared in stretches of so many: one position may be further away."""
+PREEMPTIONS: Final = "vllm:num_preemptions"
+"""vLLM's own counter."""
 SESSIONS: Final = 2
 """What an engine of one rank attaches: its scheduler and its worker."""
 
@@ -174,12 +180,64 @@ def same_output(one: Generation, other: Generation) -> bool:
 
 def close(one: Generation, other: Generation) -> bool:
     """Whether the first positions differ by rounding alone: no earlier token can differ there."""
-    given, expected = one.logprobs[0], other.logprobs[0]
-    both = expected.keys() & given.keys()
-    if len(both) < min(len(expected), len(given)) // 2:
+    return _near(one.logprobs[0], other.logprobs[0])
+
+
+def _near(given: dict[str, float], expected: dict[str, float]) -> bool:
+    """Whether log probabilities of a position differ by rounding alone."""
+    away = _away(given, expected)
+    if len(away) < min(len(expected), len(given)) // 2:
         return False
-    away = [abs(expected[token] - given[token]) for token in both]
     return sum(away) < CLOSE * len(away) and max(away) < 2 * CLOSE
+
+
+def _away(given: dict[str, float], expected: dict[str, float]) -> list[float]:
+    return [abs(expected[token] - given[token]) for token in expected.keys() & given.keys()]
+
+
+def check_throughout(
+    engine: Engine, call: Call, generation: Generation, rounding: float = CLOSE
+) -> None:
+    """Assert that tokens came of what a cold run of all before them gives, but for rounding.
+
+    Of a request that ran beside others, from its first position to its last, which is behind
+    whatever happened meanwhile: a preemption, and what was loaded again. `rounding` is how far
+    apart stretches may be on average. Ask only while the engine has nothing else to do.
+    """
+    options = {**call.options, "prompt_logprobs": 5}
+    whole = Call([*call.prompt, *generation.tokens], 1, options, call.media_tokens)
+    cold = whole.generate(engine, fresh_salt())
+    assert cold.cached_tokens == 0
+    assert cold.prompt_logprobs is not None
+    expected = [one or {} for one in cold.prompt_logprobs[-len(generation.tokens) :]]
+    pairs = list(zip(generation.logprobs, expected, strict=True))
+    for first in range(0, len(pairs), POSITIONS):
+        away = [apart for pair in pairs[first : first + POSITIONS] for apart in _away(*pair)]
+        assert away, f"from position {first} on other tokens are likely"
+        apart = sum(away) / len(away)
+        assert apart < rounding, f"from position {first} on log probabilities are {apart} apart"
+
+
+def check_reloaded(
+    engine: Engine, calls: Sequence[Call], generations: Sequence[Generation], salts: Sequence[str]
+) -> None:
+    """Assert that blocks of a prompt that was preempted hold what was stored of it.
+
+    Byte for byte: log probabilities of a small model need not say much of its cache. Ask right
+    after requests of which some were preempted, and none begins as another.
+    """
+    held = blocks_of(engine)
+    # All began at once and generate as much. So who ended last was preempted, and nobody had its
+    # blocks since.
+    last = max(range(len(calls)), key=lambda number: generations[number].total_ms)
+    call = Call(calls[last].prompt, 1, calls[last].options, calls[last].media_tokens)
+    empty(engine)
+    stored = call.generate(engine, salts[last])
+    assert stored.cached_tokens >= whole_blocks(call.tokens)
+    for worker, expected in zip(held, blocks_of(engine), strict=True):
+        assert set(expected.values()) == {1}, "several blocks of a prompt of random words are one"
+        # One block of it may have been computed again: to load so little does not pay.
+        assert (worker & expected).total() >= stored.cached_tokens // BLOCK_TOKENS - 1
 
 
 def check_equal(measured: Measured, oracle: Measured, *, block_tokens: int = BLOCK_TOKENS) -> None:

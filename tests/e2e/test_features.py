@@ -21,6 +21,7 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     GENERATED_TOKENS,
     KV_BYTES_PER_TOKEN,
+    PREEMPTIONS,
     SESSIONS,
     Call,
     Measured,
@@ -39,7 +40,7 @@ from tests.e2e.arms import (
     whole_blocks,
     words,
 )
-from tests.e2e.group_suite import PREEMPTIONS, GroupSuite, engine_of, succeeded
+from tests.e2e.group_suite import GroupSuite, engine_of, succeeded
 from tests.e2e.setups import SMALL, attached, folder_store, sidecar_in
 from tests.e2e.test_hybrid import WINDOW, reached
 

@@ -23,11 +23,13 @@ from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
     PATIENT,
+    PREEMPTIONS,
     Call,
     Oracle,
     attach,
     blocks_of,
     check_equal,
+    check_throughout,
     chunk_tokens,
     counters,
     empty,
@@ -407,26 +409,25 @@ def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle:
 def test_preemption(folder: Path, engine: Engine) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
     calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]
-    oracles = [Oracle(engine, call) for call in calls]
     loaded: list[int] = []
+    rounds: list[list[Generation]] = []
     with running(folder, engine) as sidecar:
-        salt = fresh_salt()
-        empty(engine)
+        salt, preempted = fresh_salt(), engine.counter(PREEMPTIONS)
         for _ in range(2):
-            handles = [
-                engine.begin(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
-                for call in calls
-            ]
-            generations = [engine.finish(handle) for handle in handles]
-            assert [len(generation.tokens) for generation in generations] == [200] * len(calls)
+            empty(engine)
+            handles = [call.begin(engine, salt) for call in calls]
+            rounds.append([engine.finish(handle) for handle in handles])
             sidecar.wait("everything ended", idle)
             loaded.append(counters(sidecar)["chunks_loaded"])
-            for oracle, generation in zip(oracles, generations, strict=True):
-                oracle.check_close(generation)
-            empty(engine)
         # In the first round nothing was stored before: only who was preempted can load. An engine
         # with a host tier of its own finds it there.
         assert loaded[has_host_tier(engine)] > 0
+        assert engine.counter(PREEMPTIONS) > preempted
+        for generations in rounds:
+            for call, generation in zip(calls, generations, strict=True):
+                assert len(generation.tokens) == 200
+                check_throughout(engine, call, generation)
+        empty(engine)
 
 
 def test_pool_of_four_chunks(folder: Path, engine: Engine) -> None:

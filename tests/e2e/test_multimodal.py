@@ -136,6 +136,7 @@ class TestIdefics3(GroupSuite):
 
     groups = 1
     preempted_tokens = 690
+    begin_otherwise = False
     ranks_have_a_store = True
 
     @pytest.mark.long

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
 
@@ -16,6 +16,7 @@ from sidecar.demo.model import WORDS
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    CLOSE,
     SESSIONS,
     Call,
     attach,
@@ -80,6 +81,8 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 class TestLfm2(GroupSuite):
+    rounding: ClassVar = CLOSE
+
     def blocks_read(self, tokens: int) -> int:
         """All of attention, and a state of each group."""
         return tokens // BLOCK_TOKENS + self.groups - 1

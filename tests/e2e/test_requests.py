@@ -16,14 +16,16 @@ from tests.e2e import adapters
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    PREEMPTIONS,
     SESSIONS,
     Call,
     Measured,
-    Oracle,
     attach,
     blocks_of,
     check_equal,
     check_hit,
+    check_reloaded,
+    check_throughout,
     counters,
     empty,
     external_hit,
@@ -112,33 +114,29 @@ def test_requests_of_adapters_are_preempted_and_aborted(
         Call(words(650 + number, 50), max_tokens=150, options={"adapter": loras[number % 2]})
         for number in range(12)
     ]
-    oracles = [Oracle(engine, Call(one.prompt, 1, one.options)) for one in calls]
-    for oracle in oracles:
-        oracle.at(0)
-    loaded = counters(sidecar)["chunks_loaded"]
+    loaded, preempted = counters(sidecar)["chunks_loaded"], engine.counter(PREEMPTIONS)
     salts = [fresh_salt() for _ in calls]
-    handles = [
-        engine.begin(one.prompt, max_tokens=one.max_tokens, cache_salt=salt, **one.options)
-        for one, salt in zip(calls, salts, strict=True)
-    ]
+    handles = [one.begin(engine, salt) for one, salt in zip(calls, salts, strict=True)]
     engine.abort(handles.pop())
-    for handle, oracle in zip(handles, oracles, strict=False):
-        generation = engine.finish(handle)
-        assert len(generation.tokens) == 150
-        oracle.check_close(generation)
+    generations = [engine.finish(handle) for handle in handles]
+    assert engine.counter(PREEMPTIONS) > preempted
     # Nothing was stored under these salts before: only who was preempted can load. An engine with a
     # host tier of its own finds it there.
     assert has_host_tier(engine) or counters(sidecar)["chunks_loaded"] > loaded
+    if not has_host_tier(engine):
+        check_reloaded(engine, calls[: len(generations)], generations, salts)
+    for one, generation in zip(calls, generations, strict=False):
+        assert len(generation.tokens) == 150
+        check_throughout(engine, one, generation)
     empty(engine)
-    again = [
-        engine.begin(one.prompt, max_tokens=1, cache_salt=salt, **one.options)
-        for one, salt in zip(calls[:4], salts, strict=False)
-    ]
+    loaded = counters(sidecar)["chunks_loaded"]
+    again = [one.begin(engine, salt) for one, salt in zip(calls[:4], salts, strict=False)]
     engine.abort(again.pop(1))
-    for number, handle in zip((0, 2, 3), again, strict=True):
-        generation = engine.finish(handle)
-        assert generation.cached_tokens == len(calls[number].prompt) // BLOCK_TOKENS * BLOCK_TOKENS
-        oracles[number].check_close(generation)
+    generations = [engine.finish(handle) for handle in again]
+    assert counters(sidecar)["chunks_loaded"] > loaded
+    for one, generation in zip((calls[0], *calls[2:4]), generations, strict=True):
+        assert generation.cached_tokens == len(one.prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        check_throughout(engine, one, generation)
 
 
 def test_another_engine_and_the_store_know_an_adapter_by_its_files(
