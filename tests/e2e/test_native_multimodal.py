@@ -1,7 +1,7 @@
 """vLLM's own offloading: images in prompts, as in `test_multimodal.py`.
 
-Its cases run here as they are, on engines with `OffloadingConnector`, but for two ranks. What
-tells prompts with other images apart is vLLM's block hash, which covers the images of a block.
+Its cases run here as they are, on engines with `OffloadingConnector`. What tells prompts with other
+images apart is vLLM's block hash, which covers the images of a block.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class TestIdefics3(test_multimodal.TestIdefics3):
-    test_two_ranks = None  # type: ignore[assignment]  # not verified
-
     def chunks_read(self, tokens: int) -> int:
         """A block is a row of vLLM's host tier, and so a chunk."""
         return self.blocks_read(tokens)
