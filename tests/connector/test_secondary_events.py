@@ -43,6 +43,8 @@ class Listener:
                 # Of vLLM's own host tier.
                 continue
             assert event.ownership == self._node.tier._names.owner
+            # By this vLLM keeps which blocks are in it for as long as it holds.
+            assert event.removal_expected == (not event.removed)
             for key in event.keys:
                 place = (event.medium, key)
                 if event.removed:
