@@ -6,8 +6,9 @@ So chunks are brought into vLLM's own host tier before vLLM is told of a hit. Th
 tiering spec with `KVLakeTier` below its host tier (`secondary.py`), and with a worker for engines
 on the CPU platform, which vLLM has none for (`hostcopy.py`).
 
-Owns how the two halves of an engine agree on a namespace: the workers see vLLM's configuration,
-the scheduler's half is not shown it, so the first worker leaves a note that the scheduler takes.
+Owns how the two halves of an engine agree on a namespace, and on where vLLM publishes its KV
+events: the workers see vLLM's configuration, the scheduler's half is not shown it, so the first
+worker leaves a note that the scheduler takes.
 
 Invariants: an engine that cannot be told from others is served by vLLM's host tier alone. By none
 is one that cannot go on from a cached prefix, or whose workers' rows of that tier do not fit. No
@@ -37,6 +38,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.drafting import drafting_of, drafting_refusal
+from connector.events import events_endpoints
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
@@ -154,7 +156,10 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 )
                 self.secondary_tier_configs = self.secondary_tier_configs[:-1]
             else:
-                self.secondary_tier_configs[-1]["namespace"] = note["identity"]
+                self.secondary_tier_configs[-1] |= {
+                    "namespace": note["identity"],
+                    **note.get("events", {}),
+                }
             super().get_manager()
             self._unlink_region()
             _disown(self._scheduler_mmap)
@@ -175,8 +180,8 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         reason = rows_refusal(vllm_config, len(self.config.groups))
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
-            refused = {"refusal": reason, "rows": False}
-            leave_note(self.config.engine_id, refused if reason else _identify(vllm_config, tokens))
+            note = {"refusal": reason, "rows": False} if reason else _identify(vllm_config, tokens)
+            leave_note(self.config.engine_id, note | {"events": _events(vllm_config)})
         if reason:
             return NoCopies()
         if not current_platform.is_cpu():
@@ -224,6 +229,13 @@ def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         return {"refusal": str(error)}
     # Its layers are in the same blocks, and vLLM's hashes know nothing of it.
     return {"identity": identity | ({"drafter": drafter} if drafter else {})}
+
+
+def _events(vllm_config: Any) -> dict[str, str]:
+    """Where the engine publishes its own KV events, as `KVLakeTier` takes it."""
+    index = vllm_config.parallel_config.data_parallel_index
+    endpoint, replay = events_endpoints(vllm_config.kv_events_config, index)
+    return {"events_endpoint": endpoint, "events_replay": replay}
 
 
 def _layer_specs(vllm_config: Any) -> list[Any]:

@@ -139,6 +139,8 @@ class KVLakeTier(SecondaryTierManager):
         socket: the sidecar's `attach.sock`.
         attach_seconds: how long the start may wait for a sidecar.
         backpressure_detector: vLLM's.
+        events_endpoint, events_replay: where a process of this machine subscribes to the engine's
+            own KV events, and has them replayed; empty where it is not to be followed.
     """
 
     # Host memory and the object store in one; a request's filter is asked for each.
@@ -154,6 +156,8 @@ class KVLakeTier(SecondaryTierManager):
         socket: str = "",
         attach_seconds: float = 2.0,
         backpressure_detector: Any = None,
+        events_endpoint: str = "",
+        events_replay: str = "",
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not namespace:
@@ -183,7 +187,14 @@ class KVLakeTier(SecondaryTierManager):
         self._socket = socket or default_socket()
         # Before the first request: a sidecar that is there should serve the first one too.
         wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
-        attempt = Attempt(self._attach(Role.SCHEDULER, want_events=self._wants_events))
+        attempt = Attempt(
+            self._attach(
+                Role.SCHEDULER,
+                want_events=self._wants_events,
+                events_endpoint=events_endpoint,
+                events_replay=events_replay,
+            )
+        )
         self._client = Client(self._socket, lambda: attempt)
         attached = self._client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0

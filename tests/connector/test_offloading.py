@@ -21,7 +21,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, LoRAConfig, ModelConfig, set_current_vllm_config
+from vllm.config import (
+    KVEventsConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    set_current_vllm_config,
+)
 from vllm.config.mamba import MambaBackendEnum
 from vllm.config.pooler import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -81,9 +87,11 @@ class Engine:
         num_blocks: int = 128,
         configured: dict[str, Any] | None = None,
         pooling: Any = None,
+        events: KVEventsConfig | None = None,
         **extra: Any,
     ) -> None:
         config = vllm_config(model, num_blocks=num_blocks, **(configured or {}))
+        config.kv_events_config = events
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
