@@ -41,12 +41,12 @@ class Two:
         ]
         self.sidecars = [stack.enter_context(RunningSidecar(config)) for config in configs]
         writer, reader = self.sidecars
-        # A look through the store might find objects before their rows are read.
-        for sidecar in self.sidecars:
-            sidecar.wait_until(lambda now: now["tiers"]["store"]["catalog"]["sweeps"] == 1)
         worker = stack.enter_context(Worker(writer.path))
         stack.enter_context(Worker(reader.path))
         self.asks = stack.enter_context(Scheduler(reader.path))
+        # A look through the store might find objects before their rows are read.
+        for sidecar in self.sidecars:
+            sidecar.wait_until(lambda now: now["tiers"]["store"]["catalog"]["sweeps"] == 1)
         self.followers = [subscribe(sidecar) for sidecar in self.sidecars]
         for number, key in enumerate(KEYS):
             assert worker.store(number + 1, key, range(4)) is Outcome.OK
