@@ -60,7 +60,7 @@ CLIENTS = (
         "if self.jobs[session_id] >= self.jobs_max_per_session:",
         "if False:",
         ("flood of loads",),
-        seed=24,
+        seed=61,
     ),
     # Tenants.
     Mutation(
