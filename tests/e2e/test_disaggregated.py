@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pytest
 
 from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     PATIENT,
@@ -26,7 +27,7 @@ from tests.e2e.arms import (
     own_hit,
     words,
 )
-from tests.e2e.setups import SMALL
+from tests.e2e.setups import SMALL, Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -71,6 +72,12 @@ def pair(folder: Path, model: str) -> Iterator[Pair]:
         for engine in engines:
             engine.wait_ready()
         yield Pair(engines[0], engines[1], places)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[S3Server]:
+    with s3_server(folder) as server:
+        yield server
 
 
 @contextlib.contextmanager
@@ -188,16 +195,10 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: Side
     assert counters(node)["chunks_loaded"] == loaded + CHUNKS
 
 
-def test_across_nodes_through_the_bucket(pair: Pair, folder: Path) -> None:
+def test_across_nodes_through_the_bucket(pair: Pair, server: S3Server) -> None:
+    """Of a real S3 server."""
     oracle = own_hit(pair.consumer, CALL, before=[CALL])
-    store = {
-        "url": f"file://{folder / 'bucket'}",
-        "refresh_seconds": "100ms",
-        "catalog_flush": "50ms",
-        # This model computes sooner than a store is read.
-        "recompute": "never",
-    }
-    (folder / "bucket").mkdir()
+    store = {**Bucket(server, "handed").store, "catalog_flush": "50ms"}
     with (
         serving(pair.places[0], SESSIONS, store=store),
         serving(pair.places[1], SESSIONS, store=store) as reader,
