@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.model import WORDS
+from tests.releases import has_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -302,6 +303,29 @@ class Oracle:
         """
         expected = self.at(0).generation
         assert close(generation, expected), (expected.logprobs[0], generation.logprobs[0])
+
+
+# --- what the engine's metrics tell --------------------------------------------------------------
+
+
+def told(engine: Engine) -> list[float]:
+    """Tokens of hits outside of the engine so far: in all, then from host memory and the store.
+
+    As kvlake counts them and then as vLLM does, so far as this engine has such metrics.
+    """
+    names: list[tuple[str, dict[str, str]]] = [("external_prefix_cache_hits", {})]
+    if not has_host_tier(engine):
+        names += [(f"kvlake_tokens_loaded_{tier}", {}) for tier in ("host", "store")]
+        if has_vllm("0.32"):
+            by_source = "prompt_tokens_cached_by_source"
+            names += [(by_source, {"source": source}) for source in ("host", "disk")]
+    return [engine.counter(f"vllm:{name}", **labels) for name, labels in names]
+
+
+def check_told(engine: Engine, before: list[float], *, host: int = 0, store: int = 0) -> None:
+    """Assert that the metrics have these tokens more than they had."""
+    more = [now - then for now, then in zip(told(engine), before, strict=True)]
+    assert more == [host + store, host, store, host, store][: len(more)]
 
 
 # --- the sidecar ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.e2e.arms import (
     blocks_of,
     check_equal,
     check_hit,
+    check_told,
     chunk_tokens,
     counters,
     empty,
@@ -30,6 +31,7 @@ from tests.e2e.arms import (
     fresh_salt,
     idle,
     own_hit,
+    told,
     words,
 )
 from tests.e2e.setups import in_steps, sidecar_in
@@ -121,10 +123,11 @@ def test_own_prefix_hit_costs_no_message(engine: Engine, sidecar: SidecarProcess
     ],
 )
 def test_host_hit(engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
-    before = counters(sidecar)
+    before, metrics = counters(sidecar), told(engine)
     generation = check_hit(engine, Call(words(tokens, 100 + tokens)))
     assert generation.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
     assert loaded_tokens(sidecar, before) == generation.cached_tokens
+    check_told(engine, metrics, host=generation.cached_tokens)
 
 
 @pytest.mark.parametrize("tokens", [20, BLOCK_TOKENS + 5])

@@ -31,6 +31,7 @@ from tests.e2e.arms import (
     attach,
     blocks_of,
     check_equal,
+    check_told,
     chunk_tokens,
     counters,
     empty,
@@ -38,6 +39,7 @@ from tests.e2e.arms import (
     idle,
     own_hit,
     same_output,
+    told,
     words,
 )
 from tests.e2e.chains import QUARANTINE, in_folder
@@ -126,11 +128,15 @@ def test_folder_serves_an_empty_sidecar(folder: Path, engine: Engine, tokens: in
     assert len(list((place / "team" / "kv").rglob("??/*/*.arrow"))) >= chunks
     with cluster(folder, engine, store) as sidecar:
         listed(sidecar, chunks)
+        cached_tokens, metrics = expected.generation.cached_tokens, told(engine)
         check_equal(again(engine, call, expected.salt), expected)
+        check_told(engine, metrics, store=cached_tokens)
         counted = counters(sidecar)
         assert counted["chunks_read"] == counted["lookups"] * chunks
         # Now it is in host memory, and is not read twice.
+        metrics = told(engine)
         check_equal(again(engine, call, expected.salt), expected)
+        check_told(engine, metrics, host=cached_tokens)
         assert counters(sidecar)["chunks_read"] == counted["chunks_read"]
 
 
@@ -151,9 +157,12 @@ def test_head_in_the_engine_middle_in_host_tail_in_the_store(folder: Path, engin
             empty(engine)
             engine.generate(one.prompt, max_tokens=1, cache_salt=expected.salt)
         assert counters(sidecar)["chunks_read"] == 3 * CHUNK_TOKENS // chunk_tokens(engine)
+        metrics = told(engine)
         generation = engine.generate(call.prompt, cache_salt=expected.salt)
         check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
         assert counters(sidecar)["chunks_read"] == chunks_of(1500, chunk_tokens(engine))
+        in_store_tokens = generation.cached_tokens - 3 * CHUNK_TOKENS
+        check_told(engine, metrics, host=2 * CHUNK_TOKENS, store=in_store_tokens)
 
 
 def test_store_that_is_only_read_or_only_written(folder: Path, engine: Engine) -> None:
