@@ -176,7 +176,7 @@ def got(number, frame):
         sys.exit(7)
 signal.signal(signal.SIGTERM, got)
 signal.signal(signal.SIGINT, got)
-signal.signal(signal.SIGHUP, got)
+signal.signal(signal.SIGUSR2, got)
 note("engine " + " ".join(sys.argv[1:]))
 if CODE is not None:
     sys.exit(CODE)
@@ -338,9 +338,9 @@ def test_signals_that_come_together_all_go_to_the_engine(launched: Launched) -> 
     launched.wait_for(started)
     launched.signal(signal.SIGSTOP)
     launched.signal(signal.SIGINT)
-    launched.signal(signal.SIGHUP)
+    launched.signal(signal.SIGUSR2)
     launched.signal(signal.SIGCONT)
-    launched.wait_for(lambda lines: {"engine got SIGINT", "engine got SIGHUP"} <= {*lines})
+    launched.wait_for(lambda lines: {"engine got SIGINT", "engine got SIGUSR2"} <= {*lines})
     launched.signal(signal.SIGTERM)
     assert launched.end()[0] == 7
 
