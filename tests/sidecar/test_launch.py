@@ -148,6 +148,7 @@ def test_the_sidecar_is_not_imported_from_the_current_folder() -> None:
 # Both children append what happens to them to one file, which the tests read.
 SIDECAR = """
 import os, signal, sys, time
+PARENT = os.getppid()
 def note(text):
     with open(LOG, "a") as log:
         log.write(text + "\\n")
@@ -162,11 +163,12 @@ if "--ready-fd" in sys.argv and READY:
     os.close(fd)
 if CODE is not None:
     sys.exit(CODE)
-while True:
+while os.getppid() == PARENT:
     time.sleep(0.05)
 """
 ENGINE = """
 import os, signal, sys, time
+PARENT = os.getppid()
 def note(text):
     with open(LOG, "a") as log:
         log.write(text + "\\n")
@@ -180,7 +182,7 @@ signal.signal(signal.SIGUSR2, got)
 note("engine " + " ".join(sys.argv[1:]))
 if CODE is not None:
     sys.exit(CODE)
-while True:
+while os.getppid() == PARENT:
     time.sleep(0.05)
 """
 LAUNCH = """
