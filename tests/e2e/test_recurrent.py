@@ -83,6 +83,10 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 class TestLfm2(GroupSuite):
     rounding: ClassVar = CLOSE
 
+    @pytest.mark.long
+    def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+        super().test_engine_restarted(folder, engine, sidecar)
+
     def blocks_read(self, tokens: int) -> int:
         """All of attention, and a state of each group."""
         return tokens // BLOCK_TOKENS + self.groups - 1
