@@ -43,6 +43,7 @@ from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
 from connector.refusals import media_refusal, prefix_refusal, rows_refusal
+from connector.streams import leave_out_streams
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                     "namespace": note["identity"],
                     **note.get("events", {}),
                 }
-            super().get_manager()
+            leave_out_streams(super().get_manager())
             self._unlink_region()
             _disown(self._scheduler_mmap)
         assert self._manager is not None

@@ -31,6 +31,7 @@ from connector.client import Attempt, Client
 from connector.keys import NO_PARENT
 from connector.namedevents import NamedEvents
 from connector.options import default_socket, seconds_of
+from connector.streams import Streams
 from connector.tierevents import TierEvents
 from connector.wishes import OF_THE_CONNECTOR, Wishes, WishReader
 from connector.worker import WorkerRole
@@ -85,7 +86,8 @@ class _Request:
 
     wishes: Wishes
     void: bool = False
-    """The cache was reset while it ran: what it computes with is of before."""
+    """The cache was reset while it ran: what it computes with is of before. Or its input streams
+    in, and vLLM mixes up its blocks."""
     places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
     """Group and last token to key."""
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
@@ -179,6 +181,7 @@ class KVLakeTier(SecondaryTierManager):
         self._clock = time.monotonic
         self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
+        self._streams = Streams()
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
@@ -380,10 +383,13 @@ class KVLakeTier(SecondaryTierManager):
             )
         return results
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send what this step asked for."""
+        self._streams.step(context)
         session = self._client.session
         for request_id, request in self._requests.items():
+            if request_id in self._streams:
+                request.void = True
             if not request.wanted:
                 continue
             if session is None:
@@ -399,6 +405,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Give back what was read for it."""
+        self._streams.ended(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         session = self._client.session
         if request is None or session is None:

@@ -64,6 +64,8 @@ class EngineSpec:
     connector: dict[str, Any] | None = None
     """Replaces the whole `kv_transfer_config`, for comparisons with other connectors."""
     connector_extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    beside: tuple[dict[str, Any], ...] = ()
+    """Further connectors, asked after that one by a `MultiConnector`."""
     threads_bind: str = "0"
     kv_cache_gib: int = 1
     kv_role: str = "kv_both"
@@ -536,6 +538,13 @@ async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
             "kv_role": spec.kv_role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": spec.socket, **spec.connector_extra},
+        }
+    if spec.beside:
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": spec.kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [transfer, *spec.beside]},
         }
     arguments: dict[str, Any] = {
         "model": spec.model,

@@ -258,6 +258,28 @@ def test_chunks_of_several_blocks(model: Path, sidecar: SidecarProcess) -> None:
         assert engine.run("c", tokens) == 192
 
 
+def test_streaming_input_is_stored_until_it_goes_on(model: Path, sidecar: SidecarProcess) -> None:
+    """From then on vLLM takes blocks of one place for those of another."""
+    tokens = prompt(300)
+    with engine_of(model, sidecar) as engine:
+        for host_tier in (False, True):
+            salt = f"stream-{secrets.token_hex(4)}"
+            stream = engine.add(request_of("s", tokens[:100], salt=salt, resumable=True))
+            for start in (100, 200):
+                while stream.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+                    engine.step()
+                inputs = tokens[start : start + 100]
+                engine.scheduler.add_request(request_of("s", inputs, salt=salt, resumable=True))
+            engine.scheduler.add_request(request_of("s", [], salt=salt))
+            engine.settle()
+            said = list(stream.all_token_ids)
+            for held in (96, 304):
+                # In vLLM's host tier, or in kvlake's.
+                engine.forget(host_tier=host_tier)
+                engine.computed.clear()
+                assert engine.run("a", said, salt=salt) == held
+
+
 def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> None:
     """Preemptions, aborts and reused blocks, with stores and loads under way."""
     chooser = random.Random(5)

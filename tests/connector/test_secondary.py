@@ -241,6 +241,25 @@ def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
     assert isinstance(json.loads(namespace_of(one, {"a": 1}, ROW_BYTES)), dict)
 
 
+def test_nothing_is_stored_of_a_request_that_went_on(sidecar: SidecarProcess) -> None:
+    """vLLM mixes up its blocks then. Its own host tier has them all the same, and only that."""
+    prompt = words(3)
+    with node(sidecar) as first, node(sidecar) as second:
+        context, keys = first.request("a", prompt)
+        for _ in range(2):
+            first.manager.on_schedule_end(ScheduleEndContext(["a"], ()))
+        prepared = first.manager.prepare_store(keys, context)
+        first.manager.complete_store(set(prepared.keys_to_store), context)
+        first.manager.on_request_finished(context)
+        first.settle()
+        assert second.find("b", prompt) == 0
+        # One of that name that ran before says nothing of the next.
+        other = words(3)
+        first.store("a", other)
+        first.settle()
+        assert second.find("c", other) == 3
+
+
 def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
     prompt, secret = words(3), words(3)
     with node(sidecar) as first, node(sidecar) as second:

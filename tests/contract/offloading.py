@@ -60,7 +60,7 @@ OFFLOADING: Final[dict[str, Used]] = {
     f"{OFFLOAD}.base:OffloadingEvent": Used(attributes("keys medium removed locality ownership")),
     f"{OFFLOAD}.base:RequestOffloadingContext": Used(attributes("policy")),
     f"{OFFLOAD}.base:OffloadKey": Used({"": ATTRIBUTE}),
-    f"{OFFLOAD}.base:ScheduleEndContext": Used({}),
+    f"{OFFLOAD}.base:ScheduleEndContext": Used(attributes("new_req_ids preempted_req_ids")),
     f"{OFFLOAD}.base:LoadStoreSpec": Used({}),
     f"{OFFLOAD}.base:BlockIDsLoadStoreSpec": Used(attributes("block_ids")),
     f"{OFFLOAD}.base:PrepareStoreOutput": Used(attributes("keys_to_store store_spec evicted_keys")),
@@ -170,6 +170,15 @@ OFFLOADING: Final[dict[str, Used]] = {
             "get_stats": _COUNTED,
             "config_info_keys": _NO_LABELS,
             "config_info": _NO_LABELS,
+        },
+    ),
+    f"{OFFLOAD}.tiering.manager:TieringOffloadingManager": Used(
+        {
+            # These are what `connector.streams` stands before.
+            "lookup": "(key, req_context, *, exclude_tier_idx=)",
+            "prepare_store": "(keys, req_context)",
+            "on_schedule_end": "(context)",
+            "on_request_finished": "(req_context, *, exclude_tier_idx=)",
         },
     ),
     f"{OFFLOAD}.tiering.base:TransferJob": Used(attributes("job_id keys chunk_ids req_context")),
