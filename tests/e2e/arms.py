@@ -181,15 +181,16 @@ def same_output(one: Generation, other: Generation) -> bool:
 
 def close(one: Generation, other: Generation) -> bool:
     """Whether the first positions differ by rounding alone: no earlier token can differ there."""
-    return _near(one.logprobs[0], other.logprobs[0])
-
-
-def _near(given: dict[str, float], expected: dict[str, float]) -> bool:
-    """Whether log probabilities of a position differ by rounding alone."""
-    away = _away(given, expected)
-    if len(away) < min(len(expected), len(given)) // 2:
+    away = _away(one.logprobs[0], other.logprobs[0])
+    if len(away) < min(len(one.logprobs[0]), len(other.logprobs[0])) // 2:
         return False
     return sum(away) < CLOSE * len(away) and max(away) < 2 * CLOSE
+
+
+def apart(one: Generation, other: Generation) -> float:
+    """How far the first positions are apart, on average; infinite where no token is of both."""
+    away = _away(one.logprobs[0], other.logprobs[0])
+    return sum(away) / len(away) if away else math.inf
 
 
 def _away(given: dict[str, float], expected: dict[str, float]) -> list[float]:
@@ -278,7 +279,10 @@ class Oracle:
         self._known: dict[int, Measured] = {}
 
     def at(self, cached_tokens: int) -> Measured:
-        """The engine's own hit of so many tokens, or the cold run for none."""
+        """The engine's own hit of so many tokens, or the cold run for none.
+
+        There is none of a whole prompt, which the connector may load: its last token is computed.
+        """
         known = self._known.get(cached_tokens)
         if known is None:
             prompt = self.call.prompt
@@ -287,7 +291,8 @@ class Oracle:
             head = Call([*prompt[:cached_tokens], *other], self.call.max_tokens)
             before = [head] if cached_tokens else []
             known = self._known[cached_tokens] = own_hit(self._engine, self.call, before=before)
-            assert known.generation.cached_tokens == cached_tokens
+            own_tokens = known.generation.cached_tokens
+            assert own_tokens == cached_tokens, f"{own_tokens} tokens, not {cached_tokens}"
         return known
 
     def check(self, generation: Generation) -> None:

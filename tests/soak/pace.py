@@ -46,6 +46,8 @@ class Pace:
         self._rounds = 0
         self.compared = 0
         """Answers that were compared with those of the engine without kvlake."""
+        self.farthest = 0.0
+        """How far apart the log probabilities of two answers were at most, on average."""
         self.wrong: list[str] = []
 
     def take(self, engine: Engine, reference: Engine) -> Sample:
@@ -82,9 +84,11 @@ class Pace:
         """Note answers that differ by more than rounding."""
         for one, other in zip(given, expected, strict=True):
             self.compared += 1
+            apart = arms.apart(one, other)
+            self.farthest = max(self.farthest, apart)
             if not arms.close(one, other):
                 self.wrong.append(
-                    f"{when}, {one.cached_tokens} tokens cached: "
+                    f"{when}, {one.cached_tokens} tokens cached, {apart:.3f} apart: "
                     f"{one.logprobs[:1]}, not {other.logprobs[:1]}"
                 )
 
