@@ -139,5 +139,19 @@ class TestChunkedLocal(test_features.TestChunkedLocal):
             yield engine
 
     def chunks_read(self, tokens: int) -> int:
-        """A block of a group is a row of vLLM's host tier, and so a chunk."""
-        return self.blocks_read(tokens)
+        """To vLLM's offloading, local attention is full attention: it asks for all that there is."""
+        return self.groups * (tokens // BLOCK_TOKENS)
+
+    @pytest.mark.parametrize("tokens", [125, 161, 513, 515, 1500])
+    def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
+        super().test_host_hits(engine, sidecar, tokens)
+
+    @pytest.mark.parametrize("tokens", [160, 512])
+    def test_a_prompt_of_whole_blocks(
+        self, engine: Engine, sidecar: SidecarProcess, tokens: int
+    ) -> None:
+        """So all of it is loaded, and the last token is computed again."""
+        call = self.call(tokens, tokens)
+        measured = external_hit(engine, call, before=[call])
+        assert measured.generation.cached_tokens == tokens - 1
+        Oracle(engine, call).check_close(measured.generation)
