@@ -83,30 +83,41 @@ class HostCopyWorker(OffloadingWorker):
         self._per_chunk = blocks_per_chunk
         self._groups = _runs_of(kv_caches, region, blocks_per_chunk, canonical=canonical)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy")
+        self._expedited = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy-now")
         self._jobs: dict[int, Future[TransferResult]] = {}
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Copy blocks of the cache to rows of the host tier."""
-        return self._submit(job_id, src_spec, dst_spec, store=True)
+        return self._submit(self._thread, job_id, src_spec, dst_spec, store=True)
 
     def submit_load(
         self,
         job_id: int,
         src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002 (vLLM 0.33 says which loads it waits for)
+        expedited: bool = False,
     ) -> bool:
-        """Copy rows of the host tier to blocks of the cache."""
-        return self._submit(job_id, dst_spec, src_spec, store=False)
+        """Copy rows of the host tier to blocks of the cache.
+
+        For one that is `expedited` vLLM (from 0.33 on) holds up a step, so it waits for no others.
+        """
+        thread = self._expedited if expedited else self._thread
+        return self._submit(thread, job_id, dst_spec, src_spec, store=False)
 
     def _submit(
-        self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, *, store: bool
+        self,
+        thread: ThreadPoolExecutor,
+        job_id: int,
+        blocks: GPULoadStoreSpec,
+        chunks: LoadStoreSpec,
+        *,
+        store: bool,
     ) -> bool:
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
         pieces = list(self._pieces(blocks, chunks.block_ids.astype(np.int64)))
-        self._jobs[job_id] = self._thread.submit(self._copy, job_id, pieces, store=store)
+        self._jobs[job_id] = thread.submit(self._copy, job_id, pieces, store=store)
         return True
 
     def _pieces(self, blocks: GPULoadStoreSpec, chunk_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
@@ -176,6 +187,7 @@ class HostCopyWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """End what is queued, and give the region back."""
         self._thread.shutdown()
+        self._expedited.shutdown()
         self._groups.clear()
         self._region.cleanup()
 

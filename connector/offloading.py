@@ -39,11 +39,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.drafting import drafting_of, drafting_refusal
 from connector.events import events_endpoints
+from connector.guard import guard
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
-from connector.refusals import media_refusal, prefix_refusal, rows_refusal
-from connector.streams import leave_out_streams
+from connector.refusals import chunks_refusal, media_refusal, prefix_refusal, rows_refusal
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                     "namespace": note["identity"],
                     **note.get("events", {}),
                 }
-            leave_out_streams(super().get_manager())
+            guard(super().get_manager(), preempted_are_new=note.get("preempted_are_new") is True)
             self._unlink_region()
             _disown(self._scheduler_mmap)
         assert self._manager is not None
@@ -178,11 +178,17 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         from vllm.platforms import current_platform
 
         vllm_config = get_current_vllm_config()
-        reason = rows_refusal(vllm_config, len(self.config.groups))
+        reason = rows_refusal(vllm_config, len(self.config.groups)) or chunks_refusal(
+            _layer_specs(vllm_config), self.blocks_per_chunk
+        )
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
-            note = {"refusal": reason, "rows": False} if reason else _identify(vllm_config, tokens)
-            leave_note(self.config.engine_id, note | {"events": _events(vllm_config)})
+            note: dict[str, Any] = (
+                {"refusal": reason, "rows": False} if reason else _identify(vllm_config, tokens)
+            )
+            note["events"] = _events(vllm_config)
+            note["preempted_are_new"] = bool(vllm_config.use_v2_model_runner)
+            leave_note(self.config.engine_id, note)
         if reason:
             return NoCopies()
         if not current_platform.is_cpu():

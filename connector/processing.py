@@ -94,6 +94,13 @@ def adapter_settings(vllm_config: Any) -> dict[str, Any]:
     }
     if "target_modules" in description:
         description["target_modules"].sort()
+    if vllm_config.lora_config is not None and vllm_config.model_config.multimodal_config:
+        # Of an adapter that was made for the model's text part alone, vLLM before 0.33 applies
+        # nothing, and says so in its debug log.
+        from vllm.lora.model_manager import LoRAModelManager
+
+        if hasattr(LoRAModelManager, "_get_text_lora_names"):
+            description["text_names"] = True
     return description
 
 

@@ -49,6 +49,12 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             "enable_sleep_mode is supported with vLLM 0.33 or later, which tells when memory goes"
         )
     parallel = vllm_config.parallel_config
+    if parallel.enable_fault_tolerance:
+        # A step that fails on one rank takes along what it had to tell, and the engine goes on.
+        return (
+            "enable_fault_tolerance is not supported by this release: what a rank has to report of "
+            "loads and stores may be lost with a step that failed"
+        )
     groups = kv_cache_config.kv_cache_groups
     reason = nodes_refusal(vllm_config) or recurrent_refusal(vllm_config, groups)
     if reason or (reason := drafting_refusal(vllm_config)):
@@ -137,6 +143,11 @@ def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:
             f"with {pooler.seq_pooling_type}/{pooler.tok_pooling_type} pooling it needs what it "
             "computed of a whole prompt in one step"
         )
+    if vllm_config.aux_output_config.enabled:
+        return (
+            "with enable_return_routed_experts each answer says which experts its tokens went "
+            "through, which is not known of tokens that were loaded"
+        )
     if model.is_diffusion:
         return (
             "it is a diffusion model, which may give out tokens before it has computed their KV "
@@ -222,6 +233,22 @@ def rows_refusal(vllm_config: Any, num_groups: int) -> str:
             "them to be alike"
         )
     return ""
+
+
+def chunks_refusal(specs: Iterable[Any], blocks_per_chunk: int) -> str:
+    """Why vLLM's host tier would have chunks that were written in part only, or nothing.
+
+    Up to vLLM 0.32, of a chunk of several blocks it looks at the last one alone: the others may
+    have left a sliding window. `specs` are those of the single layers.
+    """
+    windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+    if blocks_per_chunk == 1 or not windows or SLEEP_IS_TOLD:
+        return ""
+    return (
+        f"it has sliding windows, and chunks of {blocks_per_chunk} blocks, of which vLLM before "
+        "0.33 stores some in part: leave out block_size and blocks_per_chunk, which makes each "
+        "block a chunk"
+    )
 
 
 def num_heads_of(vllm_config: Any, spec: Any) -> int:

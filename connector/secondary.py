@@ -28,10 +28,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from connector.bounce import BLOCK_TOKENS, Bounce, Row
 from connector.chunknames import ChunkNames, namespace_of
 from connector.client import Attempt, Client
+from connector.guard import Requests
 from connector.keys import NO_PARENT
 from connector.namedevents import NamedEvents
 from connector.options import default_socket, seconds_of
-from connector.streams import Streams
 from connector.tierevents import TierEvents
 from connector.wishes import OF_THE_CONNECTOR, Wishes, WishReader
 from connector.worker import WorkerRole
@@ -87,7 +87,7 @@ class _Request:
     wishes: Wishes
     void: bool = False
     """The cache was reset while it ran: what it computes with is of before. Or its input streams
-    in, and vLLM mixes up its blocks."""
+    in, and vLLM mixes up its blocks (`guard.py`)."""
     places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
     """Group and last token to key."""
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
@@ -99,6 +99,8 @@ class _Request:
     """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
     """What could not be had for it, and is not tried again."""
+    carried: set[bytes] = field(default_factory=set[bytes])
+    """To vLLM's host tier, since it last ran."""
 
     @property
     def reads(self) -> bool:
@@ -169,7 +171,7 @@ class KVLakeTier(SecondaryTierManager):
             )
         config = offloading_spec.config
         region = np.asarray(primary_kv_view).view(np.uint8)
-        self._row_bytes = int(region.shape[1])
+        self._num_rows, self._row_bytes = (int(size) for size in region.shape)
         self._chunk_tokens = {
             group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
             for group in config.groups
@@ -181,7 +183,7 @@ class KVLakeTier(SecondaryTierManager):
         self._clock = time.monotonic
         self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
-        self._streams = Streams()
+        self._told = Requests()
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
@@ -236,6 +238,7 @@ class KVLakeTier(SecondaryTierManager):
         """Note what the request wants of us."""
         wishes = self._wishes.wishes_of(req_context)
         self._requests[req_context.req_id] = _Request(wishes)
+        self._told.began(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -246,6 +249,10 @@ class KVLakeTier(SecondaryTierManager):
             return LookupResult.MISS
         own = self._own_key(key, request, req_context)
         if own in request.missed:
+            return LookupResult.MISS
+        if own in request.carried or len(request.carried) >= self._num_rows:
+            # A hit is as long as vLLM's host tier. What was carried there and is asked for again
+            # made room for the chunks behind it, and would push those out in turn, for ever.
             return LookupResult.MISS
         flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
         allows = req_context.load_tier_filter.allows
@@ -334,6 +341,8 @@ class KVLakeTier(SecondaryTierManager):
         """Carry chunks from the sidecar."""
         request = self._requests.get(job_metadata.req_context.req_id)
         names = self._begin(job_metadata, request)
+        if request is not None:
+            request.carried.update(names)
         rows = [
             Row(own, int(chunk_id))
             for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
@@ -385,10 +394,13 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send what this step asked for."""
-        self._streams.step(context)
+        self._told.step(context)
         session = self._client.session
+        for request_id in (*context.new_req_ids, *context.preempted_req_ids):
+            if (request := self._requests.get(request_id)) is not None:
+                request.carried.clear()
         for request_id, request in self._requests.items():
-            if request_id in self._streams:
+            if self._told.left_out(request_id):
                 request.void = True
             if not request.wanted:
                 continue
@@ -405,7 +417,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Give back what was read for it."""
-        self._streams.ended(req_context.req_id)
+        self._told.ended(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         session = self._client.session
         if request is None or session is None:

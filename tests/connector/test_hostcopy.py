@@ -203,3 +203,24 @@ def test_workers_that_compute_nothing_leave_their_cores_to_the_sidecar(
         assert [result.job_id for result in worker.get_finished()] == [1]
     assert len(pauses) == 1, "it slept beside a copy of its own"
     worker.shutdown()
+
+
+def test_a_load_that_a_step_waits_for_waits_for_no_other_copy(engine_id: str) -> None:
+    tensor = cache(1)
+    worker = HostCopyWorker(
+        caches_of([tensor], [[0]]), region(engine_id), PER_CHUNK, canonical=False
+    )
+    begin = threading.Event()
+    try:
+        worker.submit_store(1, spec([1], [1], [0]), CPULoadStoreSpec([0]))
+        done(worker, 1)
+        expected = tensor[1].clone()
+        worker._thread.submit(begin.wait)  # pyright: ignore[reportPrivateUsage]
+        worker.submit_store(2, spec([2], [1], [0]), CPULoadStoreSpec([1]))
+        worker.submit_load(3, CPULoadStoreSpec([0]), spec([4], [1], [0]), expedited=True)
+        worker.wait({3})
+        assert [result.job_id for result in worker.get_finished()] == [3]
+        assert torch.equal(tensor[4], expected)
+    finally:
+        begin.set()
+        worker.shutdown()

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.options import samples_weights
+from connector.processing import adapter_settings
 from connector.weights import WeightsUnknown, adapter_identity, folder_digest, model_identity
 
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
@@ -333,6 +334,28 @@ def namespace(
     spec = FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=64, dtype=dtype)
     config = config_of(folder, **changes)
     return namespace_of(config, block_tokens=32, blocks_per_chunk=8, spec=spec)
+
+
+class TestAdapters:
+    def test_one_for_the_text_of_a_model_of_media_is_not_applied_before_033(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = SimpleNamespace(
+            lora_config=SimpleNamespace(), model_config=SimpleNamespace(multimodal_config=None)
+        )
+        media = SimpleNamespace(
+            lora_config=SimpleNamespace(),
+            model_config=SimpleNamespace(multimodal_config=SimpleNamespace()),
+        )
+        unadapted = SimpleNamespace(lora_config=None, model_config=media.model_config)
+        manager = "vllm.lora.model_manager.LoRAModelManager._get_text_lora_names"
+        monkeypatch.setattr(manager, None, raising=False)
+        assert adapter_settings(media)
+        # All others share, whatever their release.
+        assert not adapter_settings(text)
+        assert not adapter_settings(unadapted)
+        monkeypatch.delattr(manager)
+        assert not adapter_settings(media)
 
 
 class TestNamespace:

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -32,7 +33,7 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused
 from connector.nodes import nodes_refusal
 from connector.ranks import Place
-from connector.refusals import prefix_refusal
+from connector.refusals import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
 from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit
@@ -73,6 +74,22 @@ class TestRefused:
             setattr(config.parallel_config, name, 2)
 
         assert f"{name}=2 is not supported" in reason_of(model, change, caplog)
+
+    def test_steps_that_fail_and_are_tried_again(
+        self, model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.parallel_config.enable_fault_tolerance = True
+
+        assert "enable_fault_tolerance" in reason_of(model, change, caplog)
+
+    def test_answers_with_the_experts_of_each_token(
+        self, model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def change(config: Any, _: Any) -> None:
+            config.aux_output_config.enable_return_routed_experts = True
+
+        assert "enable_return_routed_experts" in reason_of(model, change, caplog)
 
     def test_ranks_on_several_nodes(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Each would attach to the sidecar of its own node, and no chunk ever be whole."""
@@ -121,6 +138,7 @@ class TestRefused:
         table["bundles_to_node_id"][1] = "here"  # type: ignore[index]
         assert not nodes_refusal(config)
 
+    @pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
     def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
             config.model_config.enable_sleep_mode = True
@@ -398,3 +416,11 @@ class TestRanksThatAreNotServed:
         assert "because its KV memory cannot be shared: [Errno 24] Too many open" in caplog.text
         assert engine.client.closed
         engine.check_idle()
+
+
+@pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
+def test_chunks_of_several_blocks_that_windows_leave_in_part() -> None:
+    specs = [spec_of(), spec_of(SlidingWindowSpec, sliding_window=64)]
+    assert "leave out block_size" in chunks_refusal(specs, 2)
+    assert not chunks_refusal(specs, 1)
+    assert not chunks_refusal(specs[:1], 2)

@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.chunknames import namespace_of
 from connector.secondary import KVLakeTier
 from sidecar.demo.sidecars import SidecarProcess
+from tests.releases import has_vllm
 
 ROW_BYTES = 16 * 1024
 CHUNKS = 24
@@ -164,6 +165,12 @@ class Node:
         self.manager.on_request_finished(context)
         return found
 
+    def reset(self) -> None:
+        """As vLLM's scheduler does; since 0.33 it says when its workers' copies are over, too."""
+        self.manager.reset_cache()
+        if has_vllm("0.33"):
+            self.manager.on_reset_flushed()
+
     def close(self) -> None:
         self.manager.shutdown()
 
@@ -216,6 +223,24 @@ def test_longer_than_vllms_own_tier(sidecar: SidecarProcess) -> None:
         # Evicted from vLLM's tier by the second one.
         assert first.find("c", head) == len(head)
         assert first.find("d", tail) == len(tail)
+
+
+def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -> None:
+    """Its head is a hit: each chunk more would push out another of them, and so on for ever."""
+    prompt = words(CHUNKS + 10)
+    with node(sidecar) as first:
+        for name, end in (("a", CHUNKS - 4), ("b", len(prompt))):
+            context, keys = first.request(name, prompt)
+            missing = keys[end - (CHUNKS - 4) : end]
+            prepared = first.manager.prepare_store(missing, context)
+            for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
+                first.rows[row] = content(key)
+            first.manager.complete_store(set(prepared.keys_to_store), context)
+            first.manager.on_request_finished(context)
+            first.settle()
+        assert 0 < first.find("c", prompt) <= CHUNKS
+        # Others are not concerned.
+        assert first.find("d", prompt[:10]) == 10
 
 
 def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
@@ -308,7 +333,7 @@ def test_reset_forgets(sidecar: SidecarProcess) -> None:
     with node(sidecar) as first, node(sidecar) as second:
         first.store("a", prompt)
         context, keys = first.request("b", [*prompt, "more"])
-        first.manager.reset_cache()
+        first.reset()
         assert first.find("c", prompt) == 0
         prepared = first.manager.prepare_store(keys, context)
         first.manager.complete_store(set(prepared.keys_to_store), context)

@@ -196,7 +196,7 @@ def test_after_a_reset_nothing_of_before_is_told(sidecar: SidecarProcess) -> Non
         first.store("a", prompt)
         first.settle()
         listener.until_holds(CPU=keys, STORAGE=keys)
-        first.manager.reset_cache()
+        first.reset()
         listener.until_holds()
         # It is there for others, and not for this engine, which finds nothing by that name.
         assert other.find("b", prompt) == len(prompt)

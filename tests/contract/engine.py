@@ -91,6 +91,7 @@ ENGINE: Final[dict[str, Used]] = {
             "lora_config "
             "mamba_config model_config parallel_config scheduler_config speculative_config"
         )
+        | attributes("aux_output_config use_v2_model_runner")
         | {"num_speculative_tokens": PROPERTY}
     ),
     "vllm.config.model:ModelConfig": Used(
@@ -117,7 +118,7 @@ ENGINE: Final[dict[str, Used]] = {
         attributes(
             "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
             "prefill_context_parallel_size world_size distributed_executor_backend placement_group "
-            "data_parallel_index data_parallel_size enable_expert_parallel"
+            "data_parallel_index data_parallel_size enable_expert_parallel enable_fault_tolerance"
         )
         | {"nnodes_within_dp": PROPERTY}
     ),
@@ -152,6 +153,11 @@ ENGINE: Final[dict[str, Used]] = {
             "lora_dtype target_modules enable_moe_shared_loras enable_mixed_moe_lora_format "
             "enable_tower_connector_lora"
         )
+    ),
+    "vllm.config.aux_output:AuxOutputConfig": Used({"enabled": PROPERTY}),
+    # Asked for by name: what an adapter is applied to differs where it is there.
+    "vllm.lora.model_manager:LoRAModelManager": Used(
+        {"_get_text_lora_names": "(module_name)"}, late={"_get_text_lora_names": "0.33"}
     ),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
     "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),

@@ -174,8 +174,10 @@ OFFLOADING: Final[dict[str, Used]] = {
     ),
     f"{OFFLOAD}.tiering.manager:TieringOffloadingManager": Used(
         {
-            # These are what `connector.streams` stands before.
+            # These are what `connector.guard` stands before.
+            "on_new_request": "(req_context, *, exclude_tier_idx=)",
             "lookup": "(key, req_context, *, exclude_tier_idx=)",
+            "reset_cache": "()",
             "prepare_store": "(keys, req_context)",
             "on_schedule_end": "(context)",
             "on_request_finished": "(req_context, *, exclude_tier_idx=)",

@@ -85,7 +85,7 @@ class TestCachedByVllmsHashes:
         assert counters(sidecar)["chunks_loaded"] > loaded
 
     def test_streaming_input(self, engine: Engine, sidecar: SidecarProcess) -> None:
-        """It is stored until it goes on: then vLLM mixes up its blocks (`connector/streams.py`)."""
+        """It is stored until it goes on: then vLLM mixes up its blocks (`connector/guard.py`)."""
         first, second = words(700, 22), words(500, 23)
         salt = fresh_salt()
         streams = Call(first, options={"inputs": [second]})
@@ -139,7 +139,7 @@ class TestChunkedLocal(test_features.TestChunkedLocal):
             yield engine
 
     def chunks_read(self, tokens: int) -> int:
-        """To vLLM's offloading, local attention is full attention: it asks for all that there is."""
+        """vLLM's offloading takes local attention for full: it asks for all that there is."""
         return self.groups * (tokens // BLOCK_TOKENS)
 
     @pytest.mark.parametrize("tokens", [125, 161, 513, 515, 1500])

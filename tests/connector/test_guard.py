@@ -1,0 +1,85 @@
+"""What a manager of vLLM's tiers makes of requests, from what it is told of them."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_offload.base import ScheduleEndContext
+
+from connector.guard import Requests
+
+
+def requests_of(*names: str, preempted_are_new: bool = False) -> Requests:
+    requests = Requests(preempted_are_new=preempted_are_new)
+    for name in names:
+        requests.began(name)
+    return requests
+
+
+def step(requests: Requests, *new: str, preempted: tuple[str, ...] = ()) -> None:
+    requests.step(ScheduleEndContext(list(new), preempted))
+
+
+def test_one_that_goes_on_is_left_out_until_it_ends() -> None:
+    requests = requests_of("a", "b", "c")
+    step(requests, "a", "b")
+    assert not requests.left_out("a")
+    step(requests, "c", "a")
+    step(requests)
+    assert [requests.left_out(name) for name in "abc"] == [True, False, False]
+    requests.ended("a")
+    # vLLM may use its name again.
+    requests.began("a")
+    step(requests, "a")
+    assert not requests.left_out("a")
+    # Of others it may be told, too.
+    requests.ended("nobody")
+    step(requests, "nobody", preempted=("nobody",))
+    assert not requests.left_out("nobody")
+
+
+def test_one_that_goes_on_after_a_preemption_is_left_out() -> None:
+    """vLLM's first model runner tells of no preempted request when it schedules that again."""
+    requests = requests_of("a")
+    step(requests, "a")
+    step(requests, preempted=("a",))
+    assert not requests.left_out("a")
+    step(requests, "a")
+    assert requests.left_out("a")
+
+
+def test_where_preempted_ones_are_scheduled_as_new_they_are_not_left_out() -> None:
+    requests = requests_of("a", preempted_are_new=True)
+    step(requests, "a")
+    step(requests, preempted=("a",))
+    step(requests, "a")
+    assert not requests.left_out("a")
+    step(requests, "a")
+    assert requests.left_out("a")
+    # What it is it remains.
+    step(requests, preempted=("a",))
+    step(requests, "a")
+    assert requests.left_out("a")
+
+
+def test_a_reset_leaves_out_all_that_there_are() -> None:
+    requests = requests_of("a", "b")
+    step(requests, "a")
+    requests.reset()
+    requests.began("c")
+    assert [requests.left_out(name) for name in "abc"] == [True, True, False]
+
+
+def test_one_that_runs_is_not_looked_up_for_one_step() -> None:
+    requests = requests_of("a", "b")
+    assert not requests.too_early("a")
+    step(requests, "a")
+    assert requests.too_early("a")
+    step(requests, preempted=("a",))
+    assert not requests.too_early("a")
+    # Scheduled again, of which nothing is told but that it stores.
+    requests.stores("a")
+    assert requests.too_early("a")
+    # Whatever is told or not: for no longer than that.
+    step(requests)
+    assert not requests.too_early("a")
+    assert not requests.too_early("b")
+    assert not requests.too_early("nobody")
