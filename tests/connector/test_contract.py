@@ -311,8 +311,12 @@ class TestGpu:
             ),
             attention_config=SimpleNamespace(backend=None),
             cache_config=None,
+            aux_output_config=SimpleNamespace(enabled=False),
             parallel_config=SimpleNamespace(
-                distributed_executor_backend="mp", nnodes_within_dp=1, placement_group=None
+                enable_fault_tolerance=False,
+                distributed_executor_backend="mp",
+                nnodes_within_dp=1,
+                placement_group=None,
             ),
             speculative_config=None,
         )

@@ -44,7 +44,9 @@ def config_of(
     text = SimpleNamespace(rope_parameters=None, max_position_embeddings=2048)
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, engine_id="e"),
+        aux_output_config=SimpleNamespace(enabled=False),
         parallel_config=SimpleNamespace(
+            enable_fault_tolerance=False,
             tensor_parallel_size=tp_size,
             pipeline_parallel_size=stages,
             world_size=tp_size * stages,
