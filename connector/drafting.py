@@ -40,6 +40,8 @@ class Drafting:
     """What tells a drafter with layers in the KV cache from others, for the namespace."""
     sequence_tokens_max: int = 0
     """In a step with a longer sequence nothing is drafted, for no request; 0: no such limit."""
+    draft_tokens: int = 0
+    """Drafted at a time at most, by whatever drafts."""
 
     def leaves_out(self, sequences_tokens: Iterable[int]) -> bool:
         """Whether the drafter's layers stay unwritten in a step that ends at these tokens."""
@@ -95,8 +97,11 @@ def drafting_of(vllm_config: Any) -> Drafting:
         OSError: its files are there and cannot be read.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in WITHOUT_LAYERS:
+    if speculative is None:
         return NO_DRAFTS
+    draft_tokens = int(speculative.num_speculative_tokens)
+    if speculative.method in WITHOUT_LAYERS:
+        return Drafting(draft_tokens=draft_tokens)
     model = speculative.draft_model_config
     load = speculative.draft_load_config or vllm_config.load_config
     drafter = {
@@ -117,5 +122,6 @@ def drafting_of(vllm_config: Any) -> Drafting:
         ahead_tokens=int(speculative.method in READS_AHEAD),
         drafter=drafter,
         # One less than vLLM itself takes: it is about a few tokens of the longest context.
-        sequence_tokens_max=longest - int(speculative.num_speculative_tokens) - 1,
+        sequence_tokens_max=longest - draft_tokens - 1,
+        draft_tokens=draft_tokens,
     )

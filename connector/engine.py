@@ -71,6 +71,7 @@ class ServedEngine:
         self.engine_id = str(transfer.engine_id)
         self.cut = cut_of(vllm_config)
         self.world_size = int(parallel.world_size)
+        self.num_blocks = int(kv_cache_config.num_blocks)
         self.refusal = refusal_of(vllm_config, kv_cache_config, chunk_tokens)
         if self.refusal:
             return

@@ -57,6 +57,7 @@ class SchedulerRole:
         groups: the engine's KV cache groups, in vLLM's order.
         world_size: ranks that report each store.
         drafting: how the engine drafts tokens.
+        num_blocks: blocks in the engine's pool, which count where it drafts.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class SchedulerRole:
         world_size: int,
         *,
         drafting: Drafting = NO_DRAFTS,
+        num_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._drafting = drafting
+        self._num_blocks = num_blocks
         geometries = self._geometries = [group.geometry for group in groups]
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
         full = [number for number, each in enumerate(geometries) if each.attention.full]
@@ -160,7 +163,28 @@ class SchedulerRole:
                 return None
         hit = self._finder.hit(state, session, local_tokens)
         matched = 0 if hit is None else hit.end_tokens - local_tokens
-        return matched if matched >= self._settings.load_tokens_min else 0
+        if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
+            return 0
+        return matched
+
+    def _fits(self, end_tokens: int) -> bool:
+        """Whether vLLM would ever begin to load a hit that ends here, were nothing else running.
+
+        An engine that drafts keeps blocks for a step's drafts free beside a load, but not beside a
+        request that it computes. A load that leaves it none is asked about for ever, and all that
+        is queued behind it waits.
+        """
+        drafts = self._drafting.draft_tokens
+        if not drafts:
+            return True
+        needed = 0
+        for geometry in self._geometries:
+            read = end_tokens // geometry.block_tokens - geometry.first_block(end_tokens)
+            # The next token, the drafts, and what a drafter with layers writes ahead of them.
+            kept_tokens = 1 + 2 * drafts
+            needed += read - (-kept_tokens // geometry.block_tokens)
+        # One block of the pool is the null block, which nobody is given.
+        return needed < self._num_blocks
 
     def _reads(self, state: RequestState) -> bool:
         return self._settings.reads and state.wishes.reads

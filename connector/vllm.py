@@ -134,7 +134,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        return SchedulerRole(client, groups, settings, engine.world_size, drafting=engine.drafting)
+        return SchedulerRole(
+            client,
+            groups,
+            settings,
+            engine.world_size,
+            drafting=engine.drafting,
+            num_blocks=engine.num_blocks,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -164,6 +164,24 @@ def test_a_step_that_is_too_long_for_the_drafter_stores_nothing(
     engine.close()
 
 
+@pytest.mark.parametrize(("num_blocks", "computes"), [(34, True), (35, False)])
+def test_a_hit_that_leaves_no_block_for_drafts_is_computed(
+    model: Path, num_blocks: int, computes: bool
+) -> None:
+    """vLLM would ask for it again and again, and never load it."""
+    prompt = prompt_of(33 * BLOCK_TOKENS, 1)
+    engine = Engine(model, num_blocks=num_blocks, draft=some_right(1), speculative=NGRAM)
+    engine.run(request_of("first", prompt, max_tokens=1))
+    engine.forget()
+    again = engine.add(request_of("again", prompt, max_tokens=1))
+    behind = engine.add(request_of("behind", prompt_of(20, 2), max_tokens=1))
+    engine.finish(again, behind, steps_max=60)
+    engine.settle()
+    assert (engine.computed["again"] >= len(prompt)) == computes
+    engine.check_idle()
+    engine.close()
+
+
 class TestNamespace:
     """Engines that draft share what they have in common, and nothing else."""
 
@@ -247,9 +265,11 @@ class TestRefused:
 
 
 def test_how_an_engine_drafts(model: Path, eagle: dict[str, Any]) -> None:
-    assert drafting_of(vllm_config(model)) == drafting_of(vllm_config(model, speculative=NGRAM))
+    assert drafting_of(vllm_config(model)) == NO_DRAFTS
+    ngrams = drafting_of(vllm_config(model, speculative=NGRAM))
+    assert ngrams == Drafting(draft_tokens=DRAFTS)
     found = drafting_of(vllm_config(model, speculative=eagle))
-    assert found.ahead_tokens == 1
+    assert (found.ahead_tokens, found.draft_tokens) == (1, DRAFTS)
     assert found.drafter["method"] == "eagle"
     assert not found.leaves_out([2000])
     assert found.leaves_out([10, 2046])
