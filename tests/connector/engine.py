@@ -56,6 +56,7 @@ class Engine:
         draft: Callable[[Request], list[int]] | None = None,
         ahead_tokens: int = 0,
         retention: int | None = None,
+        scheduler_class: type[Scheduler] = Scheduler,
         **options: Any,
     ) -> None:
         self.draft = draft
@@ -68,7 +69,7 @@ class Engine:
             # What vLLM sets of a model with recurrent layers; ours has none.
             config.cache_config.mamba_cache_mode = "align"
         with patch.object(connector.vllm, "Client", lambda *_: self.client):
-            self.scheduler = Scheduler(
+            self.scheduler = scheduler_class(
                 config,
                 kv_cache_config(num_blocks, ranks, specs, stages, retention=retention),
                 StructuredOutputManager(config),
