@@ -36,10 +36,14 @@ class _Request:
     """What a manager was told of a request."""
 
     scheduled: bool = False
+    loads: bool = False
+    preempted: bool = False
     runs: bool = False
     """It was scheduled, and no preemption was told since."""
-    asked: bool = False
-    """It was looked up all the same, in the step that is not over yet."""
+    found: bool = False
+    """It was looked up in the step that is not over yet."""
+    too_early: bool = False
+    """And that was put off."""
     left_out: bool = False
 
 
@@ -72,42 +76,50 @@ class Requests:
     def step(self, context: ScheduleEndContext) -> None:
         """Take in what vLLM scheduled and preempted."""
         for known in self._requests.values():
-            if known.asked:
-                # Told of or not, it does not run: it is not held up for longer than a step.
-                known.runs = known.asked = False
+            # Of one that was preempted nothing may be told when it is scheduled again: it may have
+            # been, in the step that it was looked up in. If not, it is held up for one step.
+            known.runs = not known.too_early and (known.runs or (known.found and known.preempted))
+            known.found = known.too_early = False
         for request_id in context.preempted_req_ids:
             if (request := self._requests.get(request_id)) is not None:
-                request.runs = False
+                request.runs = request.loads = False
+                request.preempted = True
                 request.scheduled = request.scheduled and not self._preempted_are_new
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.left_out = request.left_out or request.scheduled
                 request.scheduled = request.runs = True
 
-    def stores(self, request_id: str) -> None:
-        """It has something to store, and so it runs."""
-        if (request := self._requests.get(request_id)) is not None:
-            request.runs = True
-
     def too_early(self, request_id: str) -> bool:
         """Whether it is looked up before its preemption was told of."""
         request = self._requests.get(request_id)
-        if request is None or not request.runs:
+        if request is None:
             return False
-        request.asked = True
-        return True
+        request.found = True
+        request.too_early = request.runs
+        return request.runs
+
+    def loads(self, request_id: str) -> None:
+        """What was found for it is being loaded."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.loads = True
+
+    def has_kv(self, request_id: str) -> bool:
+        """Whether it may have KV by now: it was scheduled, or is being loaded."""
+        request = self._requests.get(request_id)
+        return request is not None and (request.scheduled or request.loads)
 
     def reset(self) -> None:
-        """Leave out all that there are: they go on with what they had."""
-        for request in self._requests.values():
-            request.left_out = True
+        """Leave out what goes on with KV from before. What only waits has none."""
+        for request_id, request in self._requests.items():
+            request.left_out = request.left_out or self.has_kv(request_id)
 
 
 def guard(manager: Any, *, preempted_are_new: bool) -> None:
     """Stand before a manager of vLLM's tiers."""
     requests = Requests(preempted_are_new=preempted_are_new)
     began, ended = manager.on_new_request, manager.on_request_finished
-    find, prepare = manager.lookup, manager.prepare_store
+    find, load, store = manager.lookup, manager.prepare_load, manager.prepare_store
     step, reset = manager.on_schedule_end, manager.reset_cache
 
     def on_new_request(req_context: ReqContext, **options: Any) -> Any:
@@ -122,11 +134,14 @@ def guard(manager: Any, *, preempted_are_new: bool) -> None:
         found: LookupResult = find(key, req_context, **options)
         return found
 
+    def prepare_load(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
+        requests.loads(req_context.req_id)
+        return load(keys, req_context)
+
     def prepare_store(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        requests.stores(req_context.req_id)
         if requests.left_out(req_context.req_id):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
-        return prepare(keys, req_context)
+        return store(keys, req_context)
 
     def on_schedule_end(context: ScheduleEndContext) -> None:
         requests.step(context)
@@ -143,6 +158,7 @@ def guard(manager: Any, *, preempted_are_new: bool) -> None:
     for hook in (
         on_new_request,
         lookup,
+        prepare_load,
         prepare_store,
         on_schedule_end,
         on_request_finished,

@@ -43,7 +43,13 @@ from connector.guard import guard
 from connector.hostcopy import HostCopyWorker
 from connector.namespace import offloading_identity
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
-from connector.refusals import chunks_refusal, media_refusal, prefix_refusal, rows_refusal
+from connector.refusals import (
+    chunks_refusal,
+    faults_refusal,
+    media_refusal,
+    prefix_refusal,
+    rows_refusal,
+)
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
@@ -137,6 +143,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             complain_of_unknown(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
             refusal = note.get("refusal", "")
+            preempted_are_new = note.get("preempted_are_new") is True
             if note.get("rows") is False:
                 logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
                 self._manager = NoTiers()
@@ -159,9 +166,10 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             else:
                 self.secondary_tier_configs[-1] |= {
                     "namespace": note["identity"],
+                    "preempted_are_new": preempted_are_new,
                     **note.get("events", {}),
                 }
-            guard(super().get_manager(), preempted_are_new=note.get("preempted_are_new") is True)
+            guard(super().get_manager(), preempted_are_new=preempted_are_new)
             self._unlink_region()
             _disown(self._scheduler_mmap)
         assert self._manager is not None
@@ -179,7 +187,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
         vllm_config = get_current_vllm_config()
         reason = rows_refusal(vllm_config, len(self.config.groups)) or chunks_refusal(
-            _layer_specs(vllm_config), self.blocks_per_chunk
+            vllm_config, _layer_specs(vllm_config), self.blocks_per_chunk
         )
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
@@ -218,7 +226,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
     if reason := prefix_refusal(vllm_config, _layer_specs(vllm_config)):
         return {"refusal": reason, "prefixes": False}
-    if reason := drafting_refusal(vllm_config):
+    if reason := faults_refusal(vllm_config) or drafting_refusal(vllm_config):
         return {"refusal": reason}
     if reason := media_refusal(vllm_config):
         # A request's blocks are all that is seen here, and not which of them hold an image.

@@ -49,14 +49,9 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
             "enable_sleep_mode is supported with vLLM 0.33 or later, which tells when memory goes"
         )
     parallel = vllm_config.parallel_config
-    if parallel.enable_fault_tolerance:
-        # A step that fails on one rank takes along what it had to tell, and the engine goes on.
-        return (
-            "enable_fault_tolerance is not supported by this release: what a rank has to report of "
-            "loads and stores may be lost with a step that failed"
-        )
     groups = kv_cache_config.kv_cache_groups
-    reason = nodes_refusal(vllm_config) or recurrent_refusal(vllm_config, groups)
+    reason = faults_refusal(vllm_config) or nodes_refusal(vllm_config)
+    reason = reason or recurrent_refusal(vllm_config, groups)
     if reason or (reason := drafting_refusal(vllm_config)):
         return reason
     unknown = {
@@ -235,19 +230,44 @@ def rows_refusal(vllm_config: Any, num_groups: int) -> str:
     return ""
 
 
-def chunks_refusal(specs: Iterable[Any], blocks_per_chunk: int) -> str:
+def chunks_refusal(vllm_config: Any, specs: Iterable[Any], blocks_per_chunk: int) -> str:
     """Why vLLM's host tier would have chunks that were written in part only, or nothing.
 
     Up to vLLM 0.32, of a chunk of several blocks it looks at the last one alone: the others may
-    have left a sliding window. `specs` are those of the single layers.
+    have left a sliding window, or the attention chunk. `specs` are those of the single layers.
     """
-    windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
-    if blocks_per_chunk == 1 or not windows or SLEEP_IS_TOLD:
+    if blocks_per_chunk == 1 or SLEEP_IS_TOLD:
+        return ""
+    specs = list(specs)
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and any(
+        isinstance(spec, FullAttentionSpec) for spec in specs
+    ):
+        # All of them are kept as full attention is.
+        return ""
+    if not any(
+        isinstance(spec, SlidingWindowSpec)
+        or (
+            isinstance(spec, ChunkedLocalAttentionSpec)
+            and spec.attention_chunk_size % (spec.block_size * blocks_per_chunk)
+        )
+        for spec in specs
+    ):
         return ""
     return (
-        f"it has sliding windows, and chunks of {blocks_per_chunk} blocks, of which vLLM before "
+        f"it has local attention, and chunks of {blocks_per_chunk} blocks, of which vLLM before "
         "0.33 stores some in part: leave out block_size and blocks_per_chunk, which makes each "
         "block a chunk"
+    )
+
+
+def faults_refusal(vllm_config: Any) -> str:
+    """Why an engine that goes on after a step that failed cannot be served, or nothing."""
+    if not vllm_config.parallel_config.enable_fault_tolerance:
+        return ""
+    # A step that fails on one rank takes along what it had to tell.
+    return (
+        "enable_fault_tolerance is not supported by this release: what a rank has to report of "
+        "loads and stores may be lost with a step that failed"
     )
 
 

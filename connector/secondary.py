@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -66,6 +67,8 @@ TOPOLOGY: Final = "offloading"
 """Of chunks that vLLM put together from all of its ranks."""
 BOUNCE_BYTES: Final = 256 * 1024 * 1024
 BOUNCE_ROWS_MIN: Final = 8
+CARRIED_MAX: Final = 3
+"""How often a chunk is carried to vLLM's host tier for a request that does not run yet."""
 WITHOUT_SIDECAR_SECONDS: Final = 5.0
 """How long a transfer may take that was begun with a sidecar that is gone again."""
 
@@ -99,8 +102,8 @@ class _Request:
     """Read from the object store for it, and in host memory since."""
     missed: set[bytes] = field(default_factory=set[bytes])
     """What could not be had for it, and is not tried again."""
-    carried: set[bytes] = field(default_factory=set[bytes])
-    """To vLLM's host tier, since it last ran."""
+    carried: Counter[bytes] = field(default_factory=Counter[bytes])
+    """How often to vLLM's host tier, since it last ran."""
 
     @property
     def reads(self) -> bool:
@@ -145,6 +148,8 @@ class KVLakeTier(SecondaryTierManager):
         backpressure_detector: vLLM's.
         events_endpoint, events_replay: where a process of this machine subscribes to the engine's
             own KV events, and has them replayed; empty where it is not to be followed.
+        preempted_are_new: whether vLLM's second model runner serves, which schedules what it
+            preempted as new. Else requests that were preempted then are stored no more.
     """
 
     # Host memory and the object store in one; a request's filter is asked for each.
@@ -162,6 +167,8 @@ class KVLakeTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         events_endpoint: str = "",
         events_replay: str = "",
+        *,
+        preempted_are_new: bool = False,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not namespace:
@@ -183,7 +190,7 @@ class KVLakeTier(SecondaryTierManager):
         self._clock = time.monotonic
         self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
-        self._told = Requests()
+        self._told = Requests(preempted_are_new=preempted_are_new)
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
@@ -250,9 +257,11 @@ class KVLakeTier(SecondaryTierManager):
         own = self._own_key(key, request, req_context)
         if own in request.missed:
             return LookupResult.MISS
-        if own in request.carried or len(request.carried) >= self._num_rows:
+        carried = request.carried[own]
+        if carried >= CARRIED_MAX or (not carried and len(request.carried) >= self._num_rows):
             # A hit is as long as vLLM's host tier. What was carried there and is asked for again
-            # made room for the chunks behind it, and would push those out in turn, for ever.
+            # made room for other chunks. If those are of this prompt, too, they would push each
+            # other out for ever.
             return LookupResult.MISS
         flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
         allows = req_context.load_tier_filter.allows
@@ -342,7 +351,7 @@ class KVLakeTier(SecondaryTierManager):
         request = self._requests.get(job_metadata.req_context.req_id)
         names = self._begin(job_metadata, request)
         if request is not None:
-            request.carried.update(names)
+            request.carried.update(names.keys())
         rows = [
             Row(own, int(chunk_id))
             for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
@@ -432,14 +441,15 @@ class KVLakeTier(SecondaryTierManager):
         """End all jobs; vLLM resets its cache, and nothing from before is found here either.
 
         Waits for a copy in this process at most. Requests that run on compute with what they have
-        of before, so they are not served or stored from now on.
+        of before, so they are not served or stored from now on. Nor is what was looked up: vLLM may
+        be loading that.
         """
         self._bounce.drain()
         self._names.forget()
         self._events.forget()
         self._reads.clear()
-        for request in self._requests.values():
-            request.void = True
+        for request_id, request in self._requests.items():
+            request.void |= bool(request.places) or self._told.has_kv(request_id)
             request.wanted.clear()
 
     # --- the rest ------------------------------------------------------------------------------

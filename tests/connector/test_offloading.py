@@ -328,13 +328,36 @@ def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: Sideca
     with engine_of(model, sidecar) as engine:
         request = engine.add(request_of("a", tokens, max_tokens=60))
         connector: Any = engine.scheduler.connector
-        for generated in (10, 30):
+        # The second one before another chunk was stored, of which alone is told that it runs again.
+        for generated in (10, 12):
             while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
                 engine.step()
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.settle()
         assert request.num_output_tokens == 60
         assert engine.computed["a"] < 100 + 60 + 2 * 32
+
+
+def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
+    model: Path, sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its second model runner has it, which wants Triton: a double of what is told of it."""
+
+    def leave(engine_id: str, note: dict[str, Any]) -> None:
+        assert note["preempted_are_new"] is False
+        leave_note(engine_id, note | {"preempted_are_new": True})
+
+    monkeypatch.setattr(offloading, "leave_note", leave)
+    tokens = prompt(100)
+    with engine_of(model, sidecar) as engine:
+        engine.scheduler.use_v2_model_runner = True
+        request = engine.add(request_of("a", tokens, max_tokens=60))
+        while request.num_output_tokens < 5:
+            engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.settle()
+        engine.forget()
+        assert engine.run("b", list(request.all_token_ids)) == 144
 
 
 def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> None:

@@ -88,7 +88,7 @@ def engine_of(
     names = [f"layer.{number}" for number in layers]
     specs = [spec] if beside is None else [spec, beside]
     groups = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=one) for one in specs]
-    caches: Any = SimpleNamespace(kv_cache_groups=groups)
+    caches: Any = SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
     return ServedEngine(config_of(tp_size, **changes), caches)
 
 

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import CpuArchEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -419,8 +420,21 @@ class TestRanksThatAreNotServed:
 
 
 @pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
-def test_chunks_of_several_blocks_that_windows_leave_in_part() -> None:
-    specs = [spec_of(), spec_of(SlidingWindowSpec, sliding_window=64)]
-    assert "leave out block_size" in chunks_refusal(specs, 2)
-    assert not chunks_refusal(specs, 1)
-    assert not chunks_refusal(specs[:1], 2)
+def test_chunks_of_several_blocks_that_windows_leave_in_part(model: Path) -> None:
+    config, full = vllm_config(model), spec_of()
+    window = spec_of(SlidingWindowSpec, sliding_window=64)
+    local = spec_of(ChunkedLocalAttentionSpec, attention_chunk_size=4 * BLOCK_TOKENS)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    for specs, blocks, sound in (
+        ([full, window], 2, False),
+        ([full, window], 1, True),
+        ([full], 2, True),
+        ([full, local], 2, True),
+        ([full, local], 3, False),
+    ):
+        reason = chunks_refusal(config, specs, blocks)
+        assert ("leave out block_size" in reason) != sound
+    # Then vLLM keeps all layers as it keeps full attention.
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    assert not chunks_refusal(config, [full, window], 2)
+    assert chunks_refusal(config, [window], 2)

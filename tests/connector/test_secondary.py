@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.chunknames import namespace_of
 from connector.secondary import KVLakeTier
 from sidecar.demo.sidecars import SidecarProcess
+from tests.e2e.settling import empty_host_tier
 from tests.releases import has_vllm
 
 ROW_BYTES = 16 * 1024
@@ -243,6 +244,25 @@ def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -
         assert first.find("d", prompt[:10]) == 10
 
 
+def test_what_others_pushed_out_before_it_was_loaded_is_carried_again(
+    sidecar: SidecarProcess,
+) -> None:
+    prompt = words(5)
+    with node(sidecar) as first:
+        first.store("a", prompt)
+        first.settle()
+        context, keys = first.request("b", prompt)
+
+        def found() -> bool:
+            return all(first.manager.lookup(key, context) is LookupResult.HIT for key in keys)
+
+        for _ in range(2):
+            empty_host_tier(first.manager.primary_tier)
+            assert not found()
+            first.until(found)
+        first.manager.on_request_finished(context)
+
+
 def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
     prompt = words(3)
     with (
@@ -333,6 +353,7 @@ def test_reset_forgets(sidecar: SidecarProcess) -> None:
     with node(sidecar) as first, node(sidecar) as second:
         first.store("a", prompt)
         context, keys = first.request("b", [*prompt, "more"])
+        first.manager.on_schedule_end(ScheduleEndContext(["b"], ()))
         first.reset()
         assert first.find("c", prompt) == 0
         prepared = first.manager.prepare_store(keys, context)

@@ -160,7 +160,9 @@ ENGINE: Final[dict[str, Used]] = {
         {"_get_text_lora_names": "(module_name)"}, late={"_get_text_lora_names": "0.33"}
     ),
     "vllm.config.mamba:MambaConfig": Used(attributes("backend enable_stochastic_rounding")),
-    "vllm.config.scheduler:SchedulerConfig": Used(attributes("enable_chunked_prefill")),
+    "vllm.config.scheduler:SchedulerConfig": Used(
+        attributes("enable_chunked_prefill disable_hybrid_kv_cache_manager")
+    ),
     "vllm.config.load:LoadConfig": Used(attributes("load_format model_loader_extra_config")),
     "vllm.config.attention:AttentionConfig": Used(attributes("backend backend_per_kind")),
     "vllm.v1.core.sched.output:SchedulerOutput": Used(

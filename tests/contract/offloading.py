@@ -178,6 +178,7 @@ OFFLOADING: Final[dict[str, Used]] = {
             "on_new_request": "(req_context, *, exclude_tier_idx=)",
             "lookup": "(key, req_context, *, exclude_tier_idx=)",
             "reset_cache": "()",
+            "prepare_load": "(keys, req_context)",
             "prepare_store": "(keys, req_context)",
             "on_schedule_end": "(context)",
             "on_request_finished": "(req_context, *, exclude_tier_idx=)",
