@@ -275,10 +275,13 @@ def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Ora
         oracle.check(generation)
         empty(engine)
         send(sidecar, signal.SIGCONT)
+        # What it was sent while it was stopped it may read later than a question for its status.
+        sidecar.wait(
+            "it comes to the load",
+            lambda status: status["counters"]["loads_revoked"] + status["counters"]["loads_failed"],
+        )
         sidecar.wait("everything ended", idle)
         assert engine.digests() == [{}], "a revoked load wrote to the engine's memory"
-        counted = counters(sidecar)
-        assert counted["loads_revoked"] + counted["loads_failed"] > 0
         check_loaded(oracle, engine, salt)
 
 
