@@ -3,8 +3,9 @@
 The servers run for the whole session; a test takes a prefix of its own. Imports stand in the
 fixtures: most tests need none of it.
 
-Two processes run the tests (`make test`), one of them all that start an engine: these share models
-and engines, and two engines at a time would wait for each other's cores.
+Two processes run the tests (`make test`). Those that start an engine share models and engines, and
+two engines at a time wait for each other's cores: one process runs them, and begins with them. The
+other takes the rest, and, since it has done long before, the engines of vLLM's own offloading last.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ KILL_MATRIX: Final = "KVLAKE_KILL_MATRIX"
 """An environment variable: the folder that the kill matrix is written to, with what is there."""
 ENGINES: Final = ("tests/e2e/", "tests/soak/")
 """Where tests are that start engines."""
+NATIVE: Final = "tests/e2e/test_native_"
+"""Those of them whose engines have vLLM's own offloading."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,27 +55,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[kill_table.ROWS] = {}
 
 
+def turn(nodeid: str) -> int:
+    """When a test is handed out: with engines first, without any next, natively last."""
+    if nodeid.startswith(NATIVE):
+        return 2
+    return 0 if nodeid.startswith(ENGINES) else 1
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Each file of tests goes to one process, and those that start engines all to the same."""
+    """Each file of tests goes to one process; those that start engines are two such units."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "engines" if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
+            return ("engines", nodeid.partition("::")[0], "native")[turn(nodeid)]
 
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests out; where two processes share the others, hand engines' out first."""
+    """Leave long tests out; where two processes share the others, hand them out by turns."""
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="takes minutes: make test PYTEST_ARGS=--long")
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(skip)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+        items.sort(key=lambda item: turn(item.nodeid))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

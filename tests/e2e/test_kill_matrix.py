@@ -52,6 +52,8 @@ STOP_SECONDS: Final = 3.0
 STOP_SECONDS_ATTACH: Final = 6.0
 """Longer than a client waits for an answer to its attach."""
 COPIES: Final = (Stage.LOAD, Stage.STORE)
+OF_WORKER: Final = (Stage.ATTACH, Stage.LOAD, Stage.DRAIN)
+"""At which a worker is killed without `--long`; the engine core is, at the others."""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,8 @@ def world(request: pytest.FixtureRequest, folder: Path, model: str, seam: Seam) 
 
 
 def is_kill(item: pytest.Item) -> bool:
+    if item.get_closest_marker("skip"):
+        return False
     cell = (
         item.callspec.params.get("cell")
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
@@ -88,7 +92,18 @@ def row(request: pytest.FixtureRequest, cell: Cell) -> Row:
     return row
 
 
-@pytest.mark.parametrize("cell", in_order_of_running(Backend.CONNECTOR), ids=str)
+def is_long(cell: Cell) -> bool:
+    """An engine that dies is started again, which takes longest: in short once for each stage."""
+    return cell.kills_an_engine and (cell.victim is Victim.WORKER) != (cell.stage in OF_WORKER)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=[pytest.mark.long] if is_long(cell) else [], id=str(cell))
+        for cell in in_order_of_running(Backend.CONNECTOR)
+    ],
+)
 def test_cell(world: World, cell: Cell, row: Row) -> None:
     check_cell(world, cell, row)
 
