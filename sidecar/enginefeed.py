@@ -6,7 +6,7 @@ Owns both sockets, the order of batches and the filling of gaps. Does not own wh
 Invariants:
 
 * All that the engine still has of before is asked for at once, so that an idle engine's blocks are
-  known without its doing anything.
+  known without its doing anything; again, ever more rarely, where it does not answer in time.
 * Batches are applied in the order of their numbers, each once. Where one is missing and the engine
   does not give it again, within `REPLAY_SECONDS_MAX`, all of the engine's blocks are forgotten:
   a subscriber may be told too little, never something that is long gone.
@@ -36,6 +36,9 @@ BATCHES_PER_WAKE_MAX: Final = 64
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
 REPLAY_SECONDS_MAX: Final = 5.0
+PAUSE_SECONDS: Final = 5.0
+"""Until an engine that did not answer is asked again; twice as long each time, up to the next."""
+PAUSE_SECONDS_MAX: Final = 300.0
 
 _logger = logging.getLogger("kvlake.events")
 
@@ -64,6 +67,8 @@ class EngineFeed:
         self._last = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._replaying: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._pause_seconds = PAUSE_SECONDS
         self._loop = asyncio.get_running_loop()
         self._scheduled: dict[int, asyncio.Handle] = {}
         self._replay_endpoint = replay_endpoint
@@ -118,6 +123,7 @@ class EngineFeed:
             if sock is self._sub:
                 self._came(number_of(frames[-2]), frames[-1])
             elif frames[-2] == END_OF_REPLAY:
+                self._pause_seconds = PAUSE_SECONDS
                 self._replayed()
             elif self._replaying is not None:
                 self._follow(number_of(frames[-2]), frames[-1])
@@ -152,6 +158,9 @@ class EngineFeed:
             self._dealer = self._open(zmq.DEALER, self._replay_endpoint)
         self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
         self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._late)
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         self._check(self._dealer)
 
     def _late(self) -> None:
@@ -159,7 +168,12 @@ class EngineFeed:
         if self._dealer is not None:
             self._shut(self._dealer)
             self._dealer = None
+        idle = not self._waiting
         self._replayed()
+        if idle and self._replaying is None:
+            # Nothing that it tells would show what is missing.
+            self._again = self._loop.call_later(self._pause_seconds, self._asked)
+            self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
 
     def _replayed(self) -> None:
         """The replay is over, or is not waited for: go on with what has come since."""
@@ -201,6 +215,9 @@ class EngineFeed:
         if self._replaying is not None:
             self._replaying.cancel()
             self._replaying = None
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         for sock in list(self._sockets):
             self._shut(sock)
         self._context.destroy(linger=0)

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import zmq
 
-from sidecar import engineblocks, eventstream, kvevents
+from sidecar import engineblocks, enginefeed, eventstream, kvevents
 from sidecar.engineblocks import EngineBlocks
 from sidecar.eventstream import EventStream
 from sidecar.kvevents import name_of
 from sidecar.protocol import HITS_OWNER, Outcome
 from tests.sidecar.client import (
+    WAIT_SECONDS_MAX,
     RefusedError,
     RunningSidecar,
     Scheduler,
@@ -54,8 +55,9 @@ def removed(*names: int, **fields: Any) -> Any:
 
 
 @pytest.fixture
-def publisher(short_directory: Path) -> Iterator[Any]:
-    """vLLM's own publisher, in this process."""
+def publisher(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's own publisher, in this process; what it replays may come as late as it likes."""
+    monkeypatch.setattr(enginefeed, "REPLAY_SECONDS_MAX", WAIT_SECONDS_MAX)
     made = kv_events.ZmqEventPublisher(
         0,
         endpoint=f"ipc://{short_directory}/engine",
@@ -153,6 +155,36 @@ def test_an_idle_engines_blocks_are_known_at_once(
             late.see()
             assert late.names("GPU") == {1, 2}
             assert sidecar.status()["events"]["engines"][0]["gaps"] == 0
+
+
+def test_an_idle_engine_that_answers_late_is_asked_again(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
+) -> None:
+    monkeypatch.setattr(enginefeed, "REPLAY_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(enginefeed, "PAUSE_SECONDS", 0.1)
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as engine:
+        engine.bind(attach["events_replay"])
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, **attach),
+        ):
+            for _ in range(3):
+                asker, *asked = engine.recv_multipart()
+                assert asked == [b"", kvevents.number_frame(0)]
+            # Given up, each of them. The next is answered as soon as it comes, until one is heard.
+            while [one["blocks"] for one in sidecar.status()["events"]["engines"]] != [2]:
+                if engine.poll(10):
+                    asker, *_ = engine.recv_multipart()
+                    engine.send_multipart((asker, b"", b"", kvevents.number_frame(0), batch))
+                    engine.send_multipart((asker, b"", b"", kvevents.END_OF_REPLAY, b""))
+            follower = subscribe(sidecar)
+            follower.see()
+            assert follower.names("GPU") == {1, 2}
 
 
 def test_an_engine_that_cannot_be_followed_is_served(
