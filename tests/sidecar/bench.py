@@ -29,7 +29,7 @@ from sidecar.memory import WorkerMemory, take_memory
 from sidecar.protocol import Role
 from sidecar.realms import Rank, Realm, Realms
 from sidecar.session import Session, Sessions
-from tests.sidecar.client import attach_message, key_of, layout_of
+from tests.sidecar.client import WAIT_SECONDS_MAX, attach_message, key_of, layout_of
 from tiers.fence import WorkerFence
 from tiers.memfd import sealed_memfd
 
@@ -39,7 +39,7 @@ LAYOUT = layout_of(num_blocks=16)
 
 async def until(true: Callable[[], bool]) -> None:
     """Poll: what is waited for is seen through its effects, as its callers see it."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(WAIT_SECONDS_MAX):
         while not true():  # noqa: ASYNC110
             await anyio.sleep(0.001)
 

@@ -57,6 +57,15 @@ def read(rows: int) -> Callable[[dict[str, Any]], bool]:
     return lambda now: catalog(now)["rows_read"] == rows
 
 
+def looked_through(sidecar: RunningSidecar) -> None:
+    """Wait until it has gone through a store without a catalog, for which it needs a worker.
+
+    Of what is written meanwhile it may see the object before it knows of the write, and tell of it
+    a second time.
+    """
+    sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
+
+
 def catalog(now: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = now["tiers"]["store"]["catalog"]
     return found
@@ -102,6 +111,7 @@ def test_what_was_not_due_is_announced_when_a_sidecar_stops(
     patient = {**store, "catalog_flush": 3600.0}
     first = config_in(short_directory, store=patient, runtime={"name": "first"})
     with RunningSidecar(first) as here, Worker(here.path) as worker:
+        looked_through(here)
         assert worker.store(1, key_of("late"), [0]) is Outcome.OK
         here.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
         here.wait_until(lambda now: stored(now) == 1)
@@ -173,7 +183,7 @@ def test_damage_in_a_writers_memory_is_found_by_a_reader_and_put_right(
         # A look through the store might find the object before its row is read: what is withdrawn
         # as of then is offered by the row, which is later.
         for sidecar in (here, there):
-            sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
+            looked_through(sidecar)
         content = worker.fill(range(4), seed=7)
         assert worker.store(1, key, range(4)) is Outcome.OK
         there.wait_until(read(1))
@@ -201,6 +211,7 @@ def test_a_tenant_at_its_limit_writes_no_more(short_directory: Path, limit: dict
     store = {"url": f"file://{short_directory}/bucket", **QUICK}
     config = config_in(short_directory, store=store, tenants={"default": limit})
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        looked_through(sidecar)
         for number in range(30):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
             sidecar.wait_until(
@@ -232,6 +243,7 @@ def test_a_tenants_limit_holds_for_what_nobody_was_told_of_yet(
     store = {"url": f"file://{short_directory}/bucket", **QUICK, "catalog_flush": 3600.0}
     config = config_in(short_directory, store=store, tenants={"default": limit})
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        looked_through(sidecar)
         for number in range(10):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
             sidecar.wait_until(lambda now: not now["pending"]["writes_running"])
@@ -271,8 +283,7 @@ def test_what_a_tenant_wrote_counts_once_when_it_is_listed_and_merged(
             return bool(sum(one["logs_merged"] for one in logs) == files)
 
         for sidecar in (here, there):
-            # Each looks through a store without a catalog, and would find what is not told of yet.
-            sidecar.wait_until(lambda now: catalog(now)["sweeps"] == 1)
+            looked_through(sidecar)
         for number in range(5):
             assert worker.store(number, key_of(number), [0]) is Outcome.OK
             here.wait_until(lambda now: now["counters"]["chunks_written"] == number + 1)  # noqa: B023
@@ -325,6 +336,7 @@ def test_a_damaged_catalog_costs_no_chunk(short_directory: Path) -> None:
     store = {"url": f"file://{short_directory}/bucket", **QUICK}
     first = config_in(short_directory, store=store, runtime={"name": "first"})
     with RunningSidecar(first) as here, Worker(here.path) as worker:
+        looked_through(here)
         for number in range(4):
             assert worker.store(number, key_of(number), [number]) is Outcome.OK
             here.wait_until(read(number + 1))
@@ -340,10 +352,10 @@ def test_a_damaged_catalog_costs_no_chunk(short_directory: Path) -> None:
 def test_a_slow_pass_finds_what_nobody_announced(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
     store = {"url": f"file://{short_directory}/bucket", **QUICK, "reconcile_every": 4.0}
     config = config_in(short_directory, store=store)
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
+        looked_through(sidecar)
         for number in range(2):
             assert worker.store(number, key_of(number), [number]) is Outcome.OK
         sidecar.wait_until(holds(2))
@@ -352,6 +364,8 @@ def test_a_slow_pass_finds_what_nobody_announced(
         target = one.parent.parent.parent / copied[:2] / copied / one.name
         target.parent.mkdir(parents=True)
         target.write_bytes(one.read_bytes())
+        # Only now that it is whole, and that what was written here is known.
+        monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
         sidecar.wait_until(holds(3))
         sidecar.wait_until(lambda now: catalog(now)["rows_waiting"] == 0)
         assert found(sidecar.status()) == 1

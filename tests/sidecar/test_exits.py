@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
+from sidecar import exits
 from sidecar.exits import Exit
 from tests.sidecar.client import Worker, key_of
+from tests.sidecar.test_lives import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -165,9 +167,20 @@ def test_a_bug_is_70_with_its_traceback(short_directory: Path) -> None:
 HUNG = """
     import os, time
     whole = os.scandir
-    os.scandir = lambda path: time.sleep(3600) if "bucket" in str(path) else whole(path)
+
+    def scandir(path):
+        above, bucket, _ = str(path).partition("bucket")
+        if not bucket:
+            return whole(path)
+        open(f"{above}hangs", "w").close()
+        time.sleep(3600)
+
+    os.scandir = scandir
 """
-"""In place of a mount whose server is gone, in a system call that nothing interrupts."""
+"""In place of a mount whose server is gone, in a system call that nothing interrupts.
+
+A file beside the bucket says that one does not come back.
+"""
 
 
 def hung(short_directory: Path) -> Path:
@@ -182,8 +195,10 @@ def test_a_listing_that_never_comes_back_keeps_no_sidecar(short_directory: Path)
         # A worker, for there is nothing to list without an engine.
         with Worker(short_directory / "run" / "default" / "attach.sock"):
             one.wait_for_store("unwell")
+            # It may be so for being slow alone.
+            wait_until((short_directory / "hangs").exists)
             one.process.send_signal(signal.SIGTERM)
-        code, errors = one.end(30)
+        code, errors = one.end()
     finally:
         one.process.kill()
         one.process.wait()
@@ -203,21 +218,26 @@ def test_a_listing_that_never_comes_back_keeps_no_command(short_directory: Path)
 LEAVING = """
     import atexit, sys, time
     from concurrent.futures import ThreadPoolExecutor
-    from sidecar.exits import leave
+    from sidecar import exits
 
     atexit.register(print, ", and ended in order", end="")
     threads = ThreadPoolExecutor(1)
     threads.submit(time.sleep, float(sys.argv[1]))
     print("told", end="")
-    sys.exit(leave(7))
+    exits.LEAVE_SECONDS_MAX = float(sys.argv[2])
+    sys.exit(exits.leave(7))
 """
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0, "told, and ended in order"), (3600, "told")], ids=["idle", "hung"]
+    ("seconds", "patience", "told"),
+    [(0, 3600, "told, and ended in order"), (3600, exits.LEAVE_SECONDS_MAX, "told")],
+    ids=["idle", "hung"],
 )
-def test_threads_of_an_executor_that_hang_are_left(seconds: float, told: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(LEAVING), str(seconds)]
+def test_threads_of_an_executor_that_hang_are_left(
+    seconds: float, patience: float, told: str
+) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LEAVING), str(seconds), str(patience)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, text=True, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (7, told)
 

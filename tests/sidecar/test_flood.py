@@ -87,7 +87,7 @@ def stay(clients):
         if isinstance(client, Worker):
             client.submit(loads=[LoadJob(number, [LoadChunk(nowhere, 0, [0])])], fence=NEVER)
         else:
-            client.send(Lookup(client.epoch, number, [nowhere], 60_000))
+            client.send(Lookup(client.epoch, number, [nowhere], 600_000))
     while len(last) < len(clients):
         for client in clients:
             read(client)
@@ -104,7 +104,7 @@ scheduler = Scheduler(path, engine_id="flood")
 keys = [key_of(number) for number in range(2000)]
 for number in range(count):
     first = number * 7 % 1900
-    scheduler.send(Lookup(scheduler.epoch, number, keys[first : first + 100], 60_000))
+    scheduler.send(Lookup(scheduler.epoch, number, keys[first : first + 100], 600_000))
     chunk = worker.chunk(key_of(100_000 + number), [number % 60])
     worker.submit(stores=[StoreJob(number, [chunk])], fence=NEVER)
     read(scheduler)
@@ -120,7 +120,7 @@ for engine in range(engines):
     clients += [worker, scheduler]
     for number in range(engine * count, engine * count + count, 2):
         keys = [key_of(2 * number + part) for part in range(4)]
-        scheduler.send(Lookup(scheduler.epoch, number, keys, 60_000))
+        scheduler.send(Lookup(scheduler.epoch, number, keys, 600_000))
         block = [number % 60]
         if number % 4:
             load = LoadJob(number, [LoadChunk(key_of("good"), 0, block)])
@@ -135,7 +135,7 @@ FRAMES = f"""{TOLD}
 client = Scheduler(path, engine_id="flood")
 keys = [number.to_bytes(32, "big") for number in range(65_536)]
 frames = [bytes({FRAME_BYTES_MAX}), bytes({FRAME_BYTES_MAX} + 1)]
-frames.append(Lookup(client.epoch, 1, keys, 60_000))
+frames.append(Lookup(client.epoch, 1, keys, 600_000))
 for number in range(count):
     frame = frames[number % 3]
     client.send(frame)

@@ -16,6 +16,7 @@ import pytest
 
 from sidecar.protocol import Outcome
 from tests.sidecar.client import (
+    WAIT_SECONDS_MAX,
     RefusedError,
     RunningSidecar,
     Worker,
@@ -176,7 +177,7 @@ def test_another_number_of_descriptors_is_refused_and_none_is_kept(
             Refusing(sidecar, [fd] * count)
         assert caught.value.code == "descriptors"
     serves(sidecar)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
     while open_fds() > before:
         assert time.monotonic() < deadline, os.listdir("/proc/self/fd")
         time.sleep(0.01)

@@ -207,7 +207,8 @@ class Launched:
         self.log = directory / "log"
         self.python = directory / "python"
         """What the sidecar is started with; without it, it cannot be."""
-        self.process: subprocess.Popen[str] | None = None
+        self._errors = directory / "errors"
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(
         self, *, engine: int | None = None, sidecar: int | None = None, ready: bool = True
@@ -220,15 +221,15 @@ class Launched:
         vllm = self.directory / "vllm"
         vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {self.directory}/engine.py "$@"\n')
         vllm.chmod(0o755)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", LAUNCH),
-                *(str(self.python), str(self.directory / "sidecar.py")),
-                *(str(vllm), "serve"),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", LAUNCH),
+                    *(str(self.python), str(self.directory / "sidecar.py")),
+                    *(str(vllm), "serve"),
+                ],
+                stderr=errors,
+            )
 
     def _script(self, name: str, text: str, **values: object) -> None:
         head = "".join(f"{key} = {value!r}\n" for key, value in values.items())
@@ -237,6 +238,9 @@ class Launched:
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def errors(self) -> str:
+        return self._errors.read_text()
 
     def wait_for(self, happened: Callable[[list[str]], bool]) -> list[str]:
         for _ in range(600):
@@ -251,8 +255,8 @@ class Launched:
 
     def end(self) -> tuple[int, str]:
         assert self.process is not None
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
+        code = self.process.wait(timeout=60)
+        return code, self.errors()
 
     def sidecar_pids(self) -> list[int]:
         return [int(line.split()[1]) for line in self.lines() if " session " in line]
@@ -265,7 +269,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     process = launched.process
     if process is not None and process.poll() is None:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def started(lines: list[str]) -> bool:
@@ -318,7 +322,7 @@ def test_a_sidecar_that_cannot_be_started_again_costs_no_engine(launched: Launch
     os.kill(launched.sidecar_pids()[0], signal.SIGKILL)
     launched.signal(signal.SIGINT)
     launched.wait_for(lambda lines: "engine got SIGINT" in lines)
-    time.sleep(0.2)
+    launched.wait_for(lambda _: "the sidecar cannot be started (" in launched.errors())
     launched.python.symlink_to(sys.executable)
     launched.wait_for(lambda lines: sum(" session " in line for line in lines) == 2)
     launched.signal(signal.SIGTERM)

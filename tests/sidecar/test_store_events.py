@@ -68,8 +68,7 @@ def test_what_is_collected_goes_from_the_store_alone(
 ) -> None:
     with ExitStack() as stack:
         two = Two(stack, short_directory, subscribe)
-        soon = {"gc": {"every": 1.0, "grace": 2.1}, "deadline_seconds_max": 2.0}
-        bounds = store_in(short_directory, objects_max=2, **soon)
+        bounds = store_in(short_directory, objects_max=2, gc={"every": 1.0})
         collects = config_in(short_directory, runtime={"name": "collects"}, store=bounds)
         collector = stack.enter_context(RunningSidecar(collects))
         collector.wait_until(lambda now: now["tiers"]["store"]["collection"]["withdrawn"] == 3)

@@ -62,6 +62,7 @@ def test_what_one_sidecar_writes_another_reads(
         for number, key in enumerate(keys):
             assert worker.load(number + 1, key, blocks[number]) is Outcome.OK
         assert [worker.read(block) for block in range(32)] == content
-        told = second.status()["tiers"]["store"]
-        assert told["state"] == "ok"
+        # It is well once it was read to its end, which may be after the last of the chunks.
+        now = second.wait_until(lambda now: now["tiers"]["store"]["state"] == "ok")
+        told = now["tiers"]["store"]
         assert told["verbs"]["read"]["failures"] == {}

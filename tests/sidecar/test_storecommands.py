@@ -15,18 +15,33 @@ import anyio
 import pytest
 import yaml
 
-from sidecar import collector
+from sidecar import collector, server, storecommands
 from sidecar.cli import main
 from sidecar.protocol import Outcome, StoreJob, tenant_id
+from sidecar.settings.store import Store
+from sidecar.storage import WrapStore, open_store
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.catalog import shards
 from tiers.index import FLAG_STORE
 from tiers.objects import UrlObjects
+from tiers.wrap import Metered
 
 QUICK: dict[str, Any] = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 SOON: dict[str, Any] = {"deadline_seconds_max": 2.0, "gc": {"every": 1.0, "grace": 2.1}}
-"""Where what is withdrawn has to be deleted while a test waits: no request may take longer then.
-Elsewhere one may, for a machine may be slow."""
+"""Where what is withdrawn has to be deleted while a test waits: a configuration is only taken with
+requests that take no longer than that. See `patience`."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests take longer than `SOON` says: a machine that pauses is no store that fails."""
+
+    def patient(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
+        longer = settings.model_copy(update={"deadline_seconds_max": 60.0})
+        return open_store(longer, wrap_store)
+
+    for module in (server, storecommands):
+        monkeypatch.setattr(module, "open_store", patient)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class TestRunToEnd:
 
         def hold() -> None:
             begun.set()
-            release.wait(10)
+            release.wait(60)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_to_end, hold, limiter)
@@ -128,10 +128,10 @@ class TestLeaving:
             mount.wait(60)
             return scandir(path)
 
-        tier = Deadline(UrlObjects(f"file://{tmp_path}"), seconds_max=0.1)
+        tier = UrlObjects(f"file://{tmp_path}")
         await tier.write(NAME, image_of(10))
         monkeypatch.setattr(os, "scandir", hang)
         with pytest.raises(TierUnavailable, match="deadline_seconds_max"):
-            await tier.list("")
+            await Deadline(tier, seconds_max=0.1).list("")
         mount.set()
         assert len(await tier.list(NAME.rsplit("/", 1)[0])) == 1

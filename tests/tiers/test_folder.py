@@ -125,7 +125,7 @@ class TestLocalFolder:
         def held(fd: int, data: memoryview) -> int:
             if len(data) == 1000:
                 begun.set()
-                release.wait(10)
+                release.wait(60)
             return write(fd, data)
 
         monkeypatch.setattr(os, "write", held)

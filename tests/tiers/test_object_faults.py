@@ -118,7 +118,8 @@ class TestFaultsOnTheWay:
         assert info.value.retryable
         await proxy.become(Fault.PASS)
         assert np.array_equal(into, slot())
-        assert await hasty.read(NAME, into) == 100_000
+        # Without the deadline: a machine may be slow.
+        assert await behind_proxy.read(NAME, into) == 100_000
 
     async def test_the_body_of_a_cancelled_write_lets_go_of_the_slot(
         self, behind_proxy: UrlObjects, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
@@ -132,9 +133,12 @@ class TestFaultsOnTheWay:
 
         monkeypatch.setattr(fsspec_clients, "SlotBody", Spied)
         await proxy.become(Fault.STALL)
-        with anyio.move_on_after(0.2) as scope:
-            await behind_proxy.write(NAME, image_of(100_000))
-        assert scope.cancelled_caught
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(behind_proxy.write, NAME, image_of(100_000))
+            with anyio.fail_after(60):
+                while not proxy.exchanges:  # noqa: ASYNC110 (the proxy has no event)
+                    await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
         assert len(bodies) == 1
         with pytest.raises(ValueError, match="given back"):
             bodies[0].read()

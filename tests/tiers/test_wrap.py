@@ -234,7 +234,7 @@ class TestDeadline:
                 await anyio.sleep(0.02 * len(names))
                 parts.append(names)
 
-        tier = Deadline(Slow(), seconds_max=5, deleted_together_max=2)
+        tier = Deadline(Slow(), seconds_max=60, deleted_together_max=2)
         await tier.delete(["a", "b", "c"])
         assert parts == [["a", "b"], ["c"]]
         with pytest.raises(ValueError, match="deleted_together_max=0"):
