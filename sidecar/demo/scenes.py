@@ -181,10 +181,19 @@ class Demo:
             writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
             engine.reset_prefix_cache()
             engine.poison()
-            self._generate(engine)
-            # Waits until every store was answered: draining waits for writes, but not for stores
-            # that are still on their way to the sidecar.
-            engine.reset_prefix_cache()
+
+            def stored(status: dict[str, Any]) -> bool:
+                if _host_chunks(status):
+                    return True
+                self._generate(engine)
+                # Waits until every store was answered: draining waits for writes, but not for
+                # stores that are still on their way to the sidecar.
+                engine.reset_prefix_cache()
+                return False
+
+            # The sidecar knows a session a moment before the engine does: the first try may come
+            # too soon.
+            writer.wait("the prompt is in host memory", stored)
 
     def _kill_during_request(self, engine: Engine, sidecar: SidecarProcess) -> None:
         scene = "sidecar_killed"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 READY_SECONDS_MAX: Final = 60.0
+WAIT_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 60.0
 POOLS: Final = Path("/dev/shm")  # noqa: S108 (where the default configuration has them)
 
@@ -103,11 +104,14 @@ class SidecarProcess:
 
     def get(self, path: str) -> str:
         """The body of an HTTP path of the sidecar."""
-        with urllib.request.urlopen(f"{self._http}{path}", timeout=5) as answer:  # noqa: S310 (http)
+        with urllib.request.urlopen(f"{self._http}{path}", timeout=WAIT_SECONDS_MAX) as answer:  # noqa: S310 (http)
             return str(answer.read().decode())
 
     def wait(
-        self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 20
+        self,
+        what: str,
+        condition: Callable[[dict[str, Any]], bool],
+        seconds: float = WAIT_SECONDS_MAX,
     ) -> None:
         """Wait until `condition` holds of the status."""
         deadline = time.monotonic() + seconds

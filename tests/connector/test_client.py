@@ -467,7 +467,8 @@ class TestClose:
         client = make_client()
         peer, _ = sidecar.admit()
         live(client)
-        client.close()
+        # A thread that is not waited for keeps its own.
+        client.close(wait_seconds_max=WAIT_SECONDS_MAX)
         peer.close()
         sidecar.peers.remove(peer)
         # The ROUTER, in this process too, drops its end of the DEALER's connection a little later.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.model import WORDS
+from tests.e2e.waiting import until
 from tests.releases import has_vllm
 
 if TYPE_CHECKING:
@@ -351,10 +352,11 @@ def attach(engine: Engine, sidecar: SidecarProcess, *, sessions: int = SESSIONS)
     """Wait until the engine is attached to this sidecar, as both of them see it."""
     sidecar.wait("the engine attaches", lambda status: len(status["sessions"]) == sessions)
     # The sidecar knows a session a moment before the engine does: a store proves it is there.
-    stored = counters(sidecar)["chunks_stored"]
-    for _ in range(100):
+    before = counters(sidecar)["chunks_stored"]
+
+    def stored() -> bool:
         engine.generate(words(2 * BLOCK_TOKENS, 1), max_tokens=1, cache_salt=fresh_salt())
         engine.reset_prefix_cache()
-        if counters(sidecar)["chunks_stored"] > stored:
-            return
-    raise AssertionError("an attached engine stored nothing")
+        return counters(sidecar)["chunks_stored"] > before
+
+    until("an attached engine stores", stored)

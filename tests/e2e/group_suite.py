@@ -224,7 +224,7 @@ class GroupSuite:
         empty(engine)
         with type(engine)(engine.spec, folder / "second-engine.log") as second:
             second.wait_ready()
-            sidecar.wait("both attach", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+            attach(second, sidecar, sessions=2 * SESSIONS)
             self.check_same(second, call, expected)
             empty(second)
         sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
@@ -241,7 +241,7 @@ class GroupSuite:
             with type(engine)(spec, folder / "two-ranks.log") as ranks:
                 ranks.wait_ready()
                 sessions = SESSIONS + sessions_of(ranks)
-                sidecar.wait("all attach", lambda now: len(now["sessions"]) == sessions)
+                attach(ranks, sidecar, sessions=sessions)
                 before = counters(sidecar)
                 oracle = own_hit(ranks, call, before=[call])
                 assert oracle.blocks[0] != oracle.blocks[1], "ranks hold different parts"

@@ -29,6 +29,7 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, sidecar_in
+from tests.e2e.waiting import until
 from tests.sidecar.subscriber import Subscriber
 
 if TYPE_CHECKING:
@@ -88,15 +89,16 @@ def attach_ranks(engine: Engine, sidecar: SidecarProcess) -> None:
 
 def _attached(engine: Engine, sidecar: SidecarProcess, rank: int) -> None:
     """The sidecar knows a session a moment before the engine does: a store proves it is there."""
-    stored = counters(sidecar)["chunks_stored"]
-    for _ in range(100):
+    before = counters(sidecar)["chunks_stored"]
+
+    def stored() -> bool:
         engine.generate(
             words(2 * BLOCK_TOKENS, 1), max_tokens=1, cache_salt=fresh_salt(), rank=rank
         )
         engine.reset_prefix_cache()
-        if counters(sidecar)["chunks_stored"] > stored:
-            return
-    raise AssertionError(f"rank {rank} stored nothing")
+        return counters(sidecar)["chunks_stored"] > before
+
+    until(f"rank {rank} stores", stored)
 
 
 def _of(rank: int, measured: Measured) -> Measured:

@@ -26,6 +26,7 @@ from tests.e2e.arms import (
     Call,
     Measured,
     Oracle,
+    attach,
     blocks_of,
     check_equal,
     check_hit,
@@ -379,7 +380,7 @@ def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engi
         empty(engine)
         with type(engine)(spec, folder / "uncached.log") as second:
             second.wait_ready()
-            sidecar.wait("both attach", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+            attach(second, sidecar, sessions=2 * SESSIONS)
             empty(second)
             before = counters(sidecar)["bytes_loaded"]
             generation = call.generate(second, expected.salt)

@@ -18,6 +18,7 @@ from sidecar.demo.model import write_model
 from tests.e2e.arms import (
     Call,
     Measured,
+    attach,
     blocks_of,
     check_equal,
     check_hit,
@@ -83,7 +84,8 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
             engines.append(stack.enter_context(Engine(spec, folder / f"engine{ranks}.log")))
         for engine in engines:
             engine.wait_ready()
-        sidecar.wait("both engines attach", lambda now: len(now["sessions"]) == SESSIONS)
+        for engine in engines:
+            attach(engine, sidecar, sessions=SESSIONS)
         yield Place(sidecar, bucket, engines[0], engines[1])
 
 
@@ -167,7 +169,7 @@ def test_the_store_serves_a_sidecar_that_knows_nothing(place: Place) -> None:
     sidecar.wait("everything ended", idle)
     assert sidecar.drain() == 0
     sidecar.start()
-    sidecar.wait("both engines attach", lambda now: len(now["sessions"]) == SESSIONS)
+    attach(engine, sidecar, sessions=SESSIONS)
     listed(sidecar, place.bucket)
     empty(engine)
     generation = call.generate(engine, expected.salt)

@@ -34,6 +34,7 @@ from tests.e2e.arms import (
 )
 from tests.e2e.group_suite import GroupSuite, engine_of
 from tests.e2e.setups import sidecar_in
+from tests.e2e.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,11 +179,13 @@ class TestLfm2(GroupSuite):
             chunks = expected_chunks = self.chunks_read(whole_blocks(1200))
             if has_host_tier(engine):
                 chunks -= self.groups - 1
-            # The sidecar knows a session a moment before the engine does.
-            for _ in range(100):
+
+            def stored() -> bool:
                 call.generate(engine, expected.salt)
-                if counters(sidecar)["chunks_stored"] >= chunks:
-                    break
+                return counters(sidecar)["chunks_stored"] >= chunks
+
+            # The sidecar knows a session a moment before the engine does.
+            until("what the engine holds is stored", stored)
             assert counters(sidecar)["chunks_loaded"] == 0
             if has_host_tier(engine):
                 empty(engine)

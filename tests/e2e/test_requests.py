@@ -158,7 +158,7 @@ def test_another_engine_and_the_store_know_an_adapter_by_its_files(
     empty(engine)
     with Engine(engine.spec, folder / "second-engine.log") as second:
         second.wait_ready()
-        sidecar.wait("both are attached", lambda now: len(now["sessions"]) == 2 * SESSIONS)
+        attach(second, sidecar, sessions=2 * SESSIONS)
         empty(second)
         renamed = Call(call.prompt, options={"adapter": ("by another name", 7, place)})
         generation = renamed.generate(second, expected.salt)

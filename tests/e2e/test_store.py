@@ -43,6 +43,7 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.chains import QUARANTINE, in_folder
+from tests.e2e.test_topology import announced, refreshed
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tiers.arrow import PAYLOAD_OFFSET
 
@@ -393,15 +394,20 @@ def test_two_sidecars_on_one_bucket(
             other_engine.wait_ready()
             attach(other_engine, other)
             expected = own_hit(engine, call, before=[call])
-            here.wait("everything ended", idle)
-            listed(other, _store(here.status())["chunks"])
+            # Until every store was answered some may be on their way, and the sidecar idle.
+            empty(engine)
+            here.wait("everything is written", idle)
+            announced(here)
+            # Not so many chunks: what its own engine attached with counts, too.
+            refreshed(other)
             check_equal(again(other_engine, call, expected.salt), expected)
             assert counters(other)["chunks_read"] == chunks_of(1000, chunk_tokens(engine))
 
 
 TOKENS: Final = 700
-LIMITS: Final = {**PATIENT, "lookup_wait": "3s", "drain_seconds_max": "5s"}
-
+LIMITS: Final = {**PATIENT, "lookup_wait": "10s", "drain_seconds_max": "5s"}
+"""A store that stalls ends the wait; one that is well has time, though the machine may pause."""
+STORE_SECONDS_MAX: Final = "12s"
 
 FAULTS: Final = [
     *(Fault.REFUSE, Fault.HANG_UP, Fault.STALL, Fault.STALL_BODY),
@@ -454,7 +460,7 @@ def sidecar(
     """Reaches the bucket through the proxy only."""
     store = {
         **_bucket(server, proxy.endpoint),
-        "deadline_seconds_max": "4s",
+        "deadline_seconds_max": STORE_SECONDS_MAX,
         "breaker": {"pause_max": "1s"},
     }
     with cluster(folder, engine, store, LIMITS) as sidecar:

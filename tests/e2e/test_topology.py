@@ -28,6 +28,7 @@ from tests.e2e.arms import (
     counters,
     empty,
     fresh_salt,
+    idle,
     same_output,
     words,
 )
@@ -156,7 +157,13 @@ def refreshed(sidecar: SidecarProcess) -> None:
 
 
 def written(sidecar: SidecarProcess, chunks: int) -> None:
-    sidecar.wait("all is written", lambda now: now["counters"]["chunks_written"] >= chunks)
+    """Wait until all is written that was stored, and at least so many chunks.
+
+    The number alone would not do: what the engines attached with may be written late, and counts.
+    """
+    sidecar.wait(
+        "all is written", lambda now: idle(now) and now["counters"]["chunks_written"] >= chunks
+    )
 
 
 def hit(engine: Engine, call: Call, salt: str) -> Measured:

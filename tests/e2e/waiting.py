@@ -1,4 +1,4 @@
-"""How a kill matrix waits for what the machine may be slow to do."""
+"""How to wait for what the machine may be slow to do."""
 
 from __future__ import annotations
 

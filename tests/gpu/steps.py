@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from connector.client import Client
+from connector.client import Client, Session
 from connector.export import ExportedMemory
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import WorkerRole
@@ -80,6 +80,11 @@ class Steps:
     def _client(self) -> Client:
         # Another one after sleep.
         return self.role._client
+
+    @property
+    def session(self) -> Session | None:
+        """With the sidecar, if there is one."""
+        return self._client.session
 
     def attached(self, *, other_than: int = 0) -> int:
         """Wait for a session; returns the epoch of its sidecar."""

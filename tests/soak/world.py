@@ -42,7 +42,13 @@ class World:
     """Everything that runs. Made by `world`."""
 
     def __init__(
-        self, folder: Path, server: S3Server, proxy: FaultyProxy, portal: Any, module: str
+        self,
+        folder: Path,
+        server: S3Server,
+        proxy: FaultyProxy,
+        portal: Any,
+        module: str,
+        limits: dict[str, str],
     ) -> None:
         self._folder = folder
         self._portal = portal
@@ -61,7 +67,7 @@ class World:
                 "size_max": STORE_SIZE,
                 "gc": {"every": "10s", "grace": "8s"},
             },
-            "limits": {"drain_seconds_max": "5s"},
+            "limits": {"drain_seconds_max": "5s", **limits},
         }
         self.sidecar = SidecarProcess(folder / "sidecar", config, program=("-m", module))
         self._engine: Engine | None = None
@@ -209,8 +215,10 @@ class World:
 
 
 @contextlib.contextmanager
-def world(folder: Path, *, module: str = "sidecar.cli") -> Generator[World]:
-    """A running world; `module` is what serves as the sidecar."""
+def world(
+    folder: Path, *, module: str = "sidecar.cli", limits: dict[str, str] | None = None
+) -> Generator[World]:
+    """A running world; `module` is what serves as the sidecar, `limits` what it has beside ours."""
     with (
         _environment(VLLM_RPC_BASE_PATH=str(folder)),
         s3_server(folder) as server,
@@ -219,7 +227,7 @@ def world(folder: Path, *, module: str = "sidecar.cli") -> Generator[World]:
     ):
         proxy.latency_seconds = LATENCY_SECONDS
         proxy.bytes_per_second_max = BYTES_PER_SECOND
-        made = World(folder, server, proxy, portal, module)
+        made = World(folder, server, proxy, portal, module, limits or {})
         try:
             made.start_sidecar()
             made.start_engines()

@@ -17,10 +17,12 @@ from sidecar.protocol import Role
 from tests.gpu.child import Child, ChildError
 from tests.gpu.double.control import wait_until
 from tests.gpu.real.world import EXPANDABLE, World
+from tests.gpu.sidecars import SidecarProcess
 from tests.sidecar.client import Client, RefusedError, attach_message
 from tiers.fence import WorkerFence
 
 FENCE_SECONDS_MAX = 280.0
+SETTLED_LOOKS: Final = 20
 
 
 def legacy_memory(world: World) -> str:
@@ -184,27 +186,39 @@ def _wait_taken(watcher: Child, free_bytes: int) -> None:
 
 def settled(watcher: Child) -> int:
     """Free memory, once it is the same for a while: processes that ended take their time."""
-    before, since = -1, time.monotonic()
-    deadline = since + 30.0
-    while time.monotonic() < min(since + 1.0, deadline):
+    before, same = -1, 0
+    deadline = time.monotonic() + 30.0
+    # Looks, not seconds: while the machine pauses, nothing is given back.
+    while same < SETTLED_LOOKS and time.monotonic() < deadline:
         now = _free(watcher)
-        if now != before:
-            before, since = now, time.monotonic()
+        same = same + 1 if now == before else 0
+        before = now
         time.sleep(0.05)
     return before
+
+
+def _stored(sidecar: SidecarProcess) -> int:
+    return int(sidecar.status()["counters"]["chunks_stored"])
+
+
+def _wait_stored(sidecar: SidecarProcess, chunks: int) -> None:
+    wait_until(lambda: _stored(sidecar) >= chunks)
 
 
 def killed_sidecar(world: World) -> str:
     """A sidecar is killed while it copies: the worker is unharmed, and served by the next one."""
     with world.engine(world.layout("BLHNC", world.sizes.large_cache)) as child:
+        under_way = child.run("result = engine.JOBS_AT_A_TIME * engine.CHUNKS_PER_JOB")
         for _ in range(world.sizes.kills):
             first = world.sidecar
+            stored = _stored(first)
             child.start(
-                "result = engine.keep_copying(socket, name, seconds)",
+                "result = engine.keep_copying(socket, name, 120)",
                 socket=str(first.socket), name=world.name(),
-                seconds=3 * world.sizes.copying_seconds + 1.0,
             )  # fmt: skip
-            time.sleep(2 * world.sizes.copying_seconds)
+            # Of more jobs than it has under way at a time, one was answered.
+            _wait_stored(first, stored + under_way + 1)
+            time.sleep(world.sizes.copying_seconds)
             first.kill()
             assert child.finish() > 0, "nothing was copied before the kill"
             child.call("engine.unharmed", socket=world.socket, name=world.name())

@@ -186,12 +186,13 @@ def torn_loads(socket: str, rounds: int, *, gated: bool) -> int:
 def keep_copying(socket: str, name: str, seconds: float) -> int:
     """Store and load without a pause, several jobs at a time; returns how many went well.
 
-    It stays attached, with what is on its way: somebody is to be killed meanwhile.
+    Until its time is over, or its sidecar is gone. It stays attached, with what is on its way:
+    somebody is to be killed meanwhile.
     """
     engine.attach(socket, engine_id=name)
     good, number, waiting = 0, 0, list[int]()
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and engine.session is not None:
         while len(waiting) < JOBS_AT_A_TIME:
             number += 1
             # Of three jobs the last one loads what was stored some time before.
