@@ -7,8 +7,9 @@ own listing and naming (`tiers/catalog/sweep.py`), nor what the engine makes of 
 
 Invariants: one listing runs at a time, of one slice; nothing is announced twice by one sweep, nor
 while too many rows wait to be announced; a namespace is gone through because of a doubt at most
-once in `SWEEP_PAUSE_SECONDS`. A store that fails is asked again after a pause, from where it was.
-No namespace waits for another one that has to wait.
+once in `SWEEP_PAUSE_SECONDS`. What was withdrawn is not found again, unless the store's clock is
+ahead of its writer's by more than `EARLIER_SECONDS`. A store that fails is asked again after a
+pause, from where it was. No namespace waits for another one that has to wait.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -23,6 +25,7 @@ import anyio.lowlevel
 import numpy as np
 
 from sidecar.logs import fields
+from tiers.catalog.comparing import MARGIN_SECONDS
 from tiers.catalog.names import namespace_prefix
 from tiers.catalog.sweep import SLICES, objects_in, slices_there
 from tiers.errors import TierError
@@ -41,6 +44,9 @@ ROWS_WAITING_MAX: Final = 50_000
 ROWS_PER_SLICE: Final = 1024
 YOUNG_SECONDS: Final = 600.0
 """An object younger than this may still be announced by whoever wrote it."""
+EARLIER_SECONDS: Final = MARGIN_SECONDS / 2
+"""By how much what is found is told to be older than its object. The other half is left for what
+withdraws it: the object is then not taken for one that was written after that."""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -201,10 +207,14 @@ class Reconciler:
         if not unknown:
             return
         self.found += len(unknown)
+        # Of those that are known the rows tell the time. By the store's clock they would seem to be
+        # newer, and what withdraws them then would be too old to count: so would what has withdrawn
+        # one of these, which is still there because it is deleted later.
+        found = rows.take(np.array(unknown, dtype=np.intp))
+        earlier = np.maximum(found.written_at - int(EARLIER_SECONDS * 1e6), 1)
+        found = replace(found, written_at=earlier)
         if self._announces:
-            for index in unknown:
-                self._catalogs.found(realms[0], rows.row(index))
-        # The others are known by the times of their rows. By the store's clock they would seem to
-        # be newer, and what withdraws them then would be too old to count.
+            for index in range(len(found)):
+                self._catalogs.found(realms[0], found.row(index))
         for realm in realms:
-            await self._feed_rows(realm, rows.take(np.array(unknown, dtype=np.intp)))
+            await self._feed_rows(realm, found)

@@ -18,15 +18,16 @@ from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
+from tiers.catalog import sweep
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.rows import Row
+from tiers.catalog.rows import Row, Rows
 from tiers.layout import Segment
-from tiers.objects import UrlObjects
+from tiers.objects import ObjectTier, UrlObjects
 
 RANKS = ("0-8.0-2", "0-8.2-4")
 WHOLE = "0-8.0-4"
@@ -85,6 +86,15 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+    looks: list[int] = []
+    """At the slice of the two."""
+
+    async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:
+        if number == key_of("one")[0]:
+            looks.append(number)
+        return await sweep.objects_in(tier, prefix, number)
+
+    monkeypatch.setattr(reconcile, "objects_in", objects_in)
     bucket = short_directory / "bucket"
     store = {"url": f"file://{bucket}", "refresh_seconds": 0.05, "catalog_flush": 0.05}
     config = config_in(short_directory, store={**store, "reconcile_every": 4.0})
@@ -104,8 +114,6 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
         folder.mkdir()
         (folder / one.name).write_bytes(one.read_bytes())
         wait_held(2)
-        # One that is withdrawn would be found by the next look: the object is there, and newer.
-        monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 1e9)
 
         async def withdraw() -> None:
             tier = UrlObjects(f"file://{bucket}")
@@ -118,3 +126,7 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
 
         anyio.run(withdraw)
         wait_held(1)
+        # It is there until it is deleted, and newer than what withdrew it by the store's clock.
+        looked = len(looks)
+        sidecar.wait_until(lambda _: len(looks) >= looked + 2)
+        assert sidecar.status()["tiers"]["store"]["chunks"] == 1
