@@ -8,8 +8,13 @@ Up to vLLM 0.32, its scheduler's half
 * ends the engine where a request that a reset of vLLM's cache preempted is loaded within the same
   step.
 
-In any release, once it was reset itself it stores what is still running anew: what was computed
-with what it had to forget, and blocks of a sliding window that are somebody else's by then.
+In any release
+
+* once it was reset itself it stores what is still running anew: what was computed with what it had
+  to forget, and blocks of a sliding window that are somebody else's by then;
+* it makes room for what comes from another tier while it looks on, and may take what it has just
+  found for the same request: that is then missing in turn, and so on, a step for each, or ends the
+  engine where it is loaded all the same.
 
 A manager of tiers is shown no requests. But it hears which are scheduled as new, as one that goes
 on is, and which are preempted: before anything of that step is stored, and with vLLM 0.33, which
@@ -20,7 +25,7 @@ Owns what is known of requests from what a manager is told. Does not own tiers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, PrepareStoreOutput
@@ -45,6 +50,8 @@ class _Request:
     too_early: bool = False
     """And that was put off."""
     left_out: bool = False
+    found_keys: set[OffloadKey] = field(default_factory=set)
+    """In vLLM's host tier, since it was last preempted."""
 
 
 class Requests:
@@ -77,13 +84,16 @@ class Requests:
         """Take in what vLLM scheduled and preempted."""
         for known in self._requests.values():
             # Of one that was preempted nothing may be told when it is scheduled again: it may have
-            # been, in the step that it was looked up in. If not, it is held up for one step.
-            known.runs = not known.too_early and (known.runs or (known.found and known.preempted))
+            # been, in this step, whether it was looked up or there was nothing to look up. If not,
+            # it is held up for one step.
+            again = known.preempted and (known.found or not self._preempted_are_new)
+            known.runs = not known.too_early and (known.runs or again)
             known.found = known.too_early = False
         for request_id in context.preempted_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.runs = request.loads = False
                 request.preempted = True
+                request.found_keys.clear()
                 request.scheduled = request.scheduled and not self._preempted_are_new
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
@@ -98,6 +108,14 @@ class Requests:
         request.found = True
         request.too_early = request.runs
         return request.runs
+
+    def first_found(self, request_id: str, key: OffloadKey) -> bool:
+        """Whether this was not found for it before. In each step would be too often."""
+        request = self._requests.get(request_id)
+        if request is None or key in request.found_keys:
+            return False
+        request.found_keys.add(key)
+        return True
 
     def loads(self, request_id: str) -> None:
         """What was found for it is being loaded."""
@@ -132,6 +150,9 @@ def guard(manager: Any, *, preempted_are_new: bool) -> None:
         if requests.too_early(req_context.req_id):
             return LookupResult.RETRY
         found: LookupResult = find(key, req_context, **options)
+        if found is LookupResult.HIT and requests.first_found(req_context.req_id, key):
+            # Now others are older, which is what room is made of.
+            manager.touch((key,), req_context)
         return found
 
     def prepare_load(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:

@@ -49,6 +49,7 @@ from connector.refusals import (
     media_refusal,
     prefix_refusal,
     rows_refusal,
+    tails_refusal,
 )
 from connector.weights import WeightsUnknown
 
@@ -224,9 +225,14 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
 
 def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    if reason := prefix_refusal(vllm_config, _layer_specs(vllm_config)):
+    specs = _layer_specs(vllm_config)
+    if reason := prefix_refusal(vllm_config, specs):
         return {"refusal": reason, "prefixes": False}
-    if reason := faults_refusal(vllm_config) or drafting_refusal(vllm_config):
+    if reason := (
+        faults_refusal(vllm_config)
+        or drafting_refusal(vllm_config)
+        or tails_refusal(vllm_config, specs, block_tokens)
+    ):
         return {"refusal": reason}
     if reason := media_refusal(vllm_config):
         # A request's blocks are all that is seen here, and not which of them hold an image.

@@ -260,6 +260,22 @@ def chunks_refusal(vllm_config: Any, specs: Iterable[Any], blocks_per_chunk: int
     )
 
 
+def tails_refusal(vllm_config: Any, specs: Iterable[Any], block_tokens: int) -> str:
+    """Why vLLM's offloading cannot have another tier below its own, or nothing.
+
+    Hits within a block of recurrent layers it looks up behind what it has found already, and loads
+    that though what it carries for them may have pushed it out. `specs` are those of the single
+    layers, `block_tokens` the tokens of a block of theirs.
+    """
+    unit = vllm_config.cache_config.prefix_match_unit
+    if unit is None or unit >= block_tokens or not any(recurrent(spec) for spec in specs):
+        return ""
+    return (
+        f"prefix_match_unit={unit} with recurrent layers and blocks of {block_tokens} tokens is "
+        "not supported by this release; leave out --prefix-match-unit"
+    )
+
+
 def faults_refusal(vllm_config: Any) -> str:
     """Why an engine that goes on after a step that failed cannot be served, or nothing."""
     if not vllm_config.parallel_config.enable_fault_tolerance:

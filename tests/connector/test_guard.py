@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.base import ScheduleEndContext, make_offload_key
 
 from connector.guard import Requests
 
@@ -92,3 +92,26 @@ def test_one_that_runs_is_not_looked_up_for_one_step() -> None:
         assert not requests.too_early("b")
         step(requests)
     assert not requests.too_early("nobody")
+
+
+def test_one_that_was_preempted_may_run_again_without_a_look() -> None:
+    """Where less than a chunk is left to be looked up; by the first runner nothing is told."""
+    for preempted_are_new in (False, True):
+        requests = requests_of("a", preempted_are_new=preempted_are_new)
+        step(requests, "a")
+        step(requests, preempted=("a",))
+        step(requests)
+        assert requests.too_early("a") is not preempted_are_new
+
+
+def test_what_is_found_is_told_once_until_a_preemption() -> None:
+    requests = requests_of("a", "b")
+    key = make_offload_key(b"key", 0)
+    for name in ("a", "b"):
+        assert requests.first_found(name, key)
+        assert not requests.first_found(name, key)
+    step(requests, "a", "b")
+    step(requests, preempted=("a",))
+    assert requests.first_found("a", key)
+    assert not requests.first_found("b", key)
+    assert not requests.first_found("nobody", key)

@@ -56,6 +56,8 @@ from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
     request_of,
+    spec_of,
+    state_of,
     vllm_config,
     write_model,
 )
@@ -337,6 +339,21 @@ def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: Sideca
         assert engine.computed["a"] < 100 + 60 + 2 * 32
 
 
+def test_requests_that_a_reset_preempted_before_their_first_chunk_are_loaded(
+    model: Path, sidecar: SidecarProcess
+) -> None:
+    """Of the first preemption it goes on without a look: nothing tells that it runs again."""
+    with engine_of(model, sidecar, block_size=64) as engine:
+        request = engine.add(request_of("a", prompt(20), max_tokens=100))
+        connector: Any = engine.scheduler.connector
+        for generated in (3, 60):
+            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
+                engine.step()
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.settle()
+        assert request.num_output_tokens == 100
+
+
 def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
     model: Path, sidecar: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +502,20 @@ def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0,2")
     assert "different numbers of layers" in refusal(stages=2)
     assert refusal(ranks=2) == ""
+
+
+def test_hits_within_a_block_are_of_vllms_own_tier(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config(model)
+    note: dict[str, Any] = {}
+    for state, unit in ((True, None), (True, BLOCK_TOKENS), (False, 8), (True, 8)):
+        specs = [spec_of(), state_of()] if state else [spec_of()]
+        monkeypatch.setattr(offloading, "_layer_specs", lambda _, specs=specs: specs)
+        config.cache_config.prefix_match_unit = unit
+        note = offloading._identify(config, BLOCK_TOKENS)
+        assert ("identity" in note) == (not state or unit != 8)
+    assert "leave out --prefix-match-unit" in note["refusal"]
 
 
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.chunknames import namespace_of
+from connector.guard import guard
 from connector.secondary import KVLakeTier
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.settling import empty_host_tier
@@ -242,6 +243,30 @@ def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -
         assert 0 < first.find("c", prompt) <= CHUNKS
         # Others are not concerned.
         assert first.find("d", prompt[:10]) == 10
+
+
+def test_what_is_carried_pushes_out_nothing_of_the_same_prompt(sidecar: SidecarProcess) -> None:
+    """The oldest of a full tier is the rest of a prompt of which a part is missing."""
+    missing = 2
+    prompt = words(CHUNKS - 4)
+    with node(sidecar) as first:
+        guard(first.manager, preempted_are_new=False)
+        first.store("a", prompt)
+        first.settle()
+        first.store("b", words(4 + missing))
+        first.settle()
+        context, keys = first.request("c", prompt)
+        looks: list[list[LookupResult]] = []
+
+        def found() -> bool:
+            looks.append([first.manager.lookup(key, context) for key in keys])
+            return set(looks[-1]) == {LookupResult.HIT}
+
+        first.until(found)
+        assert looks[0].count(LookupResult.HIT) == len(prompt) - missing
+        held = {number for number, one in enumerate(looks[0]) if one is LookupResult.HIT}
+        for look in looks:
+            assert all(look[number] is LookupResult.HIT for number in held)
 
 
 def test_what_others_pushed_out_before_it_was_loaded_is_carried_again(

@@ -182,6 +182,8 @@ OFFLOADING: Final[dict[str, Used]] = {
             "prepare_store": "(keys, req_context)",
             "on_schedule_end": "(context)",
             "on_request_finished": "(req_context, *, exclude_tier_idx=)",
+            # And this it calls.
+            "touch": "(keys, req_context)",
         },
     ),
     f"{OFFLOAD}.tiering.base:TransferJob": Used(attributes("job_id keys chunk_ids req_context")),
