@@ -19,7 +19,7 @@ from connector.wishes import Wishes, WishReader
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from connector.client import Session
     from connector.groups import CachedGroup, Geometry
@@ -126,6 +126,9 @@ class RequestState:
     load_failed: bool = False
     adapter: str = ""
     """What tells its LoRA adapter from others."""
+    stale_names: Any = None
+    """The engine's map of cached blocks, where it has some of another adapter that vLLM takes for
+    this one."""
     void: bool = False
     """Its KV may be of other weights than its keys say: the cache was reset while it ran, or it
     began with blocks of before, or its adapter was replaced."""
@@ -183,9 +186,15 @@ class Requests(dict[str, RequestState]):
     """Request id to state, of the requests that are cached."""
 
     def __init__(
-        self, groups: Sequence[CachedGroup], settings: Settings, *, ahead_tokens: int = 0
+        self,
+        groups: Sequence[CachedGroup],
+        settings: Settings,
+        *,
+        ahead_tokens: int = 0,
+        cached_names: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
+        self._cached_names = cached_names
         self._caches_media = settings.caches_media
         self._adapter_settings = settings.adapters
         self._ahead_tokens = ahead_tokens
@@ -194,6 +203,10 @@ class Requests(dict[str, RequestState]):
         self._adapters_refused: set[tuple[str, str, int]] = set()
         self._adapters_loaded: dict[int, str] = {}
         """Of each number, what vLLM has loaded, or will have by the next step."""
+        self._adapters_called: dict[tuple[str, str], str] = {}
+        """Of each name and path, which is what vLLM's own prefix cache knows an adapter by."""
+        self._stale_names: dict[tuple[str, str], Any] = {}
+        """Of those that were another's, the engine's map of cached blocks at that time."""
         self.ended: list[RequestState] = []
         """Requests that ended and whose last stores are not sent yet."""
         self._reader = WishReader()
@@ -220,6 +233,7 @@ class Requests(dict[str, RequestState]):
                 wishes=self._reader.wishes_of(request),
             )
             state.adapter = adapter
+            state.stale_names = self._called_before(request.lora_request, adapter)
             self._void_beside(state)
             self[request.request_id] = state
         state.extend()
@@ -248,6 +262,28 @@ class Requests(dict[str, RequestState]):
             if state.adapter_id == new.adapter_id and state.adapter != new.adapter:
                 state.void = True
                 new.void |= state.request.request_id in self
+
+    def _called_before(self, lora: Any, adapter: str) -> Any:
+        """The engine's map of cached blocks, if one of this name and path was another before.
+
+        vLLM goes on from the KV of that one, until its cache is reset.
+        """
+        if lora is None:
+            return None
+        called = (lora.lora_name, lora.lora_path)
+        names = self._cached_names()
+        if self._adapters_called.setdefault(called, adapter) != adapter:
+            self._adapters_called[called] = adapter
+            self._stale_names[called] = names
+            logger.warning(
+                "kvlake: adapter %s is another than %s held before, and vLLM's own prefix cache "
+                "does not tell them apart: prompts of which it has a part are not cached until it "
+                "is reset; take a new path for new weights",
+                *called,
+            )
+        elif self._stale_names.get(called) is not names:
+            self._stale_names.pop(called, None)
+        return self._stale_names.get(called)
 
     def _group_states(self, request: Any, adapter: str) -> list[GroupState]:
         media = [

@@ -36,6 +36,7 @@ from connector.storing import Part, Stores, blocks_cached, in_jobs, state_parts,
 from connector.tierevents import TierEvents
 from connector.waiting import Waits
 from connector.wishes import EXPECT, PARAMS
+from connector.withdrawn import Withdrawn
 from sidecar.protocol import KEYS_PER_MESSAGE_MAX, Lease, LookupDone, Pin, Release
 
 if TYPE_CHECKING:
@@ -82,7 +83,12 @@ class SchedulerRole:
         self._recurrent = [one for one, each in enumerate(geometries) if each.attention.recurrent]
         self._settings = settings
         self._clock = clock
-        self._requests = Requests(groups, settings, ahead_tokens=drafting.ahead_tokens)
+        self._requests = Requests(
+            groups,
+            settings,
+            ahead_tokens=drafting.ahead_tokens,
+            cached_names=self._cached_names,
+        )
         self._finder = HitFinder(geometries)
         self._rate = PrefillRate()
         self._waits = Waits(
@@ -94,6 +100,7 @@ class SchedulerRole:
             clock=clock,
         )
         self._stores = Stores(geometries, world_size, clock=clock)
+        self._withdrawn = Withdrawn()
         self._plan = StepPlan()
         self._next_id = 1
         self._loading: set[str] = set()
@@ -204,6 +211,7 @@ class SchedulerRole:
 
         `block_ids` gives the request's block table of each KV cache group.
         """
+        self._withdrawn.allocated(request)
         state = self._requests.get(request.request_id)
         if state is None:
             return
@@ -247,6 +255,11 @@ class SchedulerRole:
     def loads_ended(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
         """All ranks finished these requests' loads; those that failed are not tried again."""
         failed = set(failed)
+        for request_id in failed:
+            # Of another connector's, too: beside the blocks that such a request still has reserved
+            # vLLM may never find room for another load, and all that is queued behind it waits.
+            if (state := self._requests.get(request_id)) is not None:
+                state.load_failed = True
         for request_id in loaded:
             self._loading.discard(request_id)
             state = self._requests.get(request_id)
@@ -255,7 +268,6 @@ class SchedulerRole:
             state.load = None
             host, store = state.hit_sources
             if request_id in failed:
-                state.load_failed = True
                 self.stats.loads_failed += 1
             else:
                 self.stats.requests_hit += not state.counted
@@ -274,6 +286,7 @@ class SchedulerRole:
         scheduled: dict[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
         states: Mapping[str, Sequence[State]] = MappingProxyType({}),
+        preempted: Iterable[str] = (),
     ) -> StepPlan:
         """Jobs of the step being scheduled.
 
@@ -281,7 +294,9 @@ class SchedulerRole:
             scheduled: request id to the number of tokens that it computes in this step.
             block_ids_of: all block ids of a scheduled request, in order, of each KV cache group.
             states: of recurrent layers, those that the engine hands over with this step.
+            preempted: requests that lost their blocks since the last step.
         """
+        self._withdrawn.step(scheduled, preempted, self._block_pool, len(self._geometries))
         self._poll()
         self._rate.step(self._clock(), sum(scheduled.values()))
         self._discard_void()
@@ -323,10 +338,9 @@ class SchedulerRole:
             if not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
         ]
         self._beside_others |= bool(unknown)
-        if self._stale_names is not None and self._stale_names is self._cached_names():
+        for state in unknown:
             # Of a block that vLLM's own cache has in part, for example.
-            for state in unknown:
-                state.void = True
+            state.void |= self._shares_stale(state)
         for state, num_tokens in requests:
             begun = state.step_taken
             state.scheduled_tokens += num_tokens
@@ -402,6 +416,7 @@ class SchedulerRole:
         Of one that vLLM `failed` nothing is stored: what it shares with others may be why.
         Returns what the request's answer is to say, of one that hands its prompt over.
         """
+        self._withdrawn.ended(request.request_id)
         state = self._requests.end(request.request_id)
         if state is None:
             return None
@@ -518,14 +533,16 @@ class SchedulerRole:
         """The block pool's map of cached blocks: vLLM makes a new one when it resets its cache."""
         return None if self._block_pool is None else self._block_pool.cached_block_hash_to_block
 
-    def _begins_stale(self, state: RequestState) -> bool:
-        """Whether a request goes on from blocks of before a reset, or of what did."""
-        if self._stale_names is None:
-            return False
-        if self._cached_names() is not self._stale_names:
+    def _shares_stale(self, state: RequestState) -> bool:
+        """Whether vLLM's own cache has blocks of before a reset, or of another adapter, for it."""
+        names = self._cached_names()
+        if names is not self._stale_names:
             self._stale_names = None
-            return False
-        return state.local_tokens > 0
+        return names is not None and (names is self._stale_names or names is state.stale_names)
+
+    def _begins_stale(self, state: RequestState) -> bool:
+        """Whether a request goes on from such blocks, or from what did."""
+        return self._shares_stale(state) and state.local_tokens > 0
 
     def retire(self) -> None:
         """From now on nothing is cached: a rank can never share its memory, so no chunk is whole.

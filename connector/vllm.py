@@ -311,7 +311,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return ids if ids is not None else nothing
 
         plan = self._scheduler.build_plan(
-            scheduler_output.num_scheduled_tokens, block_ids_of, states_of(state)
+            scheduler_output.num_scheduled_tokens,
+            block_ids_of,
+            states_of(state),
+            scheduler_output.preempted_req_ids or (),
         )
         plan.idle = scheduler_output.total_num_scheduled_tokens == 0
         return KVLakeMetadata(plan)

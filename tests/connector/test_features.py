@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 import connector.vllm
 from connector.engine import ServedEngine
@@ -76,6 +76,47 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
     engine.check_idle()
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [[spec_of()], [spec_of(), spec_of(SlidingWindowSpec, sliding_window=32)]],
+    ids=["full", "windows"],
+)
+def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
+    make: Callable[..., Engine], specs: list[KVCacheSpec]
+) -> None:
+    """vLLM has named blocks of such a request by then that were not computed, and finds them."""
+    withdrawn = 0
+    for num_blocks in range(6 + 6 * len(specs), 12 + 6 * len(specs)):
+        engine = make(policy="priority", num_blocks=num_blocks, specs=specs, batch_tokens=64)
+        engine.scheduler.scheduler_config.long_prefill_token_threshold = 48
+        engine.scheduler.adaptive_long_prefill_threshold = False
+        unnamed: list[int] = []
+
+        def step(
+            *args: Any, into: list[int] = unnamed, whole: Any = engine.role._withdrawn.step
+        ) -> None:
+            into.append(whole(*args))
+
+        with (
+            patch.object(engine.role._withdrawn, "step", step),
+            # Where stores are under way it waits for their blocks rather.
+            patch.object(engine.role, "blocks_coming_back", return_value=False),
+        ):
+            # It runs first, and takes several steps for its prompt.
+            low = engine.add(request_of("low", PROMPT[:150], max_tokens=4, priority=9))
+            engine.step()
+            other = [number + 1 for number in PROMPT[:BLOCK_TOKENS]]
+            high = engine.add(request_of("high", other, max_tokens=8))
+            engine.finish(high, low)
+            engine.settle()
+        withdrawn += any(unnamed)
+        # What the tiers have by now is right, too.
+        engine.forget()
+        engine.run(request_of("again", PROMPT[:150], max_tokens=4))
+        engine.check_idle()
+    assert withdrawn
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -155,6 +155,25 @@ class TestWhileARequestWaits:
         assert stored_tokens(engine, PROMPT) == CACHED
         engine.check_idle()
 
+    def test_what_another_failed_to_load_is_computed(self, make: Callable[..., Engine]) -> None:
+        """vLLM has it reserve its blocks twice then, and would never begin a load of ours."""
+        engine = beside(make, waits=True, num_blocks=30)
+        LoadingConnector.offered_tokens = 0
+        engine.run(request_of("earlier", PROMPT, max_tokens=1))
+        engine.forget()
+        # What is there is known again only after the other's load was begun.
+        engine.sidecar.detach()
+        LoadingConnector.offered_tokens = OFFERED
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.step()
+        LoadingConnector.offered_tokens = 0
+        LoadingConnector.fails, LoadingConnector.arrived = True, {"a"}
+        engine.sidecar.attach()
+        engine.finish(request)
+        engine.settle()
+        assert engine.computed["a"] == len(PROMPT)
+        engine.check_idle()
+
 
 @pytest.mark.parametrize("stages", [1, 2])
 class TestAtOnce:

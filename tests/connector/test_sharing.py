@@ -62,6 +62,47 @@ class TestWhoShares:
         assert key(2, inplace=False) == first
         assert key(3, inplace=True) != first
 
+    @pytest.mark.parametrize("inplace", [False, True])
+    def test_nothing_is_stored_of_what_begins_with_the_kv_of_an_adapter_of_before(
+        self, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, inplace: bool
+    ) -> None:
+        """vLLM's own cache knows both by one name and path."""
+
+        def run(name: str, number: int, length: int, *, inplace: bool = False) -> set[bytes]:
+            lora = LoRARequest("a", number, str(tmp_path), load_inplace=inplace)
+            before = set(engine.sidecar.parts)
+            request = request_of(name, PROMPT[:length], max_tokens=1, lora_request=lora)
+            engine.run(request)
+            return set(engine.sidecar.parts) - before
+
+        weights = tmp_path / "adapter_model.bin"
+        weights.write_bytes(b"1" * 100)
+        assert run("old", 1, 200)
+        # Unloaded, trained on, loaded again under another number; or in its place.
+        weights.write_bytes(b"2" * 100)
+        number = 1 if inplace else 2
+        for name, length in (("new", 200), ("longer", 300)):
+            assert not run(name, number, length, inplace=inplace)
+            assert engine.computed[name] < length
+        assert caplog.text.count("does not tell them apart") == 1
+        # What begins otherwise is its own.
+        other = request_of(
+            "other",
+            [number + 1 for number in PROMPT],
+            max_tokens=1,
+            lora_request=LoRARequest("a", number, str(tmp_path), load_inplace=inplace),
+        )
+        before = len(engine.sidecar.parts)
+        engine.run(other)
+        assert len(engine.sidecar.parts) > before
+        engine.forget()
+        assert run("after", number, 300, inplace=inplace)
+        assert engine.computed["after"] == 300
+        engine.forget()
+        assert not run("hit", number, 300, inplace=inplace)
+        assert engine.computed["hit"] == 300 - CACHED
+        engine.check_idle()
+
     def test_how_adapters_are_applied_tells_them_apart(
         self, make: Callable[..., Engine], tmp_path: Path
     ) -> None:

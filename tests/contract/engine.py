@@ -166,7 +166,10 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.config.load:LoadConfig": Used(attributes("load_format model_loader_extra_config")),
     "vllm.config.attention:AttentionConfig": Used(attributes("backend backend_per_kind")),
     "vllm.v1.core.sched.output:SchedulerOutput": Used(
-        attributes("num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state")
+        attributes(
+            "num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state "
+            "preempted_req_ids"
+        )
     ),
     "vllm.v1.core.sched.output:KVConnectorBlockState": Used(
         {"get_block_ids": "(req_id)", "boundary_state_offloads": ATTRIBUTE}
@@ -211,6 +214,7 @@ ENGINE: Final[dict[str, Used]] = {
             "touch": "(blocks)",
             "free_blocks": "(ordered_blocks)",
             "get_cached_block": "(block_hash, kv_cache_group_ids)",
+            "evict_blocks": "(block_ids)",
         }
     ),
     "vllm.v1.core.kv_cache_utils:ExternalBlockHash": Used({"": ATTRIBUTE}),
