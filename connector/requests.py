@@ -268,13 +268,17 @@ class Requests(dict[str, RequestState]):
 
         vLLM goes on from the KV of that one, until its cache is reset.
         """
-        if lora is None:
+        called = _called(lora)
+        if called is None:
             return None
-        called = (lora.lora_name, lora.lora_path)
         names = self._cached_names()
         if self._adapters_called.setdefault(called, adapter) != adapter:
             self._adapters_called[called] = adapter
             self._stale_names[called] = names
+            for state in self.values():
+                # Those of the one before may yet begin with what this one computes.
+                if _called(state.request.lora_request) == called:
+                    state.stale_names = names
             logger.warning(
                 "kvlake: adapter %s is another than %s held before, and vLLM's own prefix cache "
                 "does not tell them apart: prompts of which it has a part are not cached until it "
@@ -342,3 +346,8 @@ class Requests(dict[str, RequestState]):
                 )
             return None
         return identity
+
+
+def _called(lora: Any) -> tuple[str, str] | None:
+    """What vLLM's own prefix cache knows an adapter by."""
+    return None if lora is None else (lora.lora_name, lora.lora_path)

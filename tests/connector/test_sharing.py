@@ -103,6 +103,27 @@ class TestWhoShares:
         assert engine.computed["hit"] == 300 - CACHED
         engine.check_idle()
 
+    def test_nor_of_what_waits_with_an_adapter_and_begins_with_the_kv_of_the_next(
+        self, make: Callable[..., Engine], tmp_path: Path
+    ) -> None:
+        engine = make()
+        weights = tmp_path / "adapter_model.bin"
+        weights.write_bytes(b"1" * 100)
+        new, old = (
+            request_of(name, PROMPT, max_tokens=1, lora_request=LoRARequest("a", number, path))
+            for name, number, path in (("new", 2, str(tmp_path)), ("old", 1, str(tmp_path)))
+        )
+        # Known before the other, which is computed first.
+        engine.role.new_request(old)
+        weights.write_bytes(b"2" * 100)
+        engine.run(new)
+        stored = set(engine.sidecar.parts)
+        assert stored
+        engine.run(old)
+        assert engine.computed["old"] < len(PROMPT)
+        assert set(engine.sidecar.parts) == stored
+        engine.check_idle()
+
     def test_how_adapters_are_applied_tells_them_apart(
         self, make: Callable[..., Engine], tmp_path: Path
     ) -> None:
