@@ -185,9 +185,14 @@ if CODE is not None:
 while os.getppid() == PARENT:
     time.sleep(0.05)
 """
+# Whoever starts the tests may ignore a signal, as a shell has what it starts in the background do
+# with SIGINT: what is ignored here is what the test says.
 LAUNCH = """
-import sys
+import signal, sys
 from sidecar import launch
+IGNORED = [int(number) for number in sys.argv.pop(1).split()]
+for number in launch.FORWARDED:
+    signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
 from sidecar.config import loads
 launch.RESTART_SECONDS_FIRST = 0.05
 config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: false}\\n"
@@ -211,7 +216,12 @@ class Launched:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(
-        self, *, engine: int | None = None, sidecar: int | None = None, ready: bool = True
+        self,
+        *,
+        engine: int | None = None,
+        sidecar: int | None = None,
+        ready: bool = True,
+        ignored: tuple[int, ...] = (),
     ) -> None:
         self._script("sidecar.py", SIDECAR, CODE=sidecar, READY=ready)
         self._script("engine.py", ENGINE, CODE=engine)
@@ -224,7 +234,7 @@ class Launched:
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", LAUNCH),
+                    *(sys.executable, "-c", LAUNCH, " ".join(str(int(n)) for n in ignored)),
                     *(str(self.python), str(self.directory / "sidecar.py")),
                     *(str(vllm), "serve"),
                 ],
@@ -347,6 +357,17 @@ def test_signals_that_come_together_all_go_to_the_engine(launched: Launched) -> 
     launched.signal(signal.SIGUSR2)
     launched.signal(signal.SIGCONT)
     launched.wait_for(lambda lines: {"engine got SIGINT", "engine got SIGUSR2"} <= {*lines})
+    launched.signal(signal.SIGTERM)
+    assert launched.end()[0] == 7
+
+
+def test_what_is_ignored_stays_so_as_under_nohup(launched: Launched) -> None:
+    launched.start(ignored=(signal.SIGHUP, signal.SIGUSR1))
+    launched.wait_for(started)
+    launched.signal(signal.SIGHUP)
+    launched.signal(signal.SIGUSR1)
+    launched.signal(signal.SIGINT)
+    launched.wait_for(lambda lines: "engine got SIGINT" in lines)
     launched.signal(signal.SIGTERM)
     assert launched.end()[0] == 7
 
