@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute
+from anyio.abc import ByteStream, Listener, SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.tls import TLSListener
 
@@ -137,7 +137,8 @@ class FaultyProxy:
         self._changed = anyio.Event()
         self._listening = anyio.Event()
         self._refusing = anyio.Event()
-        self._scope = anyio.CancelScope()
+        self._listener: Listener[ByteStream] | None = None
+        self._closed = False
         self.port = 0
         self.latency_seconds = 0.0
         """How long each exchange waits before the server hears of it."""
@@ -172,30 +173,42 @@ class FaultyProxy:
         if fault is Fault.REFUSE and not refused:
             self._refusing = anyio.Event()
             self._listening = anyio.Event()
-            self._scope.cancel()
+            await self._stop_listening()
             await self._refusing.wait()
         elif refused and fault is not Fault.REFUSE:
             await self._listening.wait()
 
     async def serve(self) -> None:
-        """Listen, or do not, as the fault says, until cancelled."""
-        while True:
+        """Listen, or do not, as the fault says, until `aclose`."""
+        while not self._closed:
             while self._fault is Fault.REFUSE:
                 self._refusing.set()
                 await self._changed.wait()
             # The same port again, for clients that keep their endpoint.
-            listener = await anyio.create_tcp_listener(
+            listener: Listener[ByteStream] = await anyio.create_tcp_listener(
                 local_host=HOST, local_port=self.port, reuse_port=False
             )
             self.port = listener.extra(SocketAttribute.local_port)
-            with anyio.CancelScope() as self._scope:
-                async with listener:
-                    self._listening.set()
-                    if self._tls is None:
-                        await listener.serve(self._exchange)
-                    else:
-                        encrypted = TLSListener(listener, self._tls, standard_compatible=False)
-                        await encrypted.serve(self._exchange)
+            if self._tls is not None:
+                listener = TLSListener(listener, self._tls, standard_compatible=False)
+            self._listener = listener
+            async with listener:
+                self._listening.set()
+                try:
+                    await listener.serve(self._exchange)
+                except* anyio.ClosedResourceError:
+                    """It was closed, and its connections ended with it."""
+
+    async def aclose(self) -> None:
+        """End every connection, and listen no more."""
+        self._closed = True
+        await self._stop_listening()
+
+    async def _stop_listening(self) -> None:
+        # Closed rather than cancelled: asyncio loses a connection that arrives while it is told to
+        # accept no more, and its socket is complained of in whatever test comes next.
+        if self._listener is not None:
+            await self._listener.aclose()
 
     async def wait_listening(self) -> None:
         """Wait until clients can connect."""
@@ -313,6 +326,8 @@ async def faulty_proxy(
         try:
             yield proxy
         finally:
+            with anyio.CancelScope(shield=True):
+                await proxy.aclose()
             tasks.cancel_scope.cancel()
 
 

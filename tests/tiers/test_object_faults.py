@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import numpy as np
@@ -19,9 +19,6 @@ from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 from tiers.fsspec_clients import SlotBody
 from tiers.objects import UrlObjects
 from tiers.wrap import Deadline
-
-if TYPE_CHECKING:
-    pass
 
 
 async def every_verb(tier: UrlObjects) -> list[BaseException]:
