@@ -75,7 +75,7 @@ class Stats:
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A question to the sidecar that is not answered yet."""
+    """A question to the sidecar, and what it keeps in host memory for it."""
 
     lookup_id: int
     deadline: float
@@ -116,6 +116,9 @@ class RequestState:
     scheduled_tokens: int = 0
     """Since its blocks were last allocated. What vLLM counts as computed before that may not be."""
     lookup: PendingLookup | None = None
+    """What it waits for."""
+    lookups_over: list[PendingLookup] = field(default_factory=list[PendingLookup])
+    """What it waited for: to be given back once it is known what of it is loaded."""
     asked_tokens: int = -1
     """The engine's own hit for which the store was last asked about."""
     asked_session: Session | None = None

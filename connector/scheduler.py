@@ -221,6 +221,8 @@ class SchedulerRole:
             state.begins_tokens = state.local_tokens
             self.stats.requests_missed += not state.counted
             state.counted = True
+            # Its own hit has grown, for example, past what it had read.
+            self._waits.give_back(state)
             return
         tables = block_ids()
         session = self._client.session
@@ -246,6 +248,8 @@ class SchedulerRole:
             keys = [piece.key for piece in pieces]
             lease = Lease(session.epoch, load.job_id, keys, state.tenant)
             self._client.send(session, lease)
+        # After the lease, so that what both pin is never without a pin in between.
+        self._waits.give_back(state)
 
     def hit_sources(self, request: Any) -> tuple[int, int]:
         """Tokens of the planned load by tier: from host memory, from the object store."""

@@ -1,11 +1,11 @@
 """What requests wait for before they are scheduled: the object store, and other engines.
 
-Owns the lookups that the sidecar was sent and has not answered, and which requests wait for chunks
-that another engine has stored, or is storing. Does not own what a hit is (`lookup.py`), nor which
-requests are read for at all (`scheduler.py`).
+Owns the lookups that the sidecar was sent, until they are given back, and which requests wait for
+chunks that another engine has stored, or is storing. Does not own what a hit is (`lookup.py`), nor
+which requests are read for at all (`scheduler.py`).
 
 Invariants: a request waits until its deadline at most, and for no answer of a session that is over;
-of a request that is over nothing is left here.
+of a request that is over nothing is left here, nor in the sidecar.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ class Waits:
     def answered(self, message: LookupDone) -> None:
         """The sidecar has done what it was asked."""
         state = self._lookups.get(message.lookup_id)
-        if state is not None:
+        if state is not None and message.ready:
+            self._over(state)
+        elif state is not None:
+            # The sidecar keeps nothing for it.
             self._forget(state)
 
     def reading(self, state: RequestState, stats: Stats) -> bool:
@@ -152,7 +155,7 @@ class Waits:
             return False
         if self._clock() >= lookup.deadline:
             stats.lookups_expired += 1
-            self._forget(state)
+            self._over(state)
             return False
         return True
 
@@ -161,15 +164,27 @@ class Waits:
     def finished(self, state: RequestState) -> None:
         """A request is over, and what it asked for is given back."""
         self._expecting.discard(state.request.request_id)
-        self._release(state)
+        self._over(state)
+        self.give_back(state)
 
-    def _release(self, state: RequestState) -> None:
-        # Only a lookup is given back: a load that runs on keeps its lease, which ends with it.
-        lookup = state.lookup
+    def give_back(self, state: RequestState) -> None:
+        """A request needs no lookup's pins any more: a lease has its load's, or it loads nothing.
+
+        Only lookups are given back: a load that runs on keeps its lease, which ends with it.
+        """
+        if not state.lookups_over:
+            return
+        session = self._client.session
+        over, state.lookups_over = state.lookups_over, []
+        ids = [lookup.lookup_id for lookup in over if lookup.session is session]
+        if session is not None and ids:
+            self._client.send(session, Release(session.epoch, [], ids))
+
+    def _over(self, state: RequestState) -> None:
+        """Wait no longer, and keep what there is until it is known what of it is loaded."""
+        if state.lookup is not None:
+            state.lookups_over.append(state.lookup)
         self._forget(state)
-        if lookup is not None:
-            release = Release(lookup.session.epoch, [], [lookup.lookup_id])
-            self._client.send(lookup.session, release)
 
     def _forget(self, state: RequestState) -> None:
         if state.lookup is not None:

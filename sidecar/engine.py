@@ -438,7 +438,6 @@ class Engine:
             self.counters.leases_refused += 1
             return
         self.tenants.counters(event.tenant).leases += 1
-        self._lookups.lease_taken(session_id, keys)
 
     def _close(self, session: SessionOpened) -> None:
         del self._sessions[session.session_id]

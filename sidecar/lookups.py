@@ -6,7 +6,8 @@ the reads (`reads.py`), the count of pins (`pins.py`), leases, or slots.
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
 fails (the run is cut before it), when waiting on does not pay (`planner.py`), or when its deadline
-passes; what is ready then stays pinned until a lease takes over, a release, or the end of its time.
+passes; what is ready then stays pinned until the lookup is released, as a lease has what is loaded
+or nothing is, or until the end of its time.
 
 Invariants: only reads of chunks for which a lookup waits are queued, so the lookups' share of
 memory bounds the queue; every waiting lookup is listed under each chunk that it lacks.
@@ -24,7 +25,7 @@ from sidecar.protocol import Lookup, LookupDone, Outcome
 from sidecar.reads import can_come
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     from sidecar.bounds import Bounds
     from sidecar.directory import Chunk, Directory, Realm
@@ -357,16 +358,6 @@ class Lookups:
         lookup = self._by_session.get(session_id, {}).get(lookup_id)
         if lookup is not None:
             self._end(lookup)
-
-    def lease_taken(self, session_id: int, keys: Collection[bytes]) -> None:
-        """A lease now pins what one answered lookup of this session pinned: the oldest such.
-
-        Keys are chains, so a lease that names the last chunk of a run names all of it.
-        """
-        for lookup in self._by_session.get(session_id, {}).values():
-            if lookup.answered and lookup.chunks[-1].key in keys:
-                self._end(lookup)
-                return
 
     def close_session(self, session_id: int) -> None:
         """End every lookup of a session, unanswered."""

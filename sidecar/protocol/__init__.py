@@ -19,6 +19,7 @@ The whole conversation::
       |                                   | <---- Lookup(keys in the store only)|
       |                                   | LookupDone(ready) ----------------> |
       |                                   | <------ Lease(keys) with the load   |
+      |                                   | <------ Release(lookup)             |
       | Submit(fence, loads, stores) ---> |                                     |
       | <---------------- Done(outcomes)  |                                     |
       |                                   | <------ Release(lease) on abort     |

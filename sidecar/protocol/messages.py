@@ -183,7 +183,7 @@ class Pin(msgspec.Struct, tag="pin", frozen=True, forbid_unknown_fields=True, om
 class Release(
     msgspec.Struct, tag="release", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Give leases and lookups back before their work was done. Unknown ids are ignored."""
+    """Give leases and lookups back that are not needed any more. Unknown ids are ignored."""
 
     epoch: int
     lease_ids: Ids

@@ -12,6 +12,7 @@ from sidecar.protocol import (
     Lookup,
     LookupDone,
     Outcome,
+    Release,
     Submit,
     decode_client,
     encode,
@@ -54,6 +55,7 @@ class DoubleSidecar:
         self.store: dict[bytes, dict[int, list[Block]]] = {}
         self.copies: list[Copy] = []
         self.lookups: list[Lookup] = []
+        self._nothing_ready: set[int] = set()
         self.fences: list[SidecarFence] = []
         self.group_of: dict[bytes, int] = {}
         """Of each key that was ever stored."""
@@ -177,8 +179,21 @@ class DoubleSidecar:
             if key in self.store:
                 self.parts[key] = self.store[key]
                 self._flags(key)
+        if not ready:
+            self._nothing_ready.add(lookup.lookup_id)
         outcome = Outcome.OK if ready == len(lookup.keys) else Outcome.MISSING
         self.engine.client.inbox.append(LookupDone(lookup.epoch, lookup.lookup_id, ready, outcome))
+
+    def lookups_pinning(self) -> set[int]:
+        """Those of the live session that a sidecar would still pin chunks for."""
+        client = self.engine.client
+        if client.live is None:
+            return set()
+        epoch = client.live.epoch
+        asked = {one.lookup_id for one in client.sent_of(Lookup) if one.epoch == epoch}
+        released = [one for one in client.sent_of(Release) if one.epoch == epoch]
+        given_back = {lookup_id for one in released for lookup_id in one.lookup_ids}
+        return asked - given_back - self._nothing_ready
 
     def close(self) -> None:
         self.index.close()

@@ -263,6 +263,7 @@ class Engine:
         assert not role._stores._keys
         assert not role._requests
         assert not role._waits.pending
+        assert not self.sidecar.lookups_pinning()
         assert not role._loading
         assert not self.scheduler.requests
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from connector.keys import KeyChain
 from connector.waiting import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
+    Lease,
     Lookup,
     LookupDone,
     Outcome,
@@ -163,6 +164,51 @@ class TestStoreOnly:
         (lookup,) = engine.client.sent_of(Lookup)
         engine.abort(request)
         assert engine.client.sent_of(Release) == [Release(lookup.epoch, [], [lookup.lookup_id])]
+        engine.settle()
+        engine.check_idle()
+
+    def test_a_request_that_ends_with_its_answer_gives_it_back(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT))
+        engine.sidecar.receive()
+        (lookup,) = engine.sidecar.lookups
+        engine.sidecar.answer(lookup)
+        assert engine.role.matched_tokens(request, 0) == CACHED
+        # It is not scheduled yet: what was read for it stays.
+        assert engine.sidecar.lookups_pinning() == {lookup.lookup_id}
+        engine.abort(request)
+        assert not engine.sidecar.lookups_pinning()
+        engine.settle()
+        engine.check_idle()
+
+    def test_given_back_once_a_lease_has_it(self, engine: Engine) -> None:
+        self.demoted(engine)
+        request = engine.add(request_of("a", PROMPT))
+        engine.sidecar.receive()
+        engine.sidecar.answer(engine.sidecar.lookups[0])
+        engine.step()
+        assert not engine.sidecar.lookups_pinning()
+        kinds = [type(one) for one in engine.client.sent if isinstance(one, Lease | Release)]
+        assert kinds == [Lease, Release]
+        engine.finish(request)
+        engine.settle()
+        engine.check_idle()
+
+    def test_given_back_where_the_own_hit_grew_past_it(self, make: Callable[..., Engine]) -> None:
+        # Room for one of them at a time: the second waits, and finds what the first one loaded.
+        engine = make(num_blocks=len(PROMPT) // BLOCK_TOKENS + 4)
+        self.demoted(engine)
+        requests = [engine.add(request_of(name, PROMPT, max_tokens=1)) for name in "ab"]
+        engine.sidecar.receive()
+        asked = {lookup.lookup_id for lookup in engine.sidecar.lookups}
+        assert len(asked) == 2
+        for lookup in list(engine.sidecar.lookups):
+            engine.sidecar.answer(lookup)
+        engine.finish(requests[0])
+        engine.step()
+        assert not engine.sidecar.lookups_pinning()
+        engine.finish(requests[1])
+        assert len(engine.client.sent_of(Lease)) == 1
         engine.settle()
         engine.check_idle()
 

@@ -343,9 +343,15 @@ def counters(sidecar: SidecarProcess) -> dict[str, int]:
     return counted
 
 
+def held(status: dict[str, Any]) -> dict[str, int]:
+    """What runs, waits or is pinned, and how many of it."""
+    numbers = status["pending"] | {kind: status[kind] for kind in ("leases", "lookups")}
+    return {kind: number for kind, number in numbers.items() if number}
+
+
 def idle(status: dict[str, Any]) -> bool:
     """Whether nothing runs, waits or is pinned."""
-    return not any(status["pending"].values()) and not status["leases"] and not status["lookups"]
+    return not held(status)
 
 
 def attach(engine: Engine, sidecar: SidecarProcess, *, sessions: int = SESSIONS) -> None:

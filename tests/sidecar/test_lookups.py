@@ -245,15 +245,18 @@ def test_answered_lookup_keeps_its_chunks_until_its_time_is_over() -> None:
     assert only(world.store(worker, 3, [2]), Gather)
 
 
-def test_lease_takes_over_from_the_lookup() -> None:
-    world, worker, scheduler = looking(write=WritePolicy.OFF)
+def test_a_lease_ends_no_lookup_and_keeps_what_a_released_one_had() -> None:
+    world, worker, scheduler = looking(slabs=2, write=WritePolicy.OFF)
     world.stored(worker, 1, [1, 2])
     world.look_up(scheduler, 1, [1, 2])
     world.look_up(scheduler, 2, [1, 2])
     world.lease(scheduler, 9, [1, 2])
-    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (1, 1)
-    world.lease(scheduler, 10, [1])
-    assert world.engine.snapshot().lookups == 1
+    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (2, 1)
+    world.send(Released(scheduler, (), (1, 2)))
+    assert (world.engine.snapshot().lookups, world.engine.snapshot().leases) == (0, 1)
+    assert messages(world.store(worker, 2, [3]), worker) == done(2, Outcome.FULL)
+    world.send(Released(scheduler, (9,), ()))
+    assert only(world.store(worker, 3, [3]), Gather)
 
 
 def test_released_lookup_is_not_answered() -> None:

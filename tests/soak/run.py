@@ -25,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sidecar.demo.sidecars import SidecarFailed
 from tests.e2e import arms
@@ -183,10 +183,18 @@ class Soak:
 
     def _rest(self) -> None:
         """Wait until the sidecar has nothing to do and holds nothing. One that does is noted."""
+        held: dict[str, int] = {}
+
+        def idle(status: dict[str, Any]) -> bool:
+            nonlocal held
+            held = arms.held(status)
+            return not held
+
         try:
-            self._world.sidecar.wait("it comes to rest", arms.idle, REST_SECONDS_MAX)
+            self._world.sidecar.wait("it comes to rest", idle, REST_SECONDS_MAX)
         except (SidecarFailed, OSError) as error:
-            self.unrest.append(f"at {self.now:.0f} s: {error}")
+            # First what it is: the error has the whole status, of which reports show the start.
+            self.unrest.append(f"at {self.now:.0f} s, {held}: {error}")
 
     def _check(self) -> None:
         """A prompt of the load is loaded through kvlake; and what others got lately was right."""

@@ -58,7 +58,7 @@ WORK = (
     Mutation(
         "an abort leaks what its request had asked for",
         "connector.waiting:Waits.finished",
-        "self._release(state)",
+        "self._over(state)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
         seed=6,
