@@ -18,6 +18,8 @@ from tests.simulation.mutations import MUTATIONS, named
 from tests.simulation.search import Noticed, notice, notice_all, shrink
 
 SEEDS = 60
+LONG_SECONDS = 1800
+"""It computes all the time: minutes on two cores, and many more beside other work."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
 QUICK = "a job is answered twice"
 
@@ -32,6 +34,7 @@ def fates() -> dict[str, Noticed]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG_SECONDS)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_broken_promise_is_noticed(mutation: Mutation, fates: dict[str, Noticed]) -> None:
     fate = fates[mutation.name]
