@@ -5,7 +5,8 @@ fixtures: most tests need none of it.
 
 Two processes run the tests (`make test`). Those that start an engine share models and engines, and
 two engines at a time wait for each other's cores: one process runs them, and begins with them. The
-other takes the rest, and, since it has done long before, the engines of vLLM's own offloading last.
+other takes the rest, and, since it has done long before, the engines of vLLM's own offloading and
+what would keep the first process alone at the end.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ ENGINES: Final = ("tests/e2e/", "tests/soak/")
 """Where tests are that start engines."""
 NATIVE: Final = "tests/e2e/test_native_"
 """Those of them whose engines have vLLM's own offloading."""
+LAST: Final = ("tests/e2e/test_store.py", "tests/e2e/test_topology.py")
+"""Those that whoever is free first takes, so that both end at about the same time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def turn(nodeid: str) -> int:
-    """When a test is handed out: with engines first, without any next, natively last."""
+    """When a test is handed out: with engines first, without any next, natively, and the last."""
+    if nodeid.startswith(LAST):
+        return 3
     if nodeid.startswith(NATIVE):
         return 2
     return 0 if nodeid.startswith(ENGINES) else 1
@@ -64,12 +69,12 @@ def turn(nodeid: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Each file of tests goes to one process; those that start engines are two such units."""
+    """Each file of tests goes to one process; those that start engines are three such units."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return ("engines", nodeid.partition("::")[0], "native")[turn(nodeid)]
+            return ("engines", nodeid.partition("::")[0], "native", "last")[turn(nodeid)]
 
     return Scheduling(config, log)
 
