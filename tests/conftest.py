@@ -5,8 +5,8 @@ fixtures: most tests need none of it.
 
 Two processes run the tests (`make test`). Those that start an engine share models and engines, and
 two engines at a time wait for each other's cores: one process runs them, and begins with them. The
-other takes the rest, and, since it has done long before, the engines of vLLM's own offloading and
-what would keep the first process alone at the end.
+other takes the rest, and, since it has done long before, the engines of vLLM's own offloading. The
+last files go to whoever is free.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENGINES: Final = ("tests/e2e/", "tests/soak/")
 NATIVE: Final = "tests/e2e/test_native_"
 """Those of them whose engines have vLLM's own offloading."""
 LAST: Final = ("tests/e2e/test_store.py", "tests/e2e/test_topology.py")
-"""Those that whoever is free first takes, so that both end at about the same time."""
+"""Those of them that are left to the end, so that both processes end at about the same time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,12 +69,13 @@ def turn(nodeid: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Each file of tests goes to one process; those that start engines are three such units."""
+    """Each file of tests goes to one process; most that start engines are two such units."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return ("engines", nodeid.partition("::")[0], "native", "last")[turn(nodeid)]
+            file = nodeid.partition("::")[0]
+            return ("engines", file, "native", file)[turn(nodeid)]
 
     return Scheduling(config, log)
 
