@@ -6,8 +6,8 @@ the reads (`reads.py`), the count of pins (`pins.py`), leases, or slots.
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
 fails (the run is cut before it), when waiting on does not pay (`planner.py`), or when its deadline
-passes; what is ready then stays pinned until the lookup is released, as a lease has what is loaded
-or nothing is, or until the end of its time.
+passes. What is ready then stays pinned until the lookup is released, because a lease has what is
+loaded of it or nothing of it is needed, or until the end of its time.
 
 Invariants: only reads of chunks for which a lookup waits are queued, so the lookups' share of
 memory bounds the queue; every waiting lookup is listed under each chunk that it lacks.

@@ -19,6 +19,8 @@ from tests.simulation.life import Result, simulate
 from tests.simulation.mutation import Mutation
 
 SEEDS_PER_TASK = 10
+SEARCH_SECONDS_MAX = 1800
+"""For a test. It computes all the time: minutes on two cores, and many more beside other work."""
 
 
 @dataclass(slots=True)

@@ -15,11 +15,9 @@ from tests.simulation.clock import Violation
 from tests.simulation.life import Result, simulate
 from tests.simulation.mutation import Mutation
 from tests.simulation.mutations import MUTATIONS, named
-from tests.simulation.search import Noticed, notice, notice_all, shrink
+from tests.simulation.search import SEARCH_SECONDS_MAX, Noticed, notice, notice_all, shrink
 
 SEEDS = 60
-LONG_SECONDS = 1800
-"""It computes all the time: minutes on two cores, and many more beside other work."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
 QUICK = "a job is answered twice"
 
@@ -34,7 +32,7 @@ def fates() -> dict[str, Noticed]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG_SECONDS)
+@pytest.mark.timeout(SEARCH_SECONDS_MAX)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_broken_promise_is_noticed(mutation: Mutation, fates: dict[str, Noticed]) -> None:
     fate = fates[mutation.name]

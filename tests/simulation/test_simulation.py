@@ -13,11 +13,9 @@ import pytest
 from sidecar.directory import TRANSITIONS
 from tests.simulation import life
 from tests.simulation.life import simulate
-from tests.simulation.search import Summary, search
+from tests.simulation.search import SEARCH_SECONDS_MAX, Summary, search
 
 SEEDS = 500
-LONG_SECONDS = 1800
-"""It computes all the time: minutes on two cores, and many more beside other work."""
 
 SITUATIONS = [
     *(f"{state.name} + {cause.name}" for state, cause in TRANSITIONS),
@@ -132,7 +130,7 @@ def many_lives() -> Summary:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG_SECONDS)
+@pytest.mark.timeout(SEARCH_SECONDS_MAX)
 def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
     failed = many_lives.failed
     assert failed is None, (
@@ -142,7 +140,7 @@ def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG_SECONDS)
+@pytest.mark.timeout(SEARCH_SECONDS_MAX)
 def test_many_lives_reach_every_situation(many_lives: Summary) -> None:
     missing = [situation for situation in SITUATIONS if not many_lives.seen[situation]]
     assert not missing
