@@ -193,7 +193,7 @@ gpu-bench:
 # build/kill-matrix. KILL_ARGS picks cells, e.g. KILL_ARGS='-k "sidecar and drain"' or
 # KILL_ARGS='-k "native and sidecar"': the others keep what an earlier run said of them.
 kill-matrix: setup
-	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest --long tests/e2e/test_kill_matrix.py \
+	@KVLAKE_KILL_MATRIX=build/kill-matrix $(BIN)/python -m pytest --nightly tests/e2e/test_kill_matrix.py \
 	  tests/e2e/test_native_kill_matrix.py $(KILL_ARGS)
 
 soak: setup

@@ -51,7 +51,7 @@ LAST: Final = ("tests/e2e/test_store.py", "tests/e2e/test_topology.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run what is marked `long`, too")
+    parser.addoption("--nightly", action="store_true", help="run what is marked `nightly`, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,12 +81,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests out; where two processes share the others, hand them out by turns."""
-    if not config.getoption("--long"):
-        skip = pytest.mark.skip(reason="takes minutes: make test PYTEST_ARGS=--long")
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(skip)
+    """Leave out what runs nightly; where two processes share the others, order them."""
+    if not config.getoption("--nightly"):
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: turn(item.nodeid))
 

@@ -61,9 +61,9 @@ class Case:
 
 CASES: Final = [
     Case("llama", 1, 96, frozenset({0})),
-    pytest.param(Case("llama", 2, 96, frozenset({0})), marks=pytest.mark.long),
+    pytest.param(Case("llama", 2, 96, frozenset({0})), marks=pytest.mark.nightly),
     # A group of full attention and two of windows.
-    pytest.param(Case("gemma", 2, 160, frozenset({0, 1, 2})), marks=pytest.mark.long),
+    pytest.param(Case("gemma", 2, 160, frozenset({0, 1, 2})), marks=pytest.mark.nightly),
 ]
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Generation
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
     **SMALL,

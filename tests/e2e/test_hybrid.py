@@ -69,11 +69,11 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 class TestGemma(GroupSuite):
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_two_ranks(self, folder: Path, engine: Engine) -> None:
         super().test_two_ranks(folder, engine)
 

@@ -53,7 +53,7 @@ STOP_SECONDS_ATTACH: Final = 6.0
 """Longer than a client waits for an answer to its attach."""
 COPIES: Final = (Stage.LOAD, Stage.STORE)
 OF_WORKER: Final = (Stage.ATTACH, Stage.LOAD, Stage.DRAIN)
-"""At which a worker is killed without `--long`; the engine core is, at the others."""
+"""At which a worker is killed without `--nightly`; the engine core is, at the others."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def row(request: pytest.FixtureRequest, cell: Cell) -> Row:
     return row
 
 
-def is_long(cell: Cell) -> bool:
+def is_nightly(cell: Cell) -> bool:
     """An engine that dies is started again, which takes longest: in short once for each stage."""
     return cell.kills_an_engine and (cell.victim is Victim.WORKER) != (cell.stage in OF_WORKER)
 
@@ -100,7 +100,7 @@ def is_long(cell: Cell) -> bool:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=[pytest.mark.long] if is_long(cell) else [], id=str(cell))
+        pytest.param(cell, marks=[pytest.mark.nightly] if is_nightly(cell) else [], id=str(cell))
         for cell in in_order_of_running(Backend.CONNECTOR)
     ],
 )

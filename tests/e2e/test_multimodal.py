@@ -146,11 +146,11 @@ class TestIdefics3(GroupSuite):
     begin_otherwise = False
     ranks_have_a_store = True
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_two_ranks(self, folder: Path, engine: Engine) -> None:
         super().test_two_ranks(folder, engine)
 
@@ -238,7 +238,7 @@ class TestIdefics3(GroupSuite):
         assert again.cached_tokens == call.tokens
         assert close(again, cold)
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_images_that_vllm_only_counts_are_not_cached(
         self, folder: Path, engine: Engine, sidecar: SidecarProcess
     ) -> None:

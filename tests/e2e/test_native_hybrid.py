@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
 
 # One hit of this model, on two ranks, is in what is always run: `test_native_groups.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

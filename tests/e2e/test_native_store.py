@@ -2,7 +2,7 @@
 `test_store.py`.
 
 Its tests run here as they are, on one engine with `OffloadingConnector`; most faults of a bucket's
-network with `--long` alone, for they are far below what tells one engine from another.
+network with `--nightly` alone, for they are far below what tells one engine from another.
 """
 
 # pyright: reportUnusedImport=false
@@ -55,4 +55,4 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 class TestUnreliableBucket(test_store.TestUnreliableBucket):
     """Its prompts are many small chunks: one of them is enough to open the breaker."""
 
-    long: ClassVar = [one for one in FAULTS if one not in (Fault.STALL, Fault.WRONG_BYTES)]
+    nightly: ClassVar = [one for one in FAULTS if one not in (Fault.STALL, Fault.WRONG_BYTES)]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = whole_blocks(TOKENS)

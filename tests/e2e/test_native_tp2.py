@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
 
 # Two ranks with an adapter are in what is always run: `test_native_groups.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

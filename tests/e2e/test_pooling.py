@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 LAST: Final[dict[str, Any]] = {**SMALL, **in_steps(512), "runner": "pooling"}
 """The default of a llama. vLLM caches its prefixes, and may compute a prompt in several steps."""

@@ -84,7 +84,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 class TestLfm2(GroupSuite):
     rounding: ClassVar = CLOSE
 
-    @pytest.mark.long
+    @pytest.mark.nightly
     def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 

@@ -421,7 +421,7 @@ Prompt = tuple[Oracle, Measured]
 def _prompts(request: pytest.FixtureRequest) -> int:
     """How many the cases of the class use."""
     assert request.cls is not None
-    skipped = () if request.config.getoption("--long") else request.cls.long
+    skipped = () if request.config.getoption("--nightly") else request.cls.nightly
     return 2 * (len(FAULTS) - len(skipped)) + len(PASSING) + 2
 
 
@@ -493,8 +493,8 @@ def check_served(sidecar: SidecarProcess, engine: Engine, prompt: Prompt) -> Non
 class TestUnreliableBucket:
     """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
 
-    long: ClassVar[Sequence[Fault]] = ()
-    """Those that are tried with `--long` alone."""
+    nightly: ClassVar[Sequence[Fault]] = ()
+    """Those that are tried with `--nightly` alone."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if metafunc.function.__name__ == "test_fault":
@@ -502,7 +502,7 @@ class TestUnreliableBucket:
                 pytest.param(
                     fault,
                     id=fault.value.replace(" ", "-"),
-                    marks=[pytest.mark.long] if fault in self.long else [],
+                    marks=[pytest.mark.nightly] if fault in self.nightly else [],
                 )
                 for fault in FAULTS
             ]
