@@ -19,11 +19,14 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable, Mapping
     from pathlib import Path
+
+ANSWERS_FD: Final = "KVLAKE_ANSWERS_FD"
+"""An environment variable: the descriptor that the engine's process answers on."""
 
 START_SECONDS_MAX: Final = 240.0
 COMMAND_SECONDS_MAX: Final = 240.0
@@ -71,8 +74,50 @@ class EngineSpec:
     kv_role: str = "kv_both"
 
 
+class EngineProcess(Protocol):
+    """What `Engine` needs of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; the exit code. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+
+def launch(
+    argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
+) -> EngineProcess:
+    """Start the process of an engine, in a session of its own, with commands on standard input.
+
+    Args:
+        argument: the `EngineSpec` as JSON.
+        environment: all of its environment but the number of `answers`.
+        answers: the descriptor that it answers on.
+        log: what it prints goes there.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "sidecar.demo.engine", argument],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        pass_fds=[answers],
+        env={**environment, ANSWERS_FD: str(answers)},
+        start_new_session=True,
+    )
+
+
 class Engine:
     """A running engine process; a context manager that ends it."""
+
+    launch: ClassVar[Callable[[str, Mapping[str, str], int, IO[bytes]], EngineProcess]] = (
+        staticmethod(launch)
+    )
+    """How its process is started. Tests put a faster way in its place."""
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
         self.spec = spec
@@ -85,17 +130,10 @@ class Engine:
             "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": spec.threads_bind,
             "VLLM_NO_USAGE_STATS": "1",
-            "KVLAKE_ANSWERS_FD": str(answers_write),
         }
         with log.open("ab") as log_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sidecar.demo.engine", json.dumps(asdict(spec))],
-                stdin=subprocess.PIPE,
-                stdout=log_file,
-                stderr=log_file,
-                pass_fds=[answers_write],
-                env=environment,
-                start_new_session=True,
+            self.process = self.launch(
+                json.dumps(asdict(spec)), environment, answers_write, log_file
             )
         os.close(answers_write)
         self._reader = threading.Thread(target=self._read, args=(answers_read,), daemon=True)
@@ -583,7 +621,7 @@ async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
 def main() -> None:
     """The process: one argument, the `EngineSpec` as JSON."""
     spec = EngineSpec(**json.loads(sys.argv[1]))
-    fd = int(os.environ.pop("KVLAKE_ANSWERS_FD"))
+    fd = int(os.environ.pop(ANSWERS_FD))
     os.set_inheritable(fd, False)
     with os.fdopen(fd, "w") as answers:
         asyncio.run(_serve(spec, answers))

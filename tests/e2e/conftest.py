@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from sidecar.demo.engine import Engine
 from sidecar.demo.model import write_model
+from tests.e2e import warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,15 @@ MARK: Final = "KVLAKE_E2E"
 POOLS: Final = Path("/dev/shm")
 SOCKETS: Final = ("attach.sock", "jobs.sock")
 LEFTOVER_SECONDS_MAX: Final = 60.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_engines() -> Iterator[None]:
+    """Engines of these tests are forked from a process that has imported vLLM."""
+    warm.serve()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "launch", staticmethod(warm.start))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +70,7 @@ def _pools() -> set[Path]:
 def _leftovers(directory: Path, token: str, pools_before: set[Path]) -> list[str]:
     deadline = time.monotonic() + LEFTOVER_SECONDS_MAX
     while True:
-        left = [*_processes(f"{MARK}={token}"), *map(str, _pools() - pools_before)]
+        left = [*_processes(f"{MARK}={token}"), *warm.left(), *map(str, _pools() - pools_before)]
         left += [str(path) for name in SOCKETS for path in directory.rglob(name)]
         if not left or time.monotonic() > deadline:
             return left
