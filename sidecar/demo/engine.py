@@ -132,7 +132,7 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
         }
         with log.open("ab") as log_file:
-            self.process = self.launch(
+            self.process = type(self).launch(
                 json.dumps(asdict(spec)), environment, answers_write, log_file
             )
         os.close(answers_write)

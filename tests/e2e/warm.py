@@ -163,13 +163,13 @@ def _fork_workers() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    check = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    check = platform.check_and_update_config.__func__
 
     def checked(cls: Any, config: Any) -> None:
         check(cls, config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
-    platform.check_and_update_config = classmethod(checked)  # type: ignore[method-assign,assignment]
+    platform.check_and_update_config = classmethod(checked)
 
 
 def _bind() -> None:
