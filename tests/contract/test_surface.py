@@ -23,6 +23,8 @@ from tests.contract.installed import installed
 from tests.contract.reading import Sources
 from tests.contract.surface import MANIFESTS, USED, dump, moved, record, recorded
 
+pytestmark = pytest.mark.promise("vllm-interfaces")
+
 ROOT = Path(__file__).parents[2]
 SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")
 MADE_FROM = {
@@ -89,6 +91,7 @@ def test_every_override_is_in_the_surface() -> None:
     assert not ours & {*LEFT_ALONE}
 
 
+@pytest.mark.promise("offloading-touch")
 def test_every_class_of_vllms_is_gone_through() -> None:
     """Of what ours are made from: a method that is new there asks for a decision."""
     symbols = {symbol.partition(":")[2]: symbol for symbol in USED}
@@ -136,6 +139,7 @@ def test_what_is_read_with_a_default_is_in_the_surface() -> None:
             assert name in known or name in READ_OF_OTHERS, f"{path.name}: {ast.unparse(node)}"
 
 
+@pytest.mark.promise("unknown-options")
 def test_what_vllms_offloading_reads_of_its_configuration_is_known() -> None:
     """Else an operator who sets it is told that it does nothing."""
     read: set[str] = set()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.promise("other-stages")]
 
 KEY, PARENT = b"k" * 32, b"p" * 32
 BLOCK_TOKENS, BLOCKS, CONTENT = 4, 3, 16
@@ -127,6 +127,7 @@ def stages(draw: st.DrawFn) -> list[Segment]:
 ways = st.one_of(cuts.map(lambda cut: grid(*cut)), stages())
 
 
+@pytest.mark.promise("other-stages", "other-tp-ratios")
 @settings(max_examples=60)
 @given(
     segments=ways,

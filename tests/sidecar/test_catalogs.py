@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tiers.filesystems import Bytes
     from tiers.objects import ObjectTier
 
+pytestmark = pytest.mark.promise("damaged-write")
+
 QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 
 
