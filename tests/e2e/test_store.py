@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.promise("connector", "store-faults-engine", "suite-store"),
+    pytest.mark.promise("connector", "suite-store"),
 ]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
@@ -494,6 +494,7 @@ def check_served(sidecar: SidecarProcess, engine: Engine, prompt: Prompt) -> Non
     check_equal(again(engine, oracle.call, expected.salt), expected)
 
 
+@pytest.mark.promise("store-faults-engine")
 class TestUnreliableBucket:
     """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
 

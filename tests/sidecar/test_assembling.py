@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-pytestmark = [pytest.mark.anyio, pytest.mark.promise("other-stages")]
+pytestmark = pytest.mark.anyio
 
 KEY, PARENT = b"k" * 32, b"p" * 32
 BLOCK_TOKENS, BLOCKS, CONTENT = 4, 3, 16

@@ -33,8 +33,6 @@ from tests.sidecar.client import (
 from tests.sidecar.subscriber import Subscriber, kv_events
 from tiers.index import FLAG_HOST, FLAG_STORE
 
-pytestmark = pytest.mark.promise("events-any-order")
-
 # --- the format ----------------------------------------------------------------------------------
 
 
@@ -145,7 +143,7 @@ def in_directory(sidecar: RunningSidecar, keys: list[bytes]) -> dict[str, set[by
     }
 
 
-@pytest.mark.promise("events-tiers")
+@pytest.mark.promise("events-any-order", "events-tiers")
 @pytest.mark.slow
 def test_a_random_life_with_evictions_and_a_restart(
     short_directory: Path, subscribe: Callable[..., Subscriber]

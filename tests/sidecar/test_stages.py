@@ -25,8 +25,6 @@ from tiers.layout import KVLayout, Segment
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.promise("other-stages")
-
 STAGES: Final = ((0, 2), (2, LAYERS - 2))
 """First layer and number of layers: vLLM need not cut them evenly."""
 CUT: Final[dict[str, Any]] = {"world_size": len(STAGES), "topology": "pp2tp1"}

@@ -16,8 +16,6 @@ from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, k
 from tests.sidecar.subscriber import Subscriber
 from tiers.catalog.names import parse_name
 
-pytestmark = pytest.mark.promise("events-tiers")
-
 KEYS = [key_of("of the store", number) for number in range(5)]
 NAMES = {name_of(key) for key in KEYS}
 

@@ -19,8 +19,6 @@ from tiers.layout import ChunkLayout, Segment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = pytest.mark.promise("other-stages")
-
 Bytes = npt.NDArray[np.uint8]
 
 CONTENT_BYTES = 4
@@ -92,7 +90,7 @@ def cases(
     return layers, heads, source_tokens, target_tokens, num_tokens, sources, target
 
 
-@pytest.mark.promise("other-tp-ratios")
+@pytest.mark.promise("other-stages", "other-tp-ratios")
 @given(cases())
 def test_any_cut_is_read_by_any_other(
     case: tuple[int, int, int, int, int, list[list[Segment]], Segment],
