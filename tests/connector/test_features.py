@@ -1,6 +1,6 @@
 """Features of vLLM that meet the cache: on vLLM's own scheduler, with a model that checks its KV.
 
-Which of them were also run on a real engine is in `docs/support.md`.
+`docs/traceability.md` says which of them were also run on a real engine.
 """
 
 # pyright: reportPrivateUsage=false
