@@ -208,6 +208,11 @@ fuzz: setup
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[fuzz]"
 	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
 
+# Which test shows which promise: docs/traceability.md, from the markers on the tests.
+.PHONY: promises
+promises: setup
+	@$(BIN)/python -m tests.promises
+
 clean:
 	@rm -rf .venv .venv-[0-9]* build dist fuzz-findings *.egg-info deploy/*/build deploy/*/*.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,8 @@ import pytest
 
 from tests.vllmsource import lay_out
 
+pytestmark = pytest.mark.promise("vllm-source")
+
 
 def wheel_in(folder: Path, name: str = "vllm-9.1.0-cp38-abi3-linux_x86_64.whl") -> Path:
     path = folder / name

@@ -25,6 +25,8 @@ from tests.connector.rank import Rank
 from tests.connector.test_simulation import Life
 from tests.connector.test_speculation import DRAFTS, NGRAM, write_drafter
 
+pytestmark = pytest.mark.promise("async-scheduling")
+
 BATCHES = 2
 SPECS: dict[str, Sequence[KVCacheSpec]] = {
     "full": (),

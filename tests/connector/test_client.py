@@ -125,6 +125,7 @@ class TestAttach:
         os.close(memory)
         os.close(page)
 
+    @pytest.mark.promise("attach-again")
     def test_each_attempt_is_made_anew(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
     ) -> None:
@@ -331,6 +332,7 @@ class TestJobs:
         sidecar.router.send_multipart([token, encode(Done(7, []))])
         assert drain(client, 1) == [Done(7, [])]
 
+    @pytest.mark.promise("epoch-engine")
     def test_other_lives_and_garbage_are_dropped(
         self,
         sidecar: Sidecar,

@@ -144,6 +144,8 @@ class TestAggregation:
         output.kv_connector_output = KVConnectorOutput(**fields)
         return output
 
+    @pytest.mark.promise("tensor-parallel")
+    @pytest.mark.promise("failed-load", "rank-aggregation")
     def test_ranks_are_added_up_and_a_load_ends_with_the_last(self) -> None:
         aggregator = KVOutputAggregator(2)
         first = aggregator.aggregate(
@@ -174,6 +176,7 @@ class TestAggregation:
         assert second.kv_connector_output is not None
         assert second.kv_connector_output.failed_recving == {"a"}
 
+    @pytest.mark.promise("rank-aggregation")
     def test_what_no_rank_tells(self, model: Path) -> None:
         """Counts and events are the scheduler's, failed loads are told by request."""
         worker = KVLakeConnector(vllm_config(model), KVConnectorRole.WORKER, kv_cache_config())
@@ -274,6 +277,7 @@ class TestGpu:
         layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
         assert layout == KVCacheLayout.BLHNC.name
 
+    @pytest.mark.promise("beside-others")
     def test_beside_others_no_layout_is_asked_for(self) -> None:
         """NIXL asks for another one, and vLLM then starts no engine at all."""
         children = [

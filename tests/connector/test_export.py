@@ -140,6 +140,7 @@ class TestMemfdAllocation:
         memory.close()
 
 
+@pytest.mark.promise("padded-pages")
 def test_groups_that_lie_over_each_other() -> None:
     """As in a hybrid model: other layers in the same bytes, with pages of their own."""
     with MemfdAllocation() as allocation:

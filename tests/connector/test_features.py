@@ -1,6 +1,6 @@
 """Features of vLLM that meet the cache: on vLLM's own scheduler, with a model that checks its KV.
 
-Which of them were also run on a real engine is in `docs/support.md`.
+`docs/traceability.md` says which of them were also run on a real engine.
 """
 
 # pyright: reportPrivateUsage=false
@@ -43,6 +43,7 @@ PROMPT = [number % 89 for number in range(300)]
 CACHED = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+@pytest.mark.promise("no-prefix-caching")
 def test_prefix_caching_off_in_the_engine(make: Callable[..., Engine]) -> None:
     """Then kvlake is the only prefix cache there is."""
     engine = make(prefix_caching=False)
@@ -52,6 +53,7 @@ def test_prefix_caching_off_in_the_engine(make: Callable[..., Engine]) -> None:
     engine.check_idle()
 
 
+@pytest.mark.promise("samples")
 def test_several_samples_of_one_prompt(make: Callable[..., Engine]) -> None:
     """n > 1: vLLM makes a request of each sample, all of one prompt, at once."""
     engine = make()
@@ -64,6 +66,7 @@ def test_several_samples_of_one_prompt(make: Callable[..., Engine]) -> None:
     engine.check_idle()
 
 
+@pytest.mark.promise("priority-scheduling")
 def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     """Whoever matters less is preempted, with loads and stores of his under way."""
     engine = make(policy="priority", num_blocks=42)
@@ -78,6 +81,7 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     engine.check_idle()
 
 
+@pytest.mark.promise("withdrawn-blocks")
 @pytest.mark.parametrize(
     "specs",
     [[spec_of()], [spec_of(), spec_of(SlidingWindowSpec, sliding_window=32)]],
@@ -119,6 +123,7 @@ def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
     assert withdrawn
 
 
+@pytest.mark.promise("pipeline-parallel")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pipeline_stages(make: Callable[..., Engine], ranks: int) -> None:
     """A step is scheduled while another is on its way; a chunk is whole with all stages."""
@@ -133,6 +138,7 @@ def test_pipeline_stages(make: Callable[..., Engine], ranks: int) -> None:
     converse(engine, 7)
 
 
+@pytest.mark.promise("vllm-call-order")
 def test_the_order_of_calls(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Engine]) -> None:
     """Of vLLM's scheduler, over stores, a hit, requests at once, a preemption and an abort."""
     calls: list[str] = []
@@ -168,6 +174,7 @@ def test_the_order_of_calls(monkeypatch: pytest.MonkeyPatch, make: Callable[...,
     assert not departure(" ".join(calls), SCHEDULER), departure(" ".join(calls), SCHEDULER)
 
 
+@pytest.mark.promise("beside-others")
 def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> None:
     """A hit, a load that fails and is computed, and every hook through vLLM's own wrapper."""
     engine = make(others=["EmptyConnector"], ranks=2)
@@ -199,6 +206,7 @@ def wishing(name: str, wishes: Any, **options: Any) -> Any:
 class TestWishesOfARequest:
     """`kv_transfer_params={"kvlake": {...}}`."""
 
+    @pytest.mark.promise("read-write")
     def test_write_false_stores_nothing(self, make: Callable[..., Engine]) -> None:
         engine = make()
         engine.run(wishing("a", {"write": False}))
@@ -209,6 +217,7 @@ class TestWishesOfARequest:
         assert engine.computed["c"] == len(PROMPT) - CACHED
         engine.check_idle()
 
+    @pytest.mark.promise("read-write")
     def test_read_false_loads_nothing(self, make: Callable[..., Engine]) -> None:
         engine = make()
         engine.run(wishing("a", {}))
@@ -217,6 +226,7 @@ class TestWishesOfARequest:
         assert engine.computed["b"] == len(PROMPT)
         engine.check_idle()
 
+    @pytest.mark.promise("host-only")
     def test_read_host_waits_for_no_store(self, make: Callable[..., Engine]) -> None:
         """What of a prompt host memory has is loaded; what only the store has is not asked for."""
         engine = make()
@@ -236,6 +246,7 @@ class TestWishesOfARequest:
         assert engine.computed["c"] == len(PROMPT) - CACHED
         engine.check_idle()
 
+    @pytest.mark.promise("ttl")
     def test_each_store_says_how_long_and_where(self, make: Callable[..., Engine]) -> None:
         engine = make(ranks=2)
         engine.run(wishing("a", {"write": "host", "ttl_seconds": 2.5}))
@@ -247,6 +258,7 @@ class TestWishesOfARequest:
             keys = [chunk.key for job in of_a for chunk in job.chunks]
             assert len(keys) == -(-len(PROMPT) // CHUNK_TOKENS)
 
+    @pytest.mark.promise("pin")
     def test_the_prompt_is_pinned_when_the_request_ends(self, make: Callable[..., Engine]) -> None:
         engine = make()
         engine.run(wishing("a", {"pin_seconds": 30}))
@@ -296,6 +308,7 @@ class TestWishesOfARequest:
         engine.run(wishing("a", {"pin_seconds": 30}))
         assert sum(counted) + engine.role.stats.pins_skipped == -(-len(PROMPT) // CHUNK_TOKENS)
 
+    @pytest.mark.promise("malformed-params")
     @pytest.mark.parametrize("wishes", ["no", {"read": "false"}, {"raed": False}])
     def test_what_is_not_understood_is_taken_as_less(
         self, make: Callable[..., Engine], wishes: Any, caplog: pytest.LogCaptureFixture
@@ -370,6 +383,7 @@ class TestHandingOver:
             engine.sidecar.evict(key)
         return late
 
+    @pytest.mark.promise("disaggregated")
     @pytest.mark.parametrize("tier", ["host", "store"])
     def test_what_is_expected_is_waited_for(self, make: Callable[..., Engine], tier: str) -> None:
         engine = make()
@@ -418,6 +432,7 @@ class TestHandingOver:
         assert not engine.role._waits.pending
 
 
+@pytest.mark.promise("layer-by-layer")
 def test_no_layer_waits_for_the_cache() -> None:
     """So CUDA graphs stay whole (docs/adr/0027)."""
     assert not KVLakeConnector.requires_piecewise_for_cudagraph({})

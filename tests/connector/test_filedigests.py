@@ -51,6 +51,7 @@ def test_a_file_is_read_once(tmp_path: Path, cache: Path, read: list[Path]) -> N
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.promise("weights")
 def test_a_changed_file_is_read_again(tmp_path: Path, cache: Path, read: list[Path]) -> None:
     """Also where its size and time of modification were kept."""
     path = write(tmp_path / "1")

@@ -132,6 +132,7 @@ def coordinator_hit(
     return int(coordinator.find_longest_cache_hit(request.block_hashes, len(tokens) - 1)[1])
 
 
+@pytest.mark.promise("recurrent", "windows-mixed")
 @pytest.mark.parametrize("seed", range(12))
 def test_a_hit_is_the_one_that_vllm_would_find(specs: list[KVCacheSpec], seed: int) -> None:
     """For any blocks that can be loaded, the same hit as if the engine held them itself."""
@@ -171,6 +172,7 @@ def test_a_chunk_is_no_longer_than_what_is_still_read(
     assert chunk_tokens_of(256, block_tokens, attention) == expected
 
 
+@pytest.mark.promise("chunked-local", "windows-alone")
 @pytest.mark.parametrize("length", [32, 64, 65, 100, 129, 160, 256, 257, 300])
 def test_host_hit(engine: Engine, length: int) -> None:
     """All that the tokens to come still read is loaded, and read by the model that checks it."""
@@ -273,6 +275,7 @@ def test_aborted_while_loading(engine: Engine) -> None:
     engine.check_idle()
 
 
+@pytest.mark.promise("chunked-local", "failed-load", "recurrent", "windows-alone", "windows-mixed")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_conversations_in_a_small_cache(
     tmp_path: Path, specs: list[KVCacheSpec], ranks: int
@@ -308,6 +311,7 @@ def test_kinds_that_are_not_known_are_not_taken_for_others(spec: Any) -> None:
     assert attention_of(spec) is None
 
 
+@pytest.mark.promise("refuse-layers")
 def test_a_model_with_an_unknown_group_is_served_without_the_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def test_blocks_come_back_where_they_are_wanted(engine_id: str) -> None:
     worker.shutdown()
 
 
+@pytest.mark.promise("offloading-groups")
 def test_groups_and_chunks_that_begin_in_the_middle(engine_id: str) -> None:
     """Groups take rows of their own, one after the other, and write only their own layers."""
     tensors = [cache(3), cache(4)]
@@ -117,6 +118,7 @@ def test_groups_and_chunks_that_begin_in_the_middle(engine_id: str) -> None:
         worker.shutdown()
 
 
+@pytest.mark.promise("offloading-canonical")
 def test_ranks_make_canonical_pages_together(engine_id: str) -> None:
     """Two ranks with half of the heads each; what they store, one rank alone loads."""
     tokens = 16

@@ -118,6 +118,7 @@ class TestMedia:
         assert image.keys[0] == plain.keys[0]
         assert not set(image.keys[1:]) & set(plain.keys)
 
+    @pytest.mark.promise("media-uuid", "multimodal")
     def test_its_identity_and_place_count(self) -> None:
         keys = {
             chain_of([1] * 16, media=media).keys[0]

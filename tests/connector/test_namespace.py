@@ -64,6 +64,7 @@ class TestFolders:
         change(path, end - sizes[tensor] // 2)
         assert folder_digest(tmp_path, sampled=True) != before
 
+    @pytest.mark.promise("weights")
     def test_every_byte_counts(self, tmp_path: Path) -> None:
         """As of an embedding of which some rows were patched in place."""
         path = write_weights(tmp_path) / "model.safetensors"
@@ -104,6 +105,7 @@ class TestFolders:
         (tmp_path / "pytorch_model.bin").write_bytes(b"b" * 5000)
         assert folder_digest(tmp_path) != before
 
+    @pytest.mark.promise("weights")
     @pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "somebodys"])
     def test_what_the_load_format_loads_counts(self, tmp_path: Path, load_format: str) -> None:
         """And not the safetensors files that lie beside it."""
@@ -147,6 +149,7 @@ class TestFolders:
         write_weights(tmp_path / "whisper-large-v3", fill=2)
         assert len({before, one, folder_digest(tmp_path)}) == 3
 
+    @pytest.mark.promise("weights")
     def test_weights_from_other_places(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -222,6 +225,7 @@ class TestNames:
         (other / "adapter_config.json").write_text('{"lora_alpha": 32}')
         assert adapter_identity(str(one)) != adapter_identity(str(other))
 
+    @pytest.mark.promise("adapters")
     def test_an_adapter_in_the_users_home_is_its_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -231,6 +235,7 @@ class TestNames:
         write_weights(tmp_path / "a", fill=2)
         assert adapter_identity("~/a") != before
 
+    @pytest.mark.promise("adapters")
     def test_an_adapter_of_a_hub_is_its_only_snapshot(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -370,6 +375,7 @@ class TestNamespace:
         write_weights(tmp_path)
         assert namespace(tmp_path, heads=4) == namespace(tmp_path, heads=8)
 
+    @pytest.mark.promise("engine-settings")
     @pytest.mark.parametrize(
         "changes",
         [
@@ -415,6 +421,7 @@ class TestNamespace:
             of({"tensorizer_uri": "s3://b/x.tensors"})
         assert of({"tensorizer_uri": "s3://b/x.tensors"}, "1") != of({}, "1")
 
+    @pytest.mark.promise("batch-invariant")
     def test_batch_invariant_engines_share_among_themselves(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -460,6 +467,7 @@ class TestNamespace:
             found.add(namespace(tmp_path, media=media))
         assert len(found) == 2
 
+    @pytest.mark.promise("engine-settings")
     @pytest.mark.parametrize("nested", [False, True])
     def test_long_rope_is_scaled_by_the_longest_context(self, tmp_path: Path, nested: bool) -> None:
         """vLLM takes the long factors for all positions where `max_model_len` is long."""
@@ -473,6 +481,7 @@ class TestNamespace:
         assert of(2048) == of(4096) != of(4097) == of(131072)
         assert namespace(tmp_path, max_model_len=131072) == namespace(tmp_path)
 
+    @pytest.mark.promise("engine-settings")
     def test_a_function_that_overrides_is_what_it_makes(self, tmp_path: Path) -> None:
         """Its name may mean another one tomorrow, and its address is another in each process."""
         write_weights(tmp_path)

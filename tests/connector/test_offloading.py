@@ -260,6 +260,7 @@ def test_chunks_of_several_blocks(model: Path, sidecar: SidecarProcess) -> None:
         assert engine.run("c", tokens) == 192
 
 
+@pytest.mark.promise("streaming-input")
 def test_streaming_input_is_stored_until_it_goes_on(model: Path, sidecar: SidecarProcess) -> None:
     """From then on vLLM takes blocks of one place for those of another (0.33 does not)."""
     tokens = prompt(300)
@@ -284,6 +285,7 @@ def test_streaming_input_is_stored_until_it_goes_on(model: Path, sidecar: Sideca
                 assert engine.run("a", said, salt=salt) == held
 
 
+@pytest.mark.promise("streaming-input")
 def test_streaming_input_that_was_preempted_before_it_goes_on(
     model: Path, sidecar: SidecarProcess
 ) -> None:
@@ -304,6 +306,7 @@ def test_streaming_input_that_was_preempted_before_it_goes_on(
         assert engine.run("a", said, salt=salt) < 112
 
 
+@pytest.mark.promise("offloading-reset")
 def test_what_runs_while_vllm_resets_what_it_offloaded_is_stored_no_more(
     model: Path, sidecar: SidecarProcess
 ) -> None:
@@ -323,6 +326,7 @@ def test_what_runs_while_vllm_resets_what_it_offloaded_is_stored_no_more(
             assert engine.scheduler.reset_prefix_cache(reset_connector=True)
 
 
+@pytest.mark.promise("offloading-reset")
 def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: SidecarProcess) -> None:
     """Of these vLLM would load at once, and fails over it."""
     tokens = prompt(100)
@@ -376,6 +380,7 @@ def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
         assert engine.run("b", list(request.all_token_ids)) == 144
 
 
+@pytest.mark.promise("offloading-spec")
 def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> None:
     """Preemptions, aborts and reused blocks, with stores and loads under way."""
     chooser = random.Random(5)
@@ -430,6 +435,7 @@ def test_an_engine_that_nothing_tells_from_others(
         engine.close()
 
 
+@pytest.mark.promise("media-not-hashed")
 def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its blocks do not tell which of them hold an image, so none leaves vLLM's own tier."""
 
@@ -440,6 +446,7 @@ def test_images_that_vllm_only_counts(model: Path, caplog: pytest.LogCaptureFixt
     assert "--mm-processor-cache-gb 0" in caplog.text
 
 
+@pytest.mark.promise("offloading-prefixless")
 def test_an_engine_that_cannot_go_on_from_a_prefix(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +464,7 @@ def test_an_engine_that_cannot_go_on_from_a_prefix(
         engine.close()
 
 
+@pytest.mark.promise("unknown-options")
 def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM's own are not among them."""
     known: dict[str, Any] = {
@@ -473,6 +481,7 @@ def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixtur
     )
 
 
+@pytest.mark.promise("offloading-stages")
 def test_stages_of_different_numbers_of_layers(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +500,7 @@ def test_stages_of_different_numbers_of_layers(
         engine.close()
 
 
+@pytest.mark.promise("offloading-stages")
 def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(num_groups: int = 1, **configured: Any) -> str:
         return rows_refusal(vllm_config(model, **configured), num_groups)
@@ -504,6 +514,7 @@ def test_which_stages_are_alike(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert refusal(ranks=2) == ""
 
 
+@pytest.mark.promise("offloading-prefix-match")
 def test_hits_within_a_block_are_of_vllms_own_tier(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,6 +529,7 @@ def test_hits_within_a_block_are_of_vllms_own_tier(
     assert "leave out --prefix-match-unit" in note["refusal"]
 
 
+@pytest.mark.promise("offloading-prefixless")
 def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
     """Only a worker knows the layers, and only there is it asked."""
     config = vllm_config(model)
@@ -534,6 +546,7 @@ def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
     assert not note["prefixes"]
 
 
+@pytest.mark.promise("offloading-recurrent")
 def test_states_of_other_dtypes_and_kernels_are_others(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,6 +580,7 @@ def test_states_of_other_dtypes_and_kernels_are_others(
     assert of(layout="SD") == of(), "vLLM's own choice"
 
 
+@pytest.mark.promise("offloading-adapters")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> None:
     """vLLM's block hash of an adapter that was trained on in its folder is that of before."""

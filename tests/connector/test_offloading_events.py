@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
@@ -57,6 +58,7 @@ def owned(subscriber: Subscriber, medium: str, prefix: str) -> dict[Any, Any]:
     }
 
 
+@pytest.mark.promise("events-engine")
 def test_the_engine_is_followed_and_its_tiers_are_told_apart(model: Path, tmp_path: Path) -> None:
     """GPU and vLLM's host tier as the engine says; kvlake's tiers as the sidecar does."""
     config = {**CONFIG, "events": {"enabled": True}}

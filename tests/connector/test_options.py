@@ -19,6 +19,7 @@ def told(model: Path, caplog: pytest.LogCaptureFixture, role: Any, **extra: Any)
     return [one.getMessage() for one in caplog.records if "does nothing" in one.message]
 
 
+@pytest.mark.promise("unknown-options")
 def test_a_misspelt_one_is_told_with_the_nearest(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,7 @@ def test_heads_are_cut_over_ranks() -> None:
     assert (message.replicas, message.num_segments, message.topology) == (1, 4, "tp4")
 
 
+@pytest.mark.promise("pipeline-parallel")
 def test_layers_are_cut_over_stages() -> None:
     """Each stage is shown its own layers; together they are the model, and no rank's twice."""
     # The scheduler is shown the first stage's.
@@ -131,6 +132,7 @@ def test_layers_are_cut_over_stages() -> None:
     assert engine.owner(0).endswith("/pp2tp2")
 
 
+@pytest.mark.promise("pipeline-parallel")
 def test_every_stages_worker_serves_under_the_schedulers_names() -> None:
     """vLLM shows a worker the layers of its own stage, and the scheduler the first one's."""
     engines = [
@@ -160,6 +162,7 @@ def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
     assert whole.groups[0].namespace == cut.groups[0].namespace
 
 
+@pytest.mark.promise("refuse-stages")
 @pytest.mark.parametrize(
     "names", [["layer.0"], [], ["layer.1", "layer.2"], ["draft"], ["layer.1.0"]]
 )
@@ -168,6 +171,7 @@ def test_layers_that_are_not_the_stages_own_are_refused(names: list[str]) -> Non
         Cut(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
 
 
+@pytest.mark.promise("refuse-stages")
 def test_stages_of_a_model_of_several_groups_are_refused() -> None:
     refusal = engine_of(GQA, 1, stages=2, kv_heads=1, layers=range(1), beside=GQA).refusal
     assert refusal.startswith("pipeline_parallel_size=2 is not supported")
@@ -175,12 +179,14 @@ def test_stages_of_a_model_of_several_groups_are_refused() -> None:
     assert "stage 0 of 2" in whole
 
 
+@pytest.mark.promise("refuse-replicated-heads")
 def test_more_ranks_than_heads_are_refused() -> None:
     # vLLM does not say of each layer how many heads it has in all: which ranks hold copies is not
     # known for sure.
     assert "copies of a head" in engine_of(GQA, 8, kv_heads=4).refusal
 
 
+@pytest.mark.promise("refuse-mla")
 def test_what_is_not_plain_mla_is_refused() -> None:
     assert "MLAAttentionSpec" in engine_of(replace(MLA, tokens_per_state=4), 2).refusal
     padded = replace(MLA, page_size_padded=MLA.page_size_bytes + 64)

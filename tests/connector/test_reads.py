@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from connector.keys import KeyChain
 from connector.waiting import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
@@ -94,6 +96,7 @@ class TestStoreOnly:
         engine.settle()
         assert engine.computed["a"] == len(PROMPT) - 2 * CHUNK_TOKENS
 
+    @pytest.mark.promise("engine-deadlines")
     def test_the_deadline(self, engine: Engine) -> None:
         self.demoted(engine, first=2)
         taken = counted(engine)

@@ -54,6 +54,7 @@ def engine(make: Callable[..., Engine]) -> Engine:
     return make(specs=SPECS)
 
 
+@pytest.mark.promise("divergent-hits")
 @pytest.mark.parametrize("divergent", [False, True])
 def test_a_state_that_only_the_tiers_have(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, divergent: bool
@@ -97,6 +98,7 @@ def chunks_sent(engine: Engine) -> int:
 
 
 class TestStores:
+    @pytest.mark.promise("recurrent")
     def test_states_are_stored_where_steps_ended(self, make: Callable[..., Engine]) -> None:
         """One for a step of many blocks, vLLM makes no others, and one at the end of a prompt."""
         engine = make(specs=SPECS, batch_tokens=128)
@@ -131,6 +133,7 @@ class TestStores:
         assert len(prompt) - engine.computed["2"] == 224
         engine.check_idle()
 
+    @pytest.mark.promise("recurrent-block-end")
     def test_of_a_prompt_that_ends_with_a_block(self, engine: Engine) -> None:
         """The same prompt again needs the state before its last block, a longer one that behind."""
         engine.run(request_of("a", PROMPT[:64], max_tokens=1))
@@ -153,6 +156,7 @@ class TestStores:
         assert engine.computed["b"] == len(PROMPT)
         engine.check_idle()
 
+    @pytest.mark.promise("recurrent")
     @pytest.mark.parametrize("lost", ["states", "everything"])
     def test_what_vllm_holds_and_the_sidecar_lost_is_stored_again(
         self, engine: Engine, lost: str
@@ -230,6 +234,7 @@ class TestNamespaces:
         found = [json.dumps(self.of(model, one)) for one in (first, *others)]
         assert len(set(found)) == len(found)
 
+    @pytest.mark.promise("recurrent-other-tp")
     def test_engines_that_are_cut_otherwise_share_none(self, model: Path) -> None:
         assert self.of(model, state_of()) != self.of(model, state_of(), ranks=2)
 
@@ -237,6 +242,7 @@ class TestNamespaces:
         assert self.of(model, state_of())["encoding"].startswith("state-mamba2-cpu-")
 
 
+@pytest.mark.promise("padded-pages")
 def test_a_state_is_copied_as_it_is_and_nothing_beside_it() -> None:
     """Views as vLLM makes them: pages as large as those of attention, which states fill partly."""
     page_bytes, layers, blocks = 4096, 3, 5
@@ -300,6 +306,7 @@ def reason(model: Path, caplog: pytest.LogCaptureFixture, specs: Any, change: An
     return str(line)
 
 
+@pytest.mark.promise("refuse-recurrent")
 @pytest.mark.parametrize(
     ("specs", "said"),
     [
@@ -315,6 +322,7 @@ def test_what_is_not_safe_is_refused(
     assert said in reason(model, caplog, specs)
 
 
+@pytest.mark.promise("refuse-recurrent")
 def test_stages_are_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     def change(config: Any) -> None:
         config.parallel_config.pipeline_parallel_size = 2
@@ -322,6 +330,7 @@ def test_stages_are_refused(model: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "pipeline_parallel_size=2" in reason(model, caplog, [state_of()], change)
 
 
+@pytest.mark.promise("refuse-recurrent")
 def test_hits_within_a_block_are_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     def change(config: Any) -> None:
         config.cache_config.prefix_match_unit = 8

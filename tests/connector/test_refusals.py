@@ -62,6 +62,7 @@ def reason_of(model: Path, change: Callable[[Any, Any], Any], caplog: Any) -> st
 class TestRefused:
     """Served without the cache, with the reason in one line of the log."""
 
+    @pytest.mark.promise("refuse-context-parallel")
     @pytest.mark.parametrize(
         "name",
         [
@@ -75,6 +76,7 @@ class TestRefused:
 
         assert f"{name}=2 is not supported" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("refuse-retries")
     def test_steps_that_fail_and_are_tried_again(
         self, model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -83,6 +85,7 @@ class TestRefused:
 
         assert "enable_fault_tolerance" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("refuse-experts")
     def test_answers_with_the_experts_of_each_token(
         self, model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -91,6 +94,7 @@ class TestRefused:
 
         assert "enable_return_routed_experts" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("refuse-nodes")
     def test_ranks_on_several_nodes(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Each would attach to the sidecar of its own node, and no chunk ever be whole."""
 
@@ -108,6 +112,7 @@ class TestRefused:
 
         assert "external_launcher" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("refuse-nodes")
     def test_ranks_that_ray_places_on_several_nodes(
         self, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -138,6 +143,7 @@ class TestRefused:
         table["bundles_to_node_id"][1] = "here"  # type: ignore[index]
         assert not nodes_refusal(config)
 
+    @pytest.mark.promise("refuse-sleep")
     @pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
     def test_sleep_mode(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         def change(config: Any, _: Any) -> None:
@@ -149,6 +155,7 @@ class TestRefused:
 class TestPrefixes:
     """Models that cannot go on from the KV of a prefix, of which vLLM asks all the same."""
 
+    @pytest.mark.promise("refuse-prefixless")
     def test_prompts_that_are_attended_to_as_a_whole(
         self, model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -157,10 +164,12 @@ class TestPrefixes:
 
         assert "Prefix-LM" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("refuse-prefixless")
     def test_what_was_generated_is_read_through_a_window(self, model: Path) -> None:
         spec = spec_of(RSWASpec, rswa_window=64)
         assert "R-SWA" in prefix_refusal(vllm_config(model), [spec])
 
+    @pytest.mark.promise("refuse-prefixless")
     def test_machines_whose_attention_cannot(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -172,6 +181,7 @@ class TestPrefixes:
         monkeypatch.setattr(found, lambda: CpuArchEnum.RISCV)
         assert "RISC-V" in prefix_refusal(config, [spec_of()])
 
+    @pytest.mark.promise("refuse-pooling")
     @pytest.mark.parametrize(
         ("pooling", "cached"),
         [("MEAN", False), ("CLS", False), ("STEP", False), ("LAST", True), ("ALL", True)],
@@ -182,6 +192,7 @@ class TestPrefixes:
         config.model_config.pooler_config = PoolerConfig(pooling_type=pooling)
         assert (pooling in prefix_refusal(config, [spec_of()])) != cached
 
+    @pytest.mark.promise("refuse-diffusion")
     def test_diffusion(self, model: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A request may emit tokens whose KV is of a canvas that was not committed."""
 
@@ -192,6 +203,7 @@ class TestPrefixes:
 
         assert "diffusion" in reason_of(model, change, caplog)
 
+    @pytest.mark.promise("batch-invariant")
     @pytest.mark.parametrize(
         ("backend", "prefix_caching", "cached"),
         [
@@ -237,6 +249,7 @@ class TestRanksThatAreNotServed:
             rank.connector = rank.loaded = KVLakeConnector(config, KVConnectorRole.WORKER, seen)
             rank.connector.register_kv_caches({})
 
+    @pytest.mark.promise("refuse-layers")
     @pytest.mark.parametrize("refusing", [(0, 1), (1,)])
     def test_layers_of_one_group_with_pages_of_several_sizes(
         self,
@@ -263,6 +276,7 @@ class TestRanksThatAreNotServed:
         assert caplog.text.count("kvlake: ") == 1
         engine.check_idle()
 
+    @pytest.mark.promise("refuse-unshared-memory")
     def test_what_is_under_way_ends(self, make: Callable[..., Engine]) -> None:
         """A load, a read of the store, and requests that wait for another engine."""
         engine = make(ranks=2)
@@ -288,6 +302,7 @@ class TestRanksThatAreNotServed:
         assert engine.computed["c"] >= len(stored)
         engine.check_idle()
 
+    @pytest.mark.promise("refuse-unshared-memory")
     def test_memory_that_cannot_be_shared_again_after_a_sleep(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -311,6 +326,7 @@ class TestRanksThatAreNotServed:
         assert engine.computed["b"] >= len(PROMPT)
         engine.check_idle()
 
+    @pytest.mark.promise("refuse-sleep")
     def test_one_that_is_refused_sleeps_and_wakes_as_any(
         self, make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -358,6 +374,7 @@ class TestRanksThatAreNotServed:
                 assert client.session is None
         client._thread.join()
 
+    @pytest.mark.promise("batch-invariant")
     def test_caching_that_vllm_turned_off_in_its_worker(
         self,
         make: Callable[..., Engine],
@@ -377,6 +394,7 @@ class TestRanksThatAreNotServed:
         assert engine.client.closed
         engine.check_idle()
 
+    @pytest.mark.promise("refuse-unshared-memory")
     def test_memory_that_cannot_be_shared(
         self,
         make: Callable[..., Engine],
@@ -425,6 +443,7 @@ class TestRanksThatAreNotServed:
         engine.check_idle()
 
 
+@pytest.mark.promise("offloading-windows")
 @pytest.mark.skipif(SLEEP_IS_TOLD, reason="before vLLM 0.33")
 def test_chunks_of_several_blocks_that_windows_leave_in_part(model: Path) -> None:
     config, full = vllm_config(model), spec_of()

@@ -63,6 +63,7 @@ class TestReset:
         engine.run(request_of("b", PROMPT, max_tokens=1))
         assert engine.computed["b"] == len(PROMPT) - CACHED
 
+    @pytest.mark.promise("reset")
     def test_with_stores_under_way(self, engine: Engine) -> None:
         """As `docs/operations.md` has it: vLLM raises before it comes to the connector."""
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
@@ -154,6 +155,7 @@ class TestEvents:
         assert engine.role.take_events() == [stored]
         assert engine.role.take_events() == []
 
+    @pytest.mark.promise("events-vllm-stream")
     def test_vllms_words_for_them(self, engine: Engine) -> None:
         engine.connector._wants_events = True
         session = engine.client.session
@@ -177,6 +179,7 @@ class TestEvents:
             engine.connector._engine.owner(0)
         }
 
+    @pytest.mark.promise("events-hits")
     def test_that_vllm_tells_of_hits_is_told_where_a_request_asks_for_it(
         self, engine: Engine
     ) -> None:

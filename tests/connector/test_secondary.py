@@ -203,6 +203,7 @@ def words(count: int) -> list[str]:
     return [f"{start}-{number}" for number in range(count)]
 
 
+@pytest.mark.promise("offloading-tier")
 def test_what_one_engine_stored_another_finds(sidecar: SidecarProcess) -> None:
     prompt = words(9)
     with node(sidecar) as first, node(sidecar) as second:
@@ -227,6 +228,7 @@ def test_longer_than_vllms_own_tier(sidecar: SidecarProcess) -> None:
         assert first.find("d", tail) == len(tail)
 
 
+@pytest.mark.promise("offloading-long-prompt")
 def test_a_prompt_that_vllms_own_tier_has_no_room_for(sidecar: SidecarProcess) -> None:
     """Its head is a hit: each chunk more would push out another of them, and so on for ever."""
     prompt = words(CHUNKS + 10)
@@ -269,6 +271,7 @@ def test_what_is_carried_pushes_out_nothing_of_the_same_prompt(sidecar: SidecarP
             assert all(look[number] is LookupResult.HIT for number in held)
 
 
+@pytest.mark.promise("offloading-long-prompt")
 def test_what_others_pushed_out_before_it_was_loaded_is_carried_again(
     sidecar: SidecarProcess,
 ) -> None:
@@ -302,6 +305,7 @@ def test_other_engines_share_nothing(sidecar: SidecarProcess) -> None:
         assert first.find("d", prompt) == 3
 
 
+@pytest.mark.promise("offloading-canonical")
 def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
     one = config_of("", canonical_layout=True, parallel={"tp_size": 1})
     two = config_of("", canonical_layout=True, parallel={"tp_size": 2})
@@ -311,6 +315,7 @@ def test_canonical_pages_are_shared_by_all_cuts_of_a_model() -> None:
     assert isinstance(json.loads(namespace_of(one, {"a": 1}, ROW_BYTES)), dict)
 
 
+@pytest.mark.promise("streaming-input")
 def test_nothing_is_stored_of_a_request_that_went_on(sidecar: SidecarProcess) -> None:
     """vLLM mixes up its blocks then. Its own host tier has them all the same, and only that."""
     prompt = words(3)
@@ -330,6 +335,7 @@ def test_nothing_is_stored_of_a_request_that_went_on(sidecar: SidecarProcess) ->
         assert second.find("c", other) == 3
 
 
+@pytest.mark.promise("offloading-params")
 def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
     prompt, secret = words(3), words(3)
     with node(sidecar) as first, node(sidecar) as second:
@@ -343,6 +349,7 @@ def test_a_request_may_say_no(sidecar: SidecarProcess) -> None:
         assert second.find("f", secret) == 0
 
 
+@pytest.mark.promise("offloading-params")
 def test_what_is_to_be_forgotten_is(sidecar: SidecarProcess) -> None:
     prompt, kept = words(3), words(3)
     expired = sidecar.status()["counters"]["chunks_expired"]
@@ -358,6 +365,7 @@ def test_what_is_to_be_forgotten_is(sidecar: SidecarProcess) -> None:
         assert second.find("d", kept) == 3
 
 
+@pytest.mark.promise("offloading-params")
 def test_what_a_tier_cannot_do_is_told(
     sidecar: SidecarProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -414,6 +422,7 @@ def test_events_of_our_tier(sidecar: SidecarProcess) -> None:
         assert all(str(event.ownership).startswith("kvlake/") for event in events)
 
 
+@pytest.mark.promise("offloading-tier")
 def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
     prompt, other = words(4), words(4)
     hasty = CONFIG | {
@@ -445,6 +454,7 @@ def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
             assert first.find("h", prompt) == 4
 
 
+@pytest.mark.promise("offloading-tier")
 def test_from_the_object_store(tmp_path: Path) -> None:
     prompt = words(5)
     place = tmp_path / "store"
@@ -464,6 +474,7 @@ def test_from_the_object_store(tmp_path: Path) -> None:
         sidecar.wait("nothing is pinned", lambda status: not status["leases"])
 
 
+@pytest.mark.promise("offloading-params")
 def test_what_a_request_keeps_from_the_store(tmp_path: Path) -> None:
     """Of writing and of reading."""
     kept, written = words(3), words(4)

@@ -103,6 +103,7 @@ def keys_of(one: Node, prompt: list[str]) -> list[OffloadKey]:
 # --- vLLM's publisher ----------------------------------------------------------------------------
 
 
+@pytest.mark.promise("events-offloading")
 def test_what_others_stored_is_told_when_it_is_asked_for(sidecar: SidecarProcess) -> None:
     """What was there when the engine came, and what came later, in both tiers."""
     before, later, never = words(3), words(2), words(2)
@@ -169,6 +170,7 @@ def test_what_is_evicted_is_told_as_removed(tmp_path: Path, bucket: Path) -> Non
         listener.until(lambda: gone <= listener.holds)
 
 
+@pytest.mark.promise("events-offloading")
 def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -> None:
     bounds = {
         "objects_max": 2,
@@ -188,6 +190,7 @@ def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -
         listener.until_holds(CPU=keys, STORAGE=left)
 
 
+@pytest.mark.promise("events-offloading")
 def test_after_a_reset_nothing_of_before_is_told(sidecar: SidecarProcess) -> None:
     prompt = words(3)
     with node(sidecar) as first, node(sidecar) as other:
@@ -226,6 +229,7 @@ def test_a_sidecar_that_is_gone_and_comes_back(tmp_path: Path, bucket: Path) -> 
 # --- the sidecar's own stream --------------------------------------------------------------------
 
 
+@pytest.mark.promise("events-offloading")
 def test_nothing_is_made_up(
     sidecar: SidecarProcess,
     tmp_path: Path,

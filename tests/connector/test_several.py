@@ -28,6 +28,8 @@ from tests.connector.engine import Engine
 from tests.connector.others import EmptyConnector, LoadingConnector
 from tests.connector.prompts import CACHED, PROMPT, chain_of
 
+pytestmark = pytest.mark.promise("beside-others", "rank-aggregation")
+
 OFFERED = 2 * CHUNK_TOKENS
 
 

@@ -35,6 +35,7 @@ class TestWhoShares:
         engine.run(request_of("same", PROMPT, max_tokens=1, salt="one"))
         assert engine.computed["same"] == len(PROMPT) - CACHED
 
+    @pytest.mark.promise("adapters")
     def test_adapters_do_not(self, engine: Engine, tmp_path: Path) -> None:
         keys: list[bytes] = []
         for name in ("a", "b", "c"):
@@ -47,6 +48,7 @@ class TestWhoShares:
             keys.append(engine.role._requests[name].chain.keys[0])
         assert len({*keys, chain_of(engine, PROMPT).keys[0]}) == 4
 
+    @pytest.mark.promise("adapters")
     def test_an_adapter_that_was_trained_on_is_another(
         self, engine: Engine, tmp_path: Path
     ) -> None:
@@ -62,6 +64,7 @@ class TestWhoShares:
         assert key(2, inplace=False) == first
         assert key(3, inplace=True) != first
 
+    @pytest.mark.promise("adapters")
     @pytest.mark.parametrize("inplace", [False, True])
     def test_nothing_is_stored_of_what_begins_with_the_kv_of_an_adapter_of_before(
         self, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, inplace: bool
@@ -103,6 +106,7 @@ class TestWhoShares:
         assert engine.computed["hit"] == 300 - CACHED
         engine.check_idle()
 
+    @pytest.mark.promise("adapters")
     def test_nor_of_what_waits_with_an_adapter_and_begins_with_the_kv_of_the_next(
         self, make: Callable[..., Engine], tmp_path: Path
     ) -> None:
@@ -124,6 +128,7 @@ class TestWhoShares:
         assert set(engine.sidecar.parts) == stored
         engine.check_idle()
 
+    @pytest.mark.promise("adapters")
     def test_how_adapters_are_applied_tells_them_apart(
         self, make: Callable[..., Engine], tmp_path: Path
     ) -> None:
@@ -153,6 +158,7 @@ class TestWhoShares:
         assert len({one["adapter"] for one in keys}) == len(keys) - 1
         assert all(one["three"] != one["adapter"] for one in keys)
 
+    @pytest.mark.promise("adapters")
     def test_requests_beside_an_adapter_that_is_loaded_in_its_place_are_void(
         self, engine: Engine, tmp_path: Path
     ) -> None:
@@ -205,6 +211,7 @@ class TestWhoShares:
         assert not engine.role._requests
         assert caplog.text.count("is not cached") == 2, "told once of each"
 
+    @pytest.mark.promise("multimodal")
     def test_images_do_not(self, engine: Engine) -> None:
         def first_key(name: str, identifier: str) -> bytes:
             feature = MultiModalFeatureSpec(
@@ -219,6 +226,7 @@ class TestWhoShares:
         keys = {first_key("a", "cat"), first_key("b", "dog"), chain_of(engine, PROMPT).keys[0]}
         assert len(keys) == 3
 
+    @pytest.mark.promise("media-not-hashed")
     @pytest.mark.parametrize("caching", [True, False])
     @pytest.mark.parametrize("cache_gb", [0.0, 4.0])
     def test_images_that_vllm_only_counts_are_not_cached(
@@ -242,6 +250,7 @@ class TestWhoShares:
         assert set(engine.role._requests) == ({"text"} if counted else {"image", "text"})
         assert ("images, audio or video are not cached" in caplog.text) == counted
 
+    @pytest.mark.promise("prompt-embeddings", "streaming-input")
     def test_embeddings_and_streams_are_not_cached(self, engine: Engine) -> None:
         embeds = request_of("e", PROMPT)
         embeds.prompt_embeds = torch.zeros(1)
@@ -253,6 +262,7 @@ class TestWhoShares:
             engine.role.request_finished(request, [])
         assert not engine.role._requests
 
+    @pytest.mark.promise("no-cache-reads")
     def test_a_request_that_may_not_read_the_cache(self, engine: Engine) -> None:
         seen(engine)
         request = request_of("a", PROMPT, max_tokens=1)
@@ -260,6 +270,7 @@ class TestWhoShares:
         engine.run(request)
         assert engine.computed["a"] == len(PROMPT)
 
+    @pytest.mark.promise("roles")
     @pytest.mark.parametrize(("kv_role", "reads"), [("kv_producer", False), ("kv_consumer", True)])
     def test_the_role_in_vllms_configuration(
         self, make: Callable[..., Engine], kv_role: str, reads: bool

@@ -94,6 +94,7 @@ def loaded_tokens(engine: Engine, name: str, num_tokens: int) -> int:
     return -(-(num_tokens - engine.computed[name]) // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
+@pytest.mark.promise("ngram-drafts")
 @pytest.mark.parametrize("length", [60, 128, 300])
 def test_what_was_drafted_is_found_by_the_next_turn(
     make: Callable[..., Engine], length: int
@@ -114,6 +115,7 @@ def test_what_was_drafted_is_found_by_the_next_turn(
     engine.check_idle()
 
 
+@pytest.mark.promise("eagle")
 def test_prompts_that_part_at_the_end_of_a_chunk(make: Callable[..., Engine]) -> None:
     """A drafter's KV of the last token depends on the next: another one is another chunk."""
     engine = make()
@@ -133,6 +135,7 @@ def test_prompts_that_part_at_the_end_of_a_chunk(make: Callable[..., Engine]) ->
     engine.check_idle()
 
 
+@pytest.mark.promise("eagle", "ngram-drafts")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_conversations_in_a_small_cache(make: Callable[..., Engine], ranks: int) -> None:
     """Preemption, eviction, failures, shared heads, and stores under way."""
@@ -193,6 +196,7 @@ class TestNamespace:
     def test_n_grams_share_with_engines_that_do_not_draft(self, model: Path) -> None:
         assert self.namespace(model, NGRAM) == self.namespace(model, None)
 
+    @pytest.mark.promise("eagle")
     def test_a_drafter_is_part_of_it(
         self, model: Path, eagle: dict[str, Any], tmp_path: Path
     ) -> None:
@@ -222,6 +226,7 @@ class TestNamespace:
 
 
 class TestRefused:
+    @pytest.mark.promise("refuse-drafters")
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
@@ -248,6 +253,7 @@ class TestRefused:
         (line,) = [one.getMessage() for one in caplog.records if "without the cache" in one.message]
         assert reason in line
 
+    @pytest.mark.promise("refuse-drafters")
     def test_copies_of_a_drafters_heads(self, model: Path, eagle: dict[str, Any]) -> None:
         config = vllm_config(model, speculative=eagle, ranks=2)
         assert drafting_refusal(config) == ""
@@ -258,6 +264,7 @@ class TestRefused:
         config.parallel_config.tensor_parallel_size = 4
         assert "2 KV heads for 4 ranks" in drafting_refusal(config)
 
+    @pytest.mark.promise("refuse-drafters")
     def test_over_pipeline_stages(self, model: Path) -> None:
         config = vllm_config(model, speculative=NGRAM)
         config.parallel_config.pipeline_parallel_size = 2

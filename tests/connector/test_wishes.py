@@ -65,6 +65,7 @@ def test_what_cannot_be_done_is_told_once(
     assert f"asks in vain for {in_vain}" in caplog.text or not in_vain
 
 
+@pytest.mark.promise("malformed-params")
 @pytest.mark.parametrize(
     ("given", "wishes"),
     [

@@ -151,6 +151,7 @@ class TestSubmit:
         assert len(rank.client.sent_of(Submit)) == 1
         assert rank.memory.fd >= 0
 
+    @pytest.mark.promise("attach-again")
     def test_every_attempt_has_a_page_of_its_own(self, rank: Rank) -> None:
         assert rank.attempts is not None
         one, other = rank.attempts(), rank.attempts()
@@ -222,6 +223,7 @@ class TestAnswered:
 
 
 class TestDeadline:
+    @pytest.mark.promise("engine-deadlines")
     def test_a_late_job_is_revoked_before_its_blocks_are_given_back(self, rank: Rank) -> None:
         rank.role.submit(StepPlan([load(2, "a")], [store(3)]))
         rank.clock.now += LOAD_SECONDS - 0.1

@@ -1,7 +1,7 @@
 """vLLM's interfaces, as each supported release has them, against what kvlake expects of them.
 
 The installed release is read from its source anew; the others by what was recorded of theirs. A
-failure names what moved. How to take a new release in: `docs/support.md`.
+failure names what moved. How to take a new release in: `docs/testing.md`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tests.contract.calls import SCHEDULER, WORKER, departure
 from tests.contract.installed import installed
 from tests.contract.reading import Sources
 from tests.contract.surface import MANIFESTS, USED, dump, moved, record, recorded
+
+pytestmark = pytest.mark.promise("vllm-interfaces")
 
 ROOT = Path(__file__).parents[2]
 SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")
@@ -62,16 +64,16 @@ def test_the_installed_release(here: dict[str, Any]) -> None:
 def test_what_was_recorded_of_the_installed_release_is_true(here: dict[str, Any]) -> None:
     known = recorded(here["version"])
     assert known is not None, "run: python -m tests.contract"
-    assert dump(here) == dump(known), "the records are of another surface; see docs/support.md"
+    assert dump(here) == dump(known), "the records are of another surface; see docs/testing.md"
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_a_recorded_release(version: str) -> None:
     manifest = recorded(version)
-    assert manifest is not None, f"{version} was never recorded; see docs/support.md"
+    assert manifest is not None, f"{version} was never recorded; see docs/testing.md"
     assert manifest["version"] == version
     # Recorded with this surface, not with an older one that asked for less.
-    assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, "record it anew; see docs/support.md"
+    assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, "record it anew; see docs/testing.md"
     lines = moved(manifest)
     assert not lines, f"vLLM {version} moved:\n" + "\n".join(lines)
 
@@ -89,6 +91,7 @@ def test_every_override_is_in_the_surface() -> None:
     assert not ours & {*LEFT_ALONE}
 
 
+@pytest.mark.promise("offloading-touch")
 def test_every_class_of_vllms_is_gone_through() -> None:
     """Of what ours are made from: a method that is new there asks for a decision."""
     symbols = {symbol.partition(":")[2]: symbol for symbol in USED}
@@ -136,6 +139,7 @@ def test_what_is_read_with_a_default_is_in_the_surface() -> None:
             assert name in known or name in READ_OF_OTHERS, f"{path.name}: {ast.unparse(node)}"
 
 
+@pytest.mark.promise("unknown-options")
 def test_what_vllms_offloading_reads_of_its_configuration_is_known() -> None:
     """Else an operator who sets it is told that it does nothing."""
     read: set[str] = set()

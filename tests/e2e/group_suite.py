@@ -130,6 +130,7 @@ class GroupSuite:
         assert same_output(generation, expected.generation)
         self.check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
 
+    @pytest.mark.promise("host-hit")
     @pytest.mark.parametrize("tokens", [125, 160, 512, 515, 1500])
     def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
         # To vLLM's host tier a group is a part of a key.
@@ -154,6 +155,7 @@ class GroupSuite:
         assert cached_tokens == oracle.generation.cached_tokens == whole_blocks(1300)
         assert same_output(measured.generation, oracle.generation)
 
+    @pytest.mark.promise("store-hit")
     def test_object_hit(self, folder: Path, engine: Engine) -> None:
         """An empty sidecar offers what another one left: every group of it, or nothing."""
         bucket, call = folder / "store", self.call(1500, 7, max_tokens=1)
@@ -163,6 +165,7 @@ class GroupSuite:
             self.check_same(engine, call, expected)
             assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(1500))
 
+    @pytest.mark.promise("abort-of-load")
     def test_an_abort_during_a_load(self, folder: Path, engine: Engine) -> None:
         """Half-way through its copy, beside loads of others: each of them gets its own bytes.
 
@@ -191,6 +194,7 @@ class GroupSuite:
             sidecar.wait("everything ended", idle)
             self.check_same(engine, call, expected)
 
+    @pytest.mark.promise("preemption")
     def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """More requests than the KV cache has room for: they are preempted, and load again."""
         calls = [
@@ -217,6 +221,7 @@ class GroupSuite:
                 assert len(generation.tokens) == 250
                 check_throughout(engine, call, generation, self.rounding)
 
+    @pytest.mark.promise("engine-restart")
     def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
         """Another engine of the same model hits what the first one stored."""
         call = self.call(1100, 8, max_tokens=1)
@@ -229,6 +234,7 @@ class GroupSuite:
             empty(second)
         sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
 
+    @pytest.mark.promise("two-ranks")
     def test_two_ranks(self, folder: Path, engine: Engine) -> None:
         """Each rank has its own part of every group, and loads that."""
         engine_args = {**engine.spec.engine_args, "tensor_parallel_size": 2}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-disaggregated")]
 
 TOKENS: Final = 1500
 HANDED_TOKENS: Final = 1472
@@ -141,6 +141,7 @@ def decoded(pair: Pair, call: Call, salt: str, params: dict[str, Any]) -> Measur
     return Measured(generation, blocks_of(pair.consumer), salt)
 
 
+@pytest.mark.promise("disaggregated")
 def test_on_one_node_through_host_memory(pair: Pair, node: SidecarProcess) -> None:
     oracle = own_hit(pair.consumer, CALL, before=[CALL])
     assert oracle.generation.cached_tokens == HANDED_TOKENS
@@ -169,6 +170,7 @@ def test_on_one_node_through_host_memory(pair: Pair, node: SidecarProcess) -> No
     assert counters(node)["chunks_loaded"] >= 2 * CHUNKS
 
 
+@pytest.mark.promise("roles")
 def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: SidecarProcess) -> None:
     """Also of requests that hand nothing over."""
     producer, consumer, _ = pair
@@ -195,6 +197,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(pair: Pair, node: Side
     assert counters(node)["chunks_loaded"] == loaded + CHUNKS
 
 
+@pytest.mark.promise("disaggregated")
 def test_across_nodes_through_the_bucket(pair: Pair, server: S3Server) -> None:
     """Of a real S3 server."""
     oracle = own_hit(pair.consumer, CALL, before=[CALL])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-data-parallel")]
 
 RANKS: Final = 2
 TOKENS: Final = 1500
@@ -107,6 +107,7 @@ def _of(rank: int, measured: Measured) -> Measured:
     return Measured(measured.generation, [measured.blocks[rank]], measured.salt)
 
 
+@pytest.mark.promise("data-parallel")
 def test_each_rank_is_an_engine_of_its_own(engine: Engine, sidecar: SidecarProcess) -> None:
     sessions = sidecar.status()["sessions"]
     roles: dict[str, list[str]] = {}
@@ -117,6 +118,7 @@ def test_each_rank_is_an_engine_of_its_own(engine: Engine, sidecar: SidecarProce
     assert len(sidecar.status()["realms"]) == 1, "they share their chunks"
 
 
+@pytest.mark.promise("data-parallel")
 @pytest.mark.parametrize("reader", range(RANKS))
 def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
     engine: Engine, sidecar: SidecarProcess, reader: int
@@ -150,6 +152,7 @@ def test_both_ranks_at_once(engine: Engine, sidecar: SidecarProcess) -> None:
         assert close(generation, expected)
 
 
+@pytest.mark.promise("events-engine")
 def test_what_each_ranks_own_cache_holds_is_told(engine: Engine, sidecar: SidecarProcess) -> None:
     """By vLLM's hashes, under the rank's name and number."""
     salt = fresh_salt()

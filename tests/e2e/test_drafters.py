@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "suite-drafters"),
+]
 
 ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens"
@@ -120,6 +123,7 @@ def arm(engine: Engine, before: Call, call: Call, *, forgotten: bool) -> Drafted
     )
 
 
+@pytest.mark.promise("eagle")
 def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProcess) -> None:
     """vLLM drops the last block of its own hit, whose KV may be of another next token.
 
@@ -145,6 +149,7 @@ def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProces
     assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN * (LAYERS + 1) // LAYERS
 
 
+@pytest.mark.promise("eagle")
 def test_another_next_token_is_another_chunk(engine: Engine, sidecar: SidecarProcess) -> None:
     """Up to the chunk before it the prompts share; its last block too, but for that token.
 
@@ -161,6 +166,7 @@ def test_another_next_token_is_another_chunk(engine: Engine, sidecar: SidecarPro
     Oracle(engine, other).check_close(generation)
 
 
+@pytest.mark.promise("eagle")
 def test_next_turn(engine: Engine, sidecar: SidecarProcess) -> None:
     """What was drafted and accepted is found, and of the drafter, what it wrote for that."""
     salt = fresh_salt()

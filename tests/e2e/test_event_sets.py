@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "events-any-order", "suite-events"),
+]
 
 TIERS: Final = ("CPU", "STORAGE")
 MEDIA: Final = ("GPU", *TIERS)
@@ -303,6 +306,7 @@ def first_life(
     assert joined["gaps"] == 0
 
 
+@pytest.mark.promise("events-engine", "events-tiers", "events-vllm-stream")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_random_life_with_evictions_and_restarts(
     folder: Path, case: Case, sidecar: SidecarProcess, spec: EngineSpec, followers: Followers

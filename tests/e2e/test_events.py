@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-events")]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ def subscribe(sidecar: SidecarProcess) -> Iterator[Any]:
         subscriber.close()
 
 
+@pytest.mark.promise("events-engine")
 def test_one_stream_of_engine_and_tiers(
     engine: Engine, sidecar: SidecarProcess, subscribe: Any
 ) -> None:
@@ -128,6 +129,7 @@ def test_one_stream_of_engine_and_tiers(
     assert joined["gaps"] == 0
 
 
+@pytest.mark.promise("vllm-call-order")
 def test_the_order_of_calls(engine: Engine, folder: Path) -> None:
     """Of a run with a miss, stores, a hit, several requests at once and an abort."""
     prompts = [words(700, seed) for seed in range(20, 24)]

@@ -53,7 +53,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Generation
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("connector", "suite-features"),
+]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
     **SMALL,
@@ -125,6 +129,7 @@ class TestWishes:
         with attached(folder, engine, store=folder_store(bucket)) as sidecar:
             yield sidecar
 
+    @pytest.mark.promise("read-write")
     def test_write_false_stores_nothing_and_loads(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -136,6 +141,7 @@ class TestWishes:
         assert stored == 0
         assert call.generate(engine, salt).cached_tokens == 0
 
+    @pytest.mark.promise("read-write")
     def test_read_false_loads_nothing_and_stores(self, engine: Engine) -> None:
         call = Call(words(TOKENS, 2))
         writer = wishing(call, read=False)
@@ -143,12 +149,14 @@ class TestWishes:
         oracle = own_hit(engine, call, before=[call])
         check_equal(external_hit(engine, call, before=[writer]), oracle)
 
+    @pytest.mark.promise("read-write")
     def test_neither(self, engine: Engine, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 3))
         other = wishing(call, read=False, write=False)
         check_equal(external_hit(engine, other, before=[call]), own_hit(engine, call))
         assert stored_by(engine, sidecar, other)[1] == 0
 
+    @pytest.mark.promise("host-only", "ttl")
     def test_only_host_memory(self, engine: Engine, sidecar: SidecarProcess, bucket: Path) -> None:
         """What only the store has is not read, and what stays in host memory is not written."""
         call, near, brief = (Call(words(TOKENS, seed)) for seed in (4, 5, 6))
@@ -177,6 +185,7 @@ class TestWishes:
             check_equal(Measured(generation, blocks_of(engine), expected.salt), expected)
             assert counters(sidecar)["chunks_read"] == chunks_of(engine)
 
+    @pytest.mark.promise("ttl")
     def test_ttl(self, engine: Engine, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 7))
         oracle = own_hit(engine, call, before=[call])
@@ -192,6 +201,7 @@ class TestWishes:
         check_equal(measured, own_hit(engine, call))
         assert generation.cached_tokens == 0
 
+    @pytest.mark.promise("malformed-params")
     def test_what_is_not_understood_is_taken_as_less(
         self, folder: Path, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -208,6 +218,7 @@ class TestWishes:
         assert check_hit(engine, call).cached_tokens == WHOLE_TOKENS
 
 
+@pytest.mark.promise("pin")
 def test_what_is_pinned_stays(folder: Path, engine: Engine) -> None:
     """In a pool that others' prompts fill several times over."""
     call = Call(words(700, 10))
@@ -227,6 +238,7 @@ def test_what_is_pinned_stays(folder: Path, engine: Engine) -> None:
 
 
 class TestRequests:
+    @pytest.mark.promise("no-cache-reads")
     def test_a_request_that_may_not_read_the_cache(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -245,6 +257,7 @@ class TestRequests:
         check_equal(external_hit(engine, call, before=[whole]), oracle)
         assert oracle.generation.cached_tokens == WHOLE_TOKENS
 
+    @pytest.mark.promise("samples")
     def test_several_samples_of_one_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """Each is a request to the cache: it loads the prompt, and stores what it generated."""
         number = 4
@@ -276,6 +289,7 @@ class TestRequests:
             assert generation.cached_tokens == whole_blocks(TOKENS + 100)
             Oracle(engine, turn).check_close(generation)
 
+    @pytest.mark.promise("priority-scheduling")
     def test_priority_scheduling(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """Who matters more overtakes those that wait, and others are preempted and load again."""
         prompts = [words(1300, seed) for seed in (26, 27, 28)]
@@ -313,6 +327,7 @@ class TestRequests:
 
 
 class TestNotCached:
+    @pytest.mark.promise("prompt-embeddings")
     def test_prompt_embeddings_are_served_and_not_cached(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -331,6 +346,7 @@ class TestNotCached:
         for name in ("chunks_stored", "chunks_loaded", "lookups"):
             assert after[name] == before[name]
 
+    @pytest.mark.promise("streaming-input")
     def test_streaming_input_is_served_and_not_cached(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -370,6 +386,7 @@ def part(generation: Generation, start: int) -> Generation:
     )
 
 
+@pytest.mark.promise("no-prefix-caching")
 def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engine) -> None:
     """Then kvlake's is the only one there is; the oracle is an engine that has its own."""
     call, other = Call(words(TOKENS, 30)), Call(words(TOKENS, 31))
@@ -399,6 +416,7 @@ def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engi
         sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
 
 
+@pytest.mark.promise("beside-others")
 def test_beside_another_connector(folder: Path, model: str, kind: type[Engine]) -> None:
     """vLLM's `ExampleConnector`, which keeps prompts in files, by their tokens and nothing else.
 
@@ -466,6 +484,7 @@ def write_mistral(folder: Path) -> None:
     make(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+@pytest.mark.promise("mistral", "windows-alone")
 class TestWindowsAlone(GroupSuite):
     groups = 1
 
@@ -529,6 +548,7 @@ def write_llama4(folder: Path) -> None:
     make(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+@pytest.mark.promise("chunked-local", "llama-4")
 class TestChunkedLocal(GroupSuite):
     @pytest.fixture(scope="class")
     @classmethod

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("connector", "qwen3-next", "recurrent", "suite-gated-deltas"),
+]
 
 
 def write_qwen3_next(folder: Path) -> None:

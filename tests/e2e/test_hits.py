@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("chunked-prefill", "connector", "suite-hits")]
 
 BLOCKS = 512
 
@@ -117,6 +117,7 @@ def test_own_prefix_hit_costs_no_message(engine: Engine, sidecar: SidecarProcess
     assert sidecar.status()["sockets"]["frames_received"] == frames
 
 
+@pytest.mark.promise("full-attention", "host-hit", "llama")
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -228,6 +229,7 @@ def test_three_turns(engine: Engine, sidecar: SidecarProcess) -> None:
     check_hit(engine, calls[-1], before=calls[:-1])
 
 
+@pytest.mark.promise("cache-salt")
 def test_another_salt_finds_nothing(engine: Engine, sidecar: SidecarProcess) -> None:
     prompt, tenant = words(1000, 16), fresh_salt()
     engine.generate(prompt, cache_salt=tenant)

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "gemma-3", "suite-windows", "windows-mixed"),
+]
 
 WINDOW: Final = 128
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Generation
     from tests.e2e.kill_seams import Seam
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.promise("connector", "kill-matrix")]
 
 STOP_SECONDS: Final = 3.0
 """Longer than each deadline of the configuration."""

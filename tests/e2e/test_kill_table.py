@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.e2e.kill_table import CELLS, Backend, Row, from_plain, markdown, plain
+
+pytestmark = pytest.mark.promise("kill-matrix", "kill-table")
 
 
 def test_rows_go_to_another_process_and_are_the_same_there() -> None:

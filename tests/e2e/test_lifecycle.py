@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Generation
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-lives")]
 
 BLOCKS = 160
 """5,120 tokens of KV cache: enough for any one prompt here, too few for many at once."""
@@ -169,6 +169,7 @@ def test_sidecar_restarted(folder: Path, engine: Engine, oracle: Oracle) -> None
         oracle.check(again)
 
 
+@pytest.mark.promise("engine-restart", "llama", "several-engines")
 def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
     """Another engine of the same model, beside the same sidecar, hits what the first one stored."""
     call = Call(words(PROMPT_TOKENS, 3))
@@ -196,6 +197,7 @@ def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
         check_equal(external_hit(engine, call, before=[call]), expected)
 
 
+@pytest.mark.promise("reset")
 def test_reset_of_the_connector_forgets(folder: Path, engine: Engine) -> None:
     """Weights may have changed, says whoever resets the connector: nothing from before is found,
     what is stored from then on is."""
@@ -213,6 +215,7 @@ def test_reset_of_the_connector_forgets(folder: Path, engine: Engine) -> None:
 # --- aborts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("abort", "abort-of-load", "llama")
 def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
     chooser = random.Random(SEED)
     prompt = oracle.call.prompt
@@ -271,6 +274,7 @@ def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
 # --- a sidecar that hangs or dies ----------------------------------------------------------------
 
 
+@pytest.mark.promise("failed-load")
 def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
     """The request is computed once the load's deadline is over; the load never happens."""
     prompt = oracle.call.prompt
@@ -328,6 +332,7 @@ def test_sidecar_stopped_and_continued_in_time(
         oracle.check(generation)
 
 
+@pytest.mark.promise("failed-load")
 def test_sidecar_killed_with_a_load_outstanding(
     folder: Path, engine: Engine, oracle: Oracle
 ) -> None:
@@ -386,6 +391,7 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle
 # --- memory that rots ----------------------------------------------------------------------------
 
 
+@pytest.mark.promise("failed-load")
 def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle: Oracle) -> None:
     """A byte of a slot changes after it was sealed: what was loaded of it is computed."""
     prompt = oracle.call.prompt
@@ -415,6 +421,7 @@ def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle:
 # --- too little memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.promise("llama", "preemption", "preemption-hits")
 def test_preemption(folder: Path, engine: Engine) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
     calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]

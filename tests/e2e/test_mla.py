@@ -45,6 +45,7 @@ pytestmark = [
         not torch.cpu._is_amx_tile_supported(),  # pyright: ignore[reportPrivateUsage]
         reason="without AMX vLLM's MLA on CPUs computes every prompt from its start",
     ),
+    pytest.mark.promise("connector", "suite-mla"),
 ]
 
 TOKENS: Final = 700
@@ -99,12 +100,14 @@ def segments_in(bucket: Path) -> dict[bytes, list[Segment]]:
     return found
 
 
+@pytest.mark.promise("host-hit", "mla-model", "two-ranks")
 def test_a_hit_equals_the_engines_own_on_one_rank_and_on_two(place: Place) -> None:
     for seed, engine in enumerate((place.one, place.two)):
         generation = check_hit(engine, Call(words(TOKENS, 30 + seed)))
         assert generation.cached_tokens == WHOLE_TOKENS
 
 
+@pytest.mark.promise("engine-restart", "mla", "mla-model")
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 stores", "TP2 stores"])
 def test_what_one_stored_the_other_loads(place: Place, writer: int) -> None:
     ours, theirs = (place.one, place.two) if writer == 0 else (place.two, place.one)
@@ -144,6 +147,7 @@ def test_what_one_stored_the_other_loads(place: Place, writer: int) -> None:
     assert (again.tokens, again.logprobs) == (generation.tokens, generation.logprobs)
 
 
+@pytest.mark.promise("abort-of-load", "mla-model")
 def test_aborts_of_a_load(place: Place) -> None:
     """One request at a time: of several at once vLLM's MLA on CPUs computes something else."""
     engine, call = place.one, Call(words(TOKENS, 50))
@@ -161,6 +165,7 @@ def test_aborts_of_a_load(place: Place) -> None:
     assert generation.cached_tokens == WHOLE_TOKENS
 
 
+@pytest.mark.promise("mla-model", "store-hit")
 def test_the_store_serves_a_sidecar_that_knows_nothing(place: Place) -> None:
     engine, sidecar = place.one, place.sidecar
     call = Call(words(TOKENS, 60))

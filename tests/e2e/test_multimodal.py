@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sidecar.demo.sidecars import SidecarProcess
     from tests.e2e.arms import Measured
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "idefics-3", "suite-multimodal")]
 
 IMAGE: Final = WORDS + 3
 """The token that stands for an image, behind the words and the tokenizer's special ones."""
@@ -185,6 +185,7 @@ class TestIdefics3(GroupSuite):
         """None of whole blocks: of such a prompt all is loaded, not only what vLLM would find."""
         super().test_host_hits(engine, sidecar, tokens)
 
+    @pytest.mark.promise("multimodal")
     @pytest.mark.parametrize(
         "before",
         [0, CHUNK_TOKENS - 24, CHUNK_TOKENS + 40],
@@ -212,6 +213,7 @@ class TestIdefics3(GroupSuite):
             # What was computed behind the shared head is rounded otherwise.
             assert same(again, expected)
 
+    @pytest.mark.promise("multimodal")
     def test_a_hit_that_ends_inside_an_image(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """The rest of the image is computed, of which the tower's output is needed again."""
         head = CHUNK_TOKENS - 24
@@ -238,6 +240,7 @@ class TestIdefics3(GroupSuite):
         assert again.cached_tokens == call.tokens
         assert close(again, cold)
 
+    @pytest.mark.promise("media-not-hashed")
     @pytest.mark.nightly
     def test_images_that_vllm_only_counts_are_not_cached(
         self, folder: Path, engine: Engine, sidecar: SidecarProcess

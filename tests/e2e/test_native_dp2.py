@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "suite-data-parallel"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "offloading-eagle", "suite-drafters"),
+]
 
 
 @pytest.fixture(scope="module")

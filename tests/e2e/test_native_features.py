@@ -50,7 +50,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "suite-features"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,7 @@ def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
 
 
 class TestCachedByVllmsHashes:
+    @pytest.mark.promise("prompt-embeddings")
     def test_prompt_embeddings(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """They are cached as such: what was computed of tokens is not found."""
         prompt = words(TOKENS, 21)
@@ -84,6 +89,7 @@ class TestCachedByVllmsHashes:
         check_equal(external_hit(engine, call, before=[call]), warm)
         assert counters(sidecar)["chunks_loaded"] > loaded
 
+    @pytest.mark.promise("streaming-input")
     def test_streaming_input(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """It is stored until it goes on: then vLLM mixes up its blocks (`connector/guard.py`)."""
         first, second = words(700, 22), words(500, 23)

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "offloading-recurrent", "qwen3-next", "suite-gated-deltas"),
+]
 
 
 @pytest.fixture(scope="module")

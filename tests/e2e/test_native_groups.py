@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("offloading", "suite-windows")]
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 
@@ -51,6 +51,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         yield engine.wait_ready()
 
 
+@pytest.mark.promise("offloading-groups")
 def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
     """From host memory, and from the object store for a sidecar that is empty."""
     call, bucket = Call(words(900, 1), max_tokens=1), folder / "store"
@@ -71,6 +72,7 @@ def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: Engine) -> None:
         assert counters(sidecar)["chunks_read"] >= whole_blocks(900) // CHUNK_TOKENS
 
 
+@pytest.mark.promise("offloading-groups", "suite-requests")
 def test_an_adapter_has_its_own_chunks(folder: Path, engine: Engine) -> None:
     adapters.write_adapter(folder / "adapter", 1)
     options = {"adapter": ("adapter", 1, str(folder / "adapter"))}

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("offloading", "offloading-spec", "suite-hits"),
+]
 
 HITS: Final = "vllm:external_prefix_cache_hits"
 CHUNK_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
 
 # One hit of this model, on two ranks, is in what is always run: `test_native_groups.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("gemma-3", "offloading", "offloading-groups", "suite-windows"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from tests.e2e.kill_world import World
 
 # What a sidecar's deaths and stops do to requests is shown in short by `test_native_lifecycle.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.promise("kill-matrix", "offloading"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("offloading", "offloading-spec", "suite-lives", "suite-warm-restart"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("idefics-3", "offloading", "suite-multimodal"),
+]
 
 
 @pytest.fixture(scope="module")

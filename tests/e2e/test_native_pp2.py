@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "offloading-stages", "suite-two-stages"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,7 @@ class TestStages(TwoRanksSuite):
     objects: ClassVar = ("0-1.0-1.arrow",)
 
 
+@pytest.mark.promise("offloading-stages")
 def test_stages_of_different_numbers_of_layers(
     folder: Path, engine: Engine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("lfm2", "offloading", "offloading-recurrent", "suite-recurrent"),
+]
 
 
 @pytest.fixture(scope="module")

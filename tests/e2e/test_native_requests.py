@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("sidecar")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.usefixtures("sidecar"),
+    pytest.mark.promise("offloading", "offloading-spec", "suite-requests"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("offloading", "offloading-spec", "suite-store"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "suite-layouts"),
+]
 
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = whole_blocks(TOKENS)
@@ -83,6 +87,7 @@ def heads_of(engine: Engine) -> Counter[tuple[str, ...]]:
     return Counter(tuple(head for rank in ranks for head in rank[block]) for block in ranks[0])
 
 
+@pytest.mark.promise("offloading-canonical")
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 stores", "TP2 stores"])
 def test_what_one_stored_the_other_loads(
     sidecar: SidecarProcess, engines: tuple[Engine, Engine], writer: int

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
 
 # Two ranks with an adapter are in what is always run: `test_native_groups.py`.
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("offloading", "offloading-groups", "suite-two-ranks"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.nightly,
+    pytest.mark.promise("connector", "offloading", "suite-pooling"),
+]
 
 LAST: Final[dict[str, Any]] = {**SMALL, **in_steps(512), "runner": "pooling"}
 """The default of a llama. vLLM caches its prefixes, and may compute a prompt in several steps."""
@@ -100,6 +104,7 @@ def engine(
 
 
 class TestLast:
+    @pytest.mark.promise("pooling-last")
     @pytest.mark.parametrize("tokens", [97, 700, 1500])
     def test_host_hit(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
         loaded, hits = counters(sidecar), engine.counter(HITS)
@@ -107,6 +112,7 @@ class TestLast:
         assert found.cached_tokens == whole_blocks(tokens)
         assert loaded_tokens(sidecar, loaded) == engine.counter(HITS) - hits == found.cached_tokens
 
+    @pytest.mark.promise("pooling-last")
     def test_shared_prefix_of_another_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
         shared = words(2 * CHUNK_TOKENS, 1)
         first, second = Call(shared + words(400, 2)), Call(shared + words(300, 3))
@@ -129,6 +135,7 @@ class TestLast:
         assert found.cached_tokens == loaded_tokens(sidecar, loaded) == len(call.prompt)
         assert product(embedding_of(found), embedding_of(oracle.generation)) > ALIKE
 
+    @pytest.mark.promise("pooling-last")
     def test_embeddings_of_all_tokens_read_no_cache(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -172,6 +179,7 @@ def expected(folder: Path, model: str) -> list[list[float]]:
 
 
 class TestMean:
+    @pytest.mark.promise("offloading-prefixless", "refuse-pooling")
     @pytest.mark.parametrize(
         ("through", "told"),
         [

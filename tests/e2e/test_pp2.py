@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "pipeline-parallel", "suite-two-stages"),
+]
 
 # A prompt is several steps, of which two are under way at once.
 ENGINE_ARGS: Final[dict[str, Any]] = {"pipeline_parallel_size": 2, **in_steps(512)}

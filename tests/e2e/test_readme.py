@@ -26,7 +26,7 @@ from sidecar.demo.servers import free_ports, s3_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
 
 ROOT: Final = Path(__file__).parents[2]
 SECTION: Final = "Share prefixes between clusters"

@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from sidecar.demo.engine import Engine
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "lfm2", "recurrent", "suite-recurrent"),
+]
 
 HIDDEN: Final = 256
 
@@ -141,6 +144,7 @@ class TestLfm2(GroupSuite):
         assert cached_tokens == oracle.generation.cached_tokens == whole_blocks(1200)
         assert close(measured.generation, oracle.generation)
 
+    @pytest.mark.promise("recurrent")
     def test_the_next_life_of_the_sidecar(self, folder: Path, engine: Engine) -> None:
         """States outlive it in host memory as attention does."""
         sidecar = sidecar_in(folder, host={"size": "256MiB", "after_stop": "keep"})
@@ -162,6 +166,7 @@ class TestLfm2(GroupSuite):
             sidecar.kill()
             sidecar.remove_pool()
 
+    @pytest.mark.promise("recurrent")
     def test_what_the_engine_holds_and_a_sidecar_lost_is_stored_again(
         self, folder: Path, engine: Engine
     ) -> None:

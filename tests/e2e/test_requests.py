@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from sidecar.demo.sidecars import SidecarProcess
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-requests")]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
     **SMALL,
@@ -87,6 +87,7 @@ def _attached(sidecar: SidecarProcess) -> None:
     """Every case has it."""
 
 
+@pytest.mark.promise("adapters", "host-hit", "lora")
 def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, int, str]]) -> None:
     first, second = ({"adapter": one} for one in loras)
     prompt = words(700, 1)
@@ -106,6 +107,7 @@ def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, in
     assert again.logprobs == with_first.logprobs
 
 
+@pytest.mark.promise("abort-of-load", "lora", "preemption")
 def test_requests_of_adapters_are_preempted_and_aborted(
     engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
@@ -148,6 +150,7 @@ def test_requests_of_adapters_are_preempted_and_aborted(
         oracle.check_close(generation)
 
 
+@pytest.mark.promise("engine-restart", "lora", "store-hit")
 def test_another_engine_and_the_store_know_an_adapter_by_its_files(
     folder: Path, engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
@@ -175,6 +178,7 @@ def test_another_engine_and_the_store_know_an_adapter_by_its_files(
     assert counters(sidecar)["chunks_read"] > 0
 
 
+@pytest.mark.promise("structured-outputs")
 def test_constrained_outputs_share_with_others(engine: Engine) -> None:
     """They change which tokens are chosen, not what their KV is."""
     prompt = words(500, 2)
@@ -189,6 +193,7 @@ def test_constrained_outputs_share_with_others(engine: Engine) -> None:
     check_hit(engine, constrained)
 
 
+@pytest.mark.promise("ngram-drafts")
 def test_drafts_are_stored_once_they_are_known(engine: Engine) -> None:
     """A next turn loads what the last one generated: what was accepted, not what was rejected."""
     before = engine.counter(ACCEPTED), engine.counter(DRAFTED)

@@ -23,7 +23,7 @@ from tests.e2e.arms import PATIENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
 
 START_SECONDS_MAX: Final = 240.0
 WAIT_SECONDS_MAX: Final = 60.0

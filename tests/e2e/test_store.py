@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "suite-store"),
+]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model_len": 4096}
 
@@ -117,6 +120,7 @@ def chunks_of(tokens: int, chunk: int = CHUNK_TOKENS) -> int:
 # --- a folder ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("full-attention", "llama", "store-hit")
 @pytest.mark.parametrize("tokens", [3000, CHUNK_TOKENS + 1])
 def test_folder_serves_an_empty_sidecar(folder: Path, engine: Engine, tokens: int) -> None:
     call = Call(words(tokens, tokens))
@@ -490,6 +494,7 @@ def check_served(sidecar: SidecarProcess, engine: Engine, prompt: Prompt) -> Non
     check_equal(again(engine, oracle.call, expected.salt), expected)
 
 
+@pytest.mark.promise("store-faults-engine")
 class TestUnreliableBucket:
     """Every fault of the proxy. A request ends in time and is right, and the fault is forgotten."""
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-layouts")]
 
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = 1472
@@ -173,6 +173,7 @@ def hit(engine: Engine, call: Call, salt: str) -> Measured:
     return Measured(generation, blocks_of(engine), salt)
 
 
+@pytest.mark.promise("other-tp")
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 writes", "TP2 writes"])
 def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
     folder: Path, clusters: tuple[Cluster, Cluster], server: S3Server, writer: int
@@ -222,6 +223,7 @@ def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
         assert same_output(found.generation, expected.generation)
 
 
+@pytest.mark.promise("other-block-sizes")
 def test_blocks_of_another_size_are_a_hit_in_the_same_cluster(
     folder: Path, clusters: tuple[Cluster, Cluster]
 ) -> None:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.promise("connector", "suite-two-ranks", "tensor-parallel"),
+]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 
@@ -27,9 +30,11 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.promise("llama")
 class TestTensorParallel(RankPartsSuite):
     objects: ClassVar = ("0-6.0-2.arrow", "0-6.2-4.arrow")
 
+    @pytest.mark.promise("lora", "two-ranks")
     def test_an_adapters_host_hit(self, folder: Path, engine: Engine) -> None:
         adapters.write_adapter(folder / "adapter", 1)
         lora = ("adapter", 1, str(folder / "adapter"))

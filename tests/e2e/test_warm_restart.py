@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-warm-restart")]
 
 PROMPT_TOKENS = 3000
 WHOLE_TOKENS = PROMPT_TOKENS // 32 * 32

@@ -11,6 +11,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import pytest
+
 from sidecar.demo.engine import Engine, EngineSpec
 from tests.e2e.arms import (
     CHUNK_TOKENS,
@@ -86,6 +88,7 @@ class TwoRanksSuite:
     objects: ClassVar[tuple[str, ...]]
     """What the objects of a chunk are called: their layers and heads."""
 
+    @pytest.mark.promise("two-ranks")
     def test_host_hit(self, folder: Path, engine: Engine) -> None:
         call = Call(words(TOKENS, 1))
         with cluster(folder, engine) as sidecar:
@@ -121,6 +124,7 @@ class TwoRanksSuite:
                     for at in {0, 1, 2} - {aborted}:
                         oracles[at].check_close(generations[at])
 
+    @pytest.mark.promise("two-ranks")
     def test_store_hit_of_an_empty_sidecar(self, folder: Path, engine: Engine) -> None:
         call = Call(words(TOKENS, 3))
         with cluster(folder, engine):

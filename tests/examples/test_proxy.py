@@ -14,6 +14,8 @@ from aiohttp.test_utils import TestServer
 
 from examples.disaggregated.proxy import Proxy
 
+pytestmark = pytest.mark.promise("disaggregated")
+
 HANDED = {"kvlake": {"expect_tokens": 96}}
 BODY = {"model": "m", "prompt": "w1 w2", "max_tokens": 50}
 

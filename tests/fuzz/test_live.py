@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fuzz.live import campaign
+
+pytestmark = pytest.mark.promise("fuzz-live")
 
 SEED = 7
 ATTACKS = 600

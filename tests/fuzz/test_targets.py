@@ -15,6 +15,8 @@ from tests.tiers.golden_images import CASES, NAMESPACE, image
 from tiers.arrow import SlotTemplate, inspect_image
 from tiers.errors import ChunkCorrupt
 
+pytestmark = pytest.mark.promise("fuzz-targets")
+
 SEED: Final = 20
 INPUTS: Final = {"yaml": 400, "image": 1000, "slot": 1000, "catalog-folder": 400}
 INPUTS_DEFAULT: Final = 2000

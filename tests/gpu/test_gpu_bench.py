@@ -34,6 +34,8 @@ from tests.gpu.real import run as gpu_test
 from tests.gpu.real.preflight import Device
 from tests.gpu.real.world import Rehearsal
 
+pytestmark = pytest.mark.promise("gpu-rehearsal")
+
 ROOT = Path(__file__).parents[2]
 DEVICE = Device("NVIDIA Test 80GB", 80 << 30, 13000, "2.13.0+cu130", "13.0", "3.12.3", 16)
 

@@ -89,6 +89,7 @@ def schedulers_of(sidecar: SidecarProcess, stack: ExitStack) -> list[Scheduler]:
     return let_in
 
 
+@pytest.mark.promise("gpu-limits")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_under_random_kills_and_delays_nothing_is_more_than_its_limit(
@@ -151,6 +152,7 @@ def test_under_random_kills_and_delays_nothing_is_more_than_its_limit(
     assert {"store/storing", "load/copies", "lease/pinned", "lookup/lookups"} <= watch.refused
 
 
+@pytest.mark.promise("gpu-limits")
 @pytest.mark.slow
 def test_a_sidecar_without_these_limits_is_seen_to_exceed_each(
     double: Double, short_directory: Path

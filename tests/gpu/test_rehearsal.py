@@ -14,6 +14,8 @@ from tests.gpu.double.control import Double
 from tests.gpu.real.cases import CASES, told
 from tests.gpu.real.world import Rehearsal, World
 
+pytestmark = pytest.mark.promise("gpu-rehearsal")
+
 pytest.importorskip("cuda.bindings.driver")
 
 

@@ -150,6 +150,7 @@ def _stored_while_it_was_written(rank: Child, rounds: int, *, gated: bool) -> in
     )
 
 
+@pytest.mark.promise("gpu-fence")
 @pytest.mark.slow
 def test_a_store_never_sees_half_of_a_step_and_without_the_fence_it_does(
     double: Double, sidecar: SidecarProcess
@@ -194,6 +195,7 @@ def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
     )
 
 
+@pytest.mark.promise("gpu-fence")
 @pytest.mark.slow
 def test_a_load_never_overtakes_queued_work_and_without_the_fence_it_does(
     double: Double, sidecar: SidecarProcess
@@ -267,6 +269,7 @@ def test_a_killed_sidecar_harms_no_worker_which_attaches_to_the_next(
                 assert "registration" not in double.process(rank.pid).left
 
 
+@pytest.mark.promise("gpu-bytes")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_under_random_kills_and_delays_no_byte_is_wrong(

@@ -16,6 +16,8 @@ from tests.gpu.double.control import Double, wait_until
 from tests.gpu.sidecars import SidecarProcess
 from tests.gpu.test_sidecar import rank_of
 
+pytestmark = pytest.mark.promise("sleep-mode")
+
 pytest.importorskip("cuda.bindings.driver")
 
 OF_A_WORKER = {"import", "mapping", "reservation", "handle"}

@@ -127,6 +127,7 @@ def stages(draw: st.DrawFn) -> list[Segment]:
 ways = st.one_of(cuts.map(lambda cut: grid(*cut)), stages())
 
 
+@pytest.mark.promise("other-stages", "other-tp-ratios")
 @settings(max_examples=60)
 @given(
     segments=ways,

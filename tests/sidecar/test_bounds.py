@@ -54,6 +54,7 @@ class TestShare:
         assert share.of(1) == 70
         assert share.fits(2, 8), "who comes later finds room"
 
+    @pytest.mark.promise("pending-limit")
     @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), max_size=60))
     def test_never_over_the_limit_and_empty_in_the_end(self, wanted: list[tuple[int, int]]) -> None:
         share = Share(100)
@@ -102,6 +103,7 @@ class TestEngine:
         # The same id again replaces what was asked before.
         assert world.engine.pending_work().reads_queued <= 10
 
+    @pytest.mark.promise("full-store")
     def test_stores_and_loads_over_the_share_end_as_full(self) -> None:
         world = bounded(copies_queued_max=8)
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
@@ -144,6 +146,7 @@ class TestEngine:
         assert world.engine.bounds.refused == {("lease", "leases"): 2}
         assert only(world.load(worker, 13, [1]), Scatter)
 
+    @pytest.mark.promise("share-of-pins")
     def test_a_client_that_pins_everything_leaves_slots_to_evict(self) -> None:
         world = make_world(
             slabs=8, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
@@ -180,6 +183,7 @@ class TestEngine:
         assert told == answer(1, 7, Outcome.FULL)
         assert world.engine.bounds.refused == {("lookup", "pinned"): 1}
 
+    @pytest.mark.promise("share-of-reads")
     def test_reads_of_a_session_do_not_wait_for_another_ones_backlog(self) -> None:
         world = bounded()
         world.open(Role.WORKER)
@@ -195,6 +199,7 @@ class TestEngine:
         # Two were running; then the sessions take turns.
         assert ended <= 2 + 4
 
+    @pytest.mark.promise("memory-limit")
     @pytest.mark.parametrize("what", ["lookups", "stores"])
     def test_the_account_is_no_smaller_than_what_python_allocates(self, what: str) -> None:
         world = make_world(

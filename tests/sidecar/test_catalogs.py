@@ -148,6 +148,7 @@ def test_a_chunk_that_is_gone_is_withdrawn_for_all(short_directory: Path) -> Non
             sidecar.wait_until(lambda now: stored(now) == 0)
 
 
+@pytest.mark.promise("damaged-write")
 def test_damage_in_a_writers_memory_is_found_by_a_reader_and_put_right(
     short_directory: Path, store: dict[str, Any]
 ) -> None:

@@ -109,6 +109,7 @@ async def test_loads_overtake_stores_but_do_not_starve_them(
     assert order == [200, 201, 1, 202, 203, 2, 204]
 
 
+@pytest.mark.promise("share-of-copies")
 async def test_sessions_take_turns(bench: Bench) -> None:
     """One session's backlog delays another's next copy by one copy."""
     other = bench.sessions.open(

@@ -134,6 +134,7 @@ def test_the_connector_brings_its_key(sidecar: RunningSidecar) -> None:
         client.close()
 
 
+@pytest.mark.promise("curve-key")
 def test_a_key_that_nobody_attached_with_gets_nowhere(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker:
         keys = zmq.curve_keypair()
@@ -144,6 +145,7 @@ def test_a_key_that_nobody_attached_with_gets_nowhere(sidecar: RunningSidecar) -
         assert worker.store(1, key_of("x"), [0]) is Outcome.OK
 
 
+@pytest.mark.promise("curve-required")
 def test_a_connection_without_curve_gets_nowhere(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker, dealer(sidecar, worker.attached.token) as sock:
         sock.send(protocol.encode(Submit(worker.epoch, 0, [], [])))
@@ -152,6 +154,7 @@ def test_a_connection_without_curve_gets_nowhere(sidecar: RunningSidecar) -> Non
         assert worker.store(1, key_of("x"), [0]) is Outcome.OK
 
 
+@pytest.mark.promise("curve-session")
 def test_the_key_of_a_session_that_ended_gets_nowhere(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker:
         token, keys, server = worker.attached.token, worker.keys, worker.attached.curve_key
@@ -164,6 +167,7 @@ def test_the_key_of_a_session_that_ended_gets_nowhere(sidecar: RunningSidecar) -
     assert sidecar.status()["sockets"]["frames_received"] == before
 
 
+@pytest.mark.promise("curve-identity")
 def test_a_token_with_another_clients_key_is_refused(sidecar: RunningSidecar) -> None:
     """The thief is attached itself, and knows the victim's token before the victim connects."""
     with Worker(sidecar.path, engine_id="thief") as thief:
@@ -234,6 +238,7 @@ def test_garbage_and_silence_disturb_nobody(
 # --- configuration -------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("tcp-key")
 @pytest.mark.parametrize(
     ("given", "said"),
     [

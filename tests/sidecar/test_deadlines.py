@@ -151,6 +151,7 @@ CASES: dict[str, tuple[Callable[[Path], None], ...]] = {
 }
 
 
+@pytest.mark.promise("deadlines")
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_a_deadline_that_passes_is_an_outcome_and_is_counted(
     case: Callable[[Path], None], short_directory: Path
@@ -158,6 +159,7 @@ def test_a_deadline_that_passes_is_an_outcome_and_is_counted(
     case(short_directory)
 
 
+@pytest.mark.promise("deadlines")
 def test_every_deadline_of_the_configuration_is_among_them() -> None:
     durations = {
         f"limits.{name}" for name, one in Limits.model_fields.items() if one.annotation is float

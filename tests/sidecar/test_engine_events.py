@@ -72,6 +72,7 @@ def publish(publisher: Any, *events: Any) -> None:
     publisher.publish(kv_events.KVEventBatch(ts=1.0, events=list(events)))
 
 
+@pytest.mark.promise("events-engine")
 def test_an_engines_stream_is_joined(
     short_directory: Path, publisher: Any, subscribe: Callable[..., Subscriber]
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_block_goes_with_its_last_copy() -> None:
     assert told.block_hashes == [1]
 
 
+@pytest.mark.promise("events-hits")
 def test_where_vllm_tells_of_hits_nothing_is_counted() -> None:
     """What is told too often would be there for ever."""
     # Not above: what it imports of vLLM warns, and is there by now.

@@ -143,6 +143,7 @@ def in_directory(sidecar: RunningSidecar, keys: list[bytes]) -> dict[str, set[by
     }
 
 
+@pytest.mark.promise("events-any-order", "events-tiers")
 @pytest.mark.slow
 def test_a_random_life_with_evictions_and_a_restart(
     short_directory: Path, subscribe: Callable[..., Subscriber]
@@ -291,6 +292,7 @@ def test_requests_that_make_no_sense(
         assert len(list(subscriber.ask(number_frame(0)))) == 1
 
 
+@pytest.mark.promise("event-keys")
 def test_over_tcp_with_keys(short_directory: Path, subscribe: Callable[..., Subscriber]) -> None:
     """Whoever has no key that the configuration names hears nothing, and gets no answer."""
     server_public, server_secret = zmq.curve_keypair()
@@ -331,6 +333,7 @@ def test_over_tcp_with_keys(short_directory: Path, subscribe: Callable[..., Subs
         assert not asked(None)
 
 
+@pytest.mark.promise("event-config")
 @pytest.mark.parametrize(
     ("events", "message"),
     [

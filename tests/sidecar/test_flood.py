@@ -219,6 +219,7 @@ def requests(waiting: dict[str, int]) -> int:
     return waiting["lookups"] + waiting["copies"]
 
 
+@pytest.mark.promise("share-of-memory")
 def test_a_client_that_floods_gets_its_share_and_no_more(short_directory: Path) -> None:
     world = Flooded(short_directory, 2000, memory_max=16 * MIB)
     count = 5000
@@ -239,6 +240,7 @@ def test_a_client_that_floods_gets_its_share_and_no_more(short_directory: Path) 
         world.sidecar.end()
 
 
+@pytest.mark.promise("memory-limit")
 def test_ten_thousand_requests_wait_within_the_configured_memory(short_directory: Path) -> None:
     """All of them are let in; after they are gone, the same again needs no more than the first."""
     bound = 128 * MIB
@@ -263,6 +265,7 @@ def test_ten_thousand_requests_wait_within_the_configured_memory(short_directory
         world.sidecar.end()
 
 
+@pytest.mark.promise("share-of-loop")
 def test_the_largest_frames_wait_in_the_client_that_sends_them(short_directory: Path) -> None:
     frames_queued_max = 8
     world = Flooded(short_directory, 10, memory_max=16 * MIB, frames_queued_max=frames_queued_max)

@@ -113,6 +113,7 @@ def hybrid_scheduler(path: Path, **changes: Any) -> Scheduler:
     return Scheduler(path, groups=(other_group(Role.SCHEDULER),), **changes)
 
 
+@pytest.mark.promise("padded-pages")
 def test_one_job_stores_and_loads_chunks_of_both_groups(sidecar: RunningSidecar) -> None:
     keys = [key_of("full"), key_of("window")]
     with HybridWorker(sidecar.path) as worker, hybrid_scheduler(sidecar.path) as scheduler:
@@ -255,6 +256,7 @@ def by_layer(content: bytes, layers: int) -> list[bytes]:
     return [content[layer * size : (layer + 1) * size] for layer in range(layers)]
 
 
+@pytest.mark.promise("other-ranks-groups")
 def test_another_number_of_ranks_reads_every_group(short_directory: Path) -> None:
     """Of each group the heads of all ranks, which are side by side in each layer."""
     store = {

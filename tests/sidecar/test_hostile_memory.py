@@ -87,6 +87,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], int], str]] = {
 }
 
 
+@pytest.mark.promise("memory-sealed")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_memory_is_refused_in_words(
     sidecar: RunningSidecar, short_directory: Path, name: str
@@ -103,6 +104,7 @@ def test_hostile_memory_is_refused_in_words(
     serves(sidecar)
 
 
+@pytest.mark.promise("fence-page-kind")
 @pytest.mark.parametrize(
     "name", [name for name in HOSTILE if name not in ("read-only", "write-sealed")]
 )
@@ -123,6 +125,7 @@ def test_a_hostile_fence_page_is_refused_in_words(
     serves(sidecar)
 
 
+@pytest.mark.promise("memory-shrink")
 def test_a_client_cannot_shrink_what_it_handed_over(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker:
         worker.fill(range(4), seed=1)
@@ -152,6 +155,7 @@ def punch(fd: int, size_bytes: int) -> None:
     )
 
 
+@pytest.mark.promise("memory-size")
 def test_memory_larger_than_the_machine_is_refused_before_it_is_mapped(
     sidecar: RunningSidecar,
 ) -> None:
@@ -164,6 +168,7 @@ def test_memory_larger_than_the_machine_is_refused_before_it_is_mapped(
     serves(sidecar)
 
 
+@pytest.mark.promise("descriptors")
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 60])
 def test_another_number_of_descriptors_is_refused_and_none_is_kept(
     sidecar: RunningSidecar, count: int

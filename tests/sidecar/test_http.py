@@ -63,6 +63,7 @@ def problems(sidecar: RunningSidecar, authorization: str | None = None) -> tuple
 # --- the token -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("http-content")
 @pytest.mark.parametrize("page", ["/metrics", "/status"])
 def test_pages_with_content_need_the_token(guarded: RunningSidecar, page: str) -> None:
     url = f"{guarded.info.http_url}{page}"
@@ -88,6 +89,7 @@ def test_probes_need_none_and_learn_codes_only(
     assert "was removed" in told["reason"]
 
 
+@pytest.mark.promise("http-token")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node-7", "10.0.0.1"])
 def test_an_address_that_others_reach_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match=r"kvlake keygen.*http\.token") as caught:
@@ -115,6 +117,7 @@ def test_a_token_that_is_none_is_refused(given: str, said: str) -> None:
     assert "short" not in str(caught.value).replace("string_too_short", "")
 
 
+@pytest.mark.promise("secret-files")
 @pytest.mark.parametrize(
     ("mode", "content", "said"),
     [
@@ -227,6 +230,7 @@ def at_end(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.promise("http-slow")
 def test_slow_clients_do_not_use_up_descriptors(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

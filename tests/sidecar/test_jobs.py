@@ -67,6 +67,7 @@ def test_duplicate_store_is_ok_at_once(first_ended: bool) -> None:
     assert world.engine.counters.stores_duplicate == 1
 
 
+@pytest.mark.promise("full-store")
 def test_full_pool_drops_what_does_not_fit() -> None:
     world = no_writes(slabs=1)
     worker = world.open(Role.WORKER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sidecar.bounds import BoundLimits
 from sidecar.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
 from sidecar.protocol import Outcome, Role
@@ -31,6 +33,7 @@ def in_host(world: World) -> list[int]:
     return sorted(int.from_bytes(name[1], "little") for name in world.index)
 
 
+@pytest.mark.promise("pin")
 def test_what_is_pinned_is_not_evicted_and_then_is() -> None:
     world, worker, scheduler = keeping()
     world.stored(worker, 1, [1, 2])

@@ -86,6 +86,7 @@ def test_early_ranks_are_bounded_and_end_with_their_engine(
     assert leases.held(2) == 1
 
 
+@pytest.mark.promise("share-of-finished")
 def test_an_engine_that_floods_pushes_out_its_own_early_ranks_only(
     leases: Leases, chunks: list[Chunk]
 ) -> None:
@@ -109,6 +110,7 @@ def test_same_id_again_replaces(leases: Leases, chunks: list[Chunk]) -> None:
     assert leases.expire(15.0) == 1
 
 
+@pytest.mark.promise("leases-expire")
 def test_leases_expire_in_order(leases: Leases, chunks: list[Chunk]) -> None:
     for second in range(3):
         leases.take(1, job(second), chunks, 2, float(second))
@@ -165,6 +167,7 @@ def test_pins_are_those_of_the_leases(steps: list[tuple[str, int, int]]) -> None
             assert chunk.pins == listed.count(chunk) > 0
 
 
+@pytest.mark.promise("old-jobs-leases")
 def test_jobs_of_an_earlier_life_do_not_end_the_leases_of_the_next() -> None:
     """A copy may end after its engine's scheduler is gone; the next one counts from 1 again."""
     world = no_writes()

@@ -106,6 +106,7 @@ def sidecar(short_directory: Path) -> Iterator[SidecarProcess]:
     process.end()
 
 
+@pytest.mark.promise("old-jobs-blocks")
 @pytest.mark.parametrize("queued", ["in the socket", "behind the fence"])
 def test_jobs_of_an_old_attachment_do_not_touch_the_blocks_of_the_new_one(
     sidecar: SidecarProcess, queued: str
@@ -152,6 +153,7 @@ def test_jobs_of_an_old_attachment_do_not_touch_the_blocks_of_the_new_one(
         old.close()
 
 
+@pytest.mark.promise("leases-of-the-dead")
 def test_a_dead_engines_leases_are_gone_with_its_end_of_file(sidecar: SidecarProcess) -> None:
     engine = Process(ENGINE, sidecar.path)
     try:
@@ -166,6 +168,7 @@ def test_a_dead_engines_leases_are_gone_with_its_end_of_file(sidecar: SidecarPro
     assert sidecar.status()["counters"]["leases_expired"] == 0
 
 
+@pytest.mark.promise("epoch-sidecar")
 def test_a_message_of_another_life_is_refused_and_counted(short_directory: Path) -> None:
     with RunningSidecar(config_in(short_directory)) as sidecar, Worker(sidecar.path) as worker:
         worker.submit(stores=[StoreJob(1, [worker.chunk(key_of(1), [0])])], epoch=worker.epoch - 1)

@@ -117,6 +117,7 @@ def test_failed_read_cuts_the_run(failure: StoreOutcome, expected: Outcome, in_s
     assert ((0, key(2)) in world.index) is in_store
 
 
+@pytest.mark.promise("quarantine")
 def test_corrupt_object_is_quarantined_until_it_is_written_again() -> None:
     world, worker, scheduler = looking()
     world.listed({1: RANK_0})

@@ -256,6 +256,7 @@ async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path
         assert await told(bench, 4) == ReadDone(3, StoreOutcome.MISSING)
 
 
+@pytest.mark.promise("failures-are-events")
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [

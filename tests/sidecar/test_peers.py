@@ -89,6 +89,7 @@ def test_a_shared_one_that_nobody_can_reach_is_refused(short_directory: Path) ->
         RuntimeDirectory(closed / "run", "a", shared=True)
 
 
+@pytest.mark.promise("parent-directory")
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 def test_a_parent_that_others_can_write_to_is_refused(short_directory: Path, mode: int) -> None:
     short_directory.chmod(mode)
@@ -100,6 +101,7 @@ def test_a_parent_that_others_can_write_to_is_refused(short_directory: Path, mod
     RuntimeDirectory(short_directory / "run", "a").close()
 
 
+@pytest.mark.promise("symbolic-link")
 @pytest.mark.parametrize("level", ["directory", "name"])
 def test_a_symbolic_link_is_refused(short_directory: Path, level: str) -> None:
     target = short_directory / "target"
@@ -200,6 +202,7 @@ def run_as(uid: int, script: str, where: object) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.promise("listed-users")
 @needs_root
 def test_a_listed_user_is_served_and_another_is_told_why_not(short_directory: Path) -> None:
     short_directory.chmod(0o711)
@@ -226,6 +229,7 @@ def test_without_a_list_others_do_not_even_reach_the_socket(short_directory: Pat
         assert sidecar.status()["sockets"]["attaches_refused"] == {}
 
 
+@pytest.mark.promise("jobs-socket")
 @needs_root
 def test_a_stranger_gets_no_frame_in_on_the_jobs_socket(short_directory: Path) -> None:
     short_directory.chmod(0o711)
@@ -274,6 +278,7 @@ def test_what_is_no_uid_is_refused(given: str, said: str) -> None:
         loads(f"runtime: {{allow_uids: {given}}}")
 
 
+@pytest.mark.promise("session-limit")
 def test_a_client_that_says_nothing_is_not_waited_for(short_directory: Path) -> None:
     config = config_in(short_directory, limits={"attach_deadline": 0.5})
     with RunningSidecar(config) as sidecar:

@@ -358,6 +358,7 @@ def test_a_client_message_outside_its_bounds(message: Submit, field: str) -> Non
     assert text.startswith(f"{field}=") or f"`$.{field}" in text
 
 
+@pytest.mark.promise("epoch-in-messages")
 def test_every_message_after_the_handshake_says_which_life_of_the_sidecar_it_is_of() -> None:
     for kind in (*get_args(ClientMessage), *get_args(ServerMessage), Attached, IndexMoved):
         (epoch,) = (one for one in msgspec.structs.fields(kind) if one.name == "epoch")

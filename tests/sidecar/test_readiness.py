@@ -195,6 +195,7 @@ def test_a_directory_that_another_sidecar_took_is_left_to_it(
         works(sidecar)
 
 
+@pytest.mark.promise("refuse-nodes")
 def test_an_engine_that_lacks_ranks_is_told(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ class Engine:
             client.close()
 
 
+@pytest.mark.promise("mla")
 @pytest.mark.parametrize(("writer", "reader"), [(1, 4), (4, 1), (2, 4)])
 def test_what_any_number_of_ranks_stored_any_other_reads(
     short_directory: Path, writer: int, reader: int

@@ -191,6 +191,7 @@ cli.main()
 """
 
 
+@pytest.mark.promise("ttl")
 def test_what_is_to_be_forgotten_is_so_in_the_next_life_too(lives: Lives) -> None:
     names = ("short", "long", "for ever")
     times = (0.3, 600.0, 0.0)

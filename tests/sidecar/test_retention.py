@@ -172,6 +172,7 @@ def test_a_tenant_keeps_its_slot_over_a_restart() -> None:
 # --- the store -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("host-only")
 @pytest.mark.parametrize("options", [{"stays": True}, {"ttl_seconds": 50}])
 @pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.ON_REUSE])
 def test_it_is_not_written(policy: WritePolicy, options: dict[str, Any]) -> None:

@@ -118,6 +118,7 @@ def page(url: str, token: str = "") -> str:
             return f"{error.headers}{error.read().decode()}"
 
 
+@pytest.mark.promise("secrets-sidecar")
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, style: str) -> None:
     port = free_port()
@@ -157,6 +158,7 @@ def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, 
     clean(told, "log")
 
 
+@pytest.mark.promise("secrets-commands")
 @pytest.mark.parametrize("command", ["config show", "config check", "status", "serve"])
 def test_no_command_repeats_a_secret(short_directory: Path, command: str) -> None:
     file = config_file(short_directory, free_port())

@@ -130,6 +130,7 @@ def test_revoked_jobs_touch_nothing(sidecar: RunningSidecar) -> None:
         assert worker.load(4, key_of("kept"), [2]) is Outcome.OK, "later jobs are not void"
 
 
+@pytest.mark.promise("damaged-slot")
 def test_load_with_a_corrupt_slot_is_a_miss(sidecar: RunningSidecar, short_directory: Path) -> None:
     with Worker(sidecar.path) as worker, Scheduler(sidecar.path) as scheduler:
         good, bad = key_of("good"), key_of("bad")

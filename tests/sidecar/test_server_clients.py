@@ -64,6 +64,7 @@ def junk(worker: Worker) -> list[tuple[bytes, str]]:
     ]
 
 
+@pytest.mark.promise("bad-frames")
 def test_bad_frames_are_answered_and_disturb_nobody(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as bad, Worker(sidecar.path, engine_id="good") as good:
         good.fill([0], seed=6)
@@ -100,6 +101,7 @@ def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
         sidecar.wait_until(lambda now: now["sockets"]["frames_received"] == 501)
 
 
+@pytest.mark.promise("unread-answers")
 def test_a_client_that_does_not_read_its_answers_is_cut_off(short_directory: Path) -> None:
     config = config_in(short_directory, limits={"replies_queued_max": 16})
     with (

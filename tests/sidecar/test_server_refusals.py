@@ -137,6 +137,7 @@ def test_ranks_of_one_engine_must_agree(sidecar: RunningSidecar) -> None:
         assert "topology='tp2'" in error.message
 
 
+@pytest.mark.promise("session-limit")
 def test_sessions_are_bounded(short_directory: Path) -> None:
     config = config_in(short_directory, limits={"sessions_max": 1})
     with RunningSidecar(config) as sidecar, Worker(sidecar.path):

@@ -187,6 +187,7 @@ def test_drain_waits_for_a_slow_store(short_directory: Path) -> None:
     assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 5
 
 
+@pytest.mark.promise("drain-late-loads")
 def test_drain_waits_for_loads_that_came_while_it_announced(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_drain_waits_for_loads_that_came_while_it_announced(
     assert sidecar.code == 0
 
 
+@pytest.mark.promise("drain-ends")
 def test_drain_is_bounded_and_tells_what_is_lost(
     short_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import pytest
 
 from sidecar.protocol import Outcome
 from tests.sidecar.client import (
@@ -39,6 +40,7 @@ def stage_layout(stage: int) -> KVLayout:
     )
 
 
+@pytest.mark.promise("other-stages", "pipeline-parallel")
 def test_a_chunk_is_whole_with_the_layers_of_all_stages(short_directory: Path) -> None:
     """In host memory; and from the store, for engines that are not cut at all, too."""
     bucket, keys = short_directory / "bucket", [key_of(str(number)) for number in range(4)]

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sidecar.kvevents import name_of
 from sidecar.protocol import Outcome
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of, with_events
@@ -63,6 +65,7 @@ class Two:
             assert one.grouped("CPU") == follower.grouped("CPU")
 
 
+@pytest.mark.promise("events-tiers")
 def test_what_is_collected_goes_from_the_store_alone(
     short_directory: Path, subscribe: Callable[..., Subscriber]
 ) -> None:
@@ -81,6 +84,7 @@ def test_what_is_collected_goes_from_the_store_alone(
         two.until_stored(left())
 
 
+@pytest.mark.promise("events-tiers")
 def test_what_is_found_damaged_goes_from_the_store_alone(
     short_directory: Path, subscribe: Callable[..., Subscriber]
 ) -> None:

@@ -94,6 +94,7 @@ def test_one_that_comes_late_is_told_what_there_is() -> None:
     assert (key(10)[:16], "store") in listener.holds
 
 
+@pytest.mark.promise("events-vllm-stream")
 @pytest.mark.parametrize("seed", range(2))
 def test_whoever_reads_all_has_what_there_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telling, "UNREAD_MAX", 3)

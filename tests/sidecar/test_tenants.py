@@ -42,6 +42,7 @@ def held(world: World, name: str) -> int:
 
 
 class TestHostQuota:
+    @pytest.mark.promise("tenant-limit")
     def test_a_tenant_at_its_limit_evicts_its_own_oldest(self) -> None:
         world = world_of(a=2)
         worker = world.open(Role.WORKER)
@@ -55,6 +56,7 @@ class TestHostQuota:
         assert held(world, "unsalted") == 1
         assert world.engine.counters.chunks_evicted == 1
 
+    @pytest.mark.promise("full-store")
     def test_what_still_does_not_fit_is_dropped_and_counted(self) -> None:
         world = world_of(a=1)
         worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)

@@ -46,6 +46,7 @@ def test_on_reuse_writes_what_is_looked_up_or_leased() -> None:
     assert written(world) == [], "what the store has is not written again"
 
 
+@pytest.mark.promise("drain-no-writes")
 def test_on_reuse_begins_no_write_while_draining() -> None:
     world, worker, scheduler = looking(write=WritePolicy.ON_REUSE)
     world.stored(worker, 1, [1, 2])

@@ -31,6 +31,7 @@ def fates() -> dict[str, Noticed]:
     return {fate.mutation.name: fate for fate in notice_all(MUTATIONS, range(SEEDS))}
 
 
+@pytest.mark.promise("mutations")
 @pytest.mark.slow
 @pytest.mark.timeout(SEARCH_SECONDS_MAX)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -129,6 +129,7 @@ def many_lives() -> Summary:
     return search(range(SEEDS))
 
 
+@pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(SEARCH_SECONDS_MAX)
 def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
@@ -139,6 +140,7 @@ def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
     assert many_lives.seeds == SEEDS
 
 
+@pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(SEARCH_SECONDS_MAX)
 def test_many_lives_reach_every_situation(many_lives: Summary) -> None:

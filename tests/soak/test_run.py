@@ -15,6 +15,8 @@ from tests.soak.report import Told
 from tests.soak.run import Soak, unexpected
 from tests.soak.world import World
 
+pytestmark = pytest.mark.promise("soak")
+
 
 class DeadWorld:
     """A world in which nothing was ever started."""

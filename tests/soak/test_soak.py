@@ -10,6 +10,8 @@ import pytest
 from tests.soak.report import Told
 from tests.soak.run import soak
 
+pytestmark = pytest.mark.promise("soak")
+
 SECONDS = 45.0
 TOO_SHORT_FOR = {
     # How fast a shared machine is within a minute says nothing.

@@ -11,6 +11,8 @@ from tests.soak import plot, report, verdicts
 from tests.soak.prompts import Prompts
 from tests.soak.verdicts import Sample, Verdict, slope
 
+pytestmark = pytest.mark.promise("soak")
+
 STEADY = ("shared_bytes", "sockets", "mappings", "threads", "zombies", "tasks")
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     Server = S3Server | GcsServer | AzureServer
 
+pytestmark = pytest.mark.promise("store-wire")
+
 PROVIDERS: Final = ["s3", "gcs", "azure"]
 AWS_HOST: Final = "s3.amazonaws.com"
 ACCOUNT_ID: Final = "123456789012"

@@ -90,6 +90,7 @@ def cases(
     return layers, heads, source_tokens, target_tokens, num_tokens, sources, target
 
 
+@pytest.mark.promise("other-stages", "other-tp-ratios")
 @given(cases())
 def test_any_cut_is_read_by_any_other(
     case: tuple[int, int, int, int, int, list[list[Segment]], Segment],
@@ -124,6 +125,7 @@ def test_what_does_not_overlap_is_not_touched(
     np.testing.assert_array_equal(into[changed], stored(model, wanted)[changed])
 
 
+@pytest.mark.promise("other-block-sizes")
 @given(
     encoding=st.sampled_from(["cpu-x86-vec", "cpu-x86-vec16", "cpu-x86-amx", "cuda-9.0+token"]),
     source_blocks=st.integers(1, 4),
@@ -158,6 +160,7 @@ class TestCover:
         assert cover(mine, [whole, mine]) == (mine,)
         assert cover(mine, [whole]) == (whole,)
 
+    @pytest.mark.promise("other-tp-ratios")
     @pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
     @pytest.mark.parametrize("reader", [1, 2, 4, 8])
     def test_reads_no_more_than_it_needs(self, tensor_parallel: int, reader: int) -> None:

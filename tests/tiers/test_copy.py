@@ -27,6 +27,7 @@ def small(name: str = "LBHNC") -> Cache:
     return build(name, layers=2, blocks=6, heads=2, tokens=4, head_size=8)
 
 
+@pytest.mark.promise("padded-pages")
 @settings(max_examples=200)
 @given(cache=caches(), data=st.data())
 def test_gather_is_what_torch_reads_and_scatter_what_torch_writes(

@@ -44,6 +44,7 @@ def test_the_six_layouts_are_those_of_this_vllm() -> None:
     assert [layout.name for layout in KVCacheLayout] == LAYOUT_NAMES
 
 
+@pytest.mark.promise("padded-pages")
 @given(cache=caches(), data=st.data())
 def test_offset_is_where_torch_finds_the_element(cache: Cache, data: st.DataObject) -> None:
     kv = cache.kv

@@ -29,6 +29,7 @@ def written(keys: torch.Tensor, values: torch.Tensor, block_tokens: int, isa: st
     return cache.view(torch.uint8).numpy().reshape(shape[0], heads, -1)
 
 
+@pytest.mark.promise("other-block-sizes")
 @pytest.mark.parametrize("block_tokens", [32, 64, 96])
 @pytest.mark.parametrize(
     ("isa", "dtype", "dimensions"),
