@@ -135,6 +135,14 @@ def short_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def warm_server(request: pytest.FixtureRequest) -> None:
+    """A process that has imported what the tests of this session need most (`tests/warm.py`)."""
+    from tests import warm
+
+    warm.serve(engines=any(item.get_closest_marker("engine") for item in request.session.items))
+
+
+@pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """S3: SeaweedFS."""
     from sidecar.demo.servers import s3_server

@@ -15,7 +15,7 @@ import pytest
 
 from sidecar.demo.engine import Engine
 from sidecar.demo.model import write_model
-from tests.e2e import warm
+from tests import warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,11 +28,10 @@ LEFTOVER_SECONDS_MAX: Final = 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_engines() -> Iterator[None]:
+def warm_engines(warm_server: None) -> Iterator[None]:
     """Engines of these tests are forked from a process that has imported vLLM."""
-    warm.serve()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "launch", staticmethod(warm.start))
+        patch.setattr(Engine, "launch", staticmethod(warm.engine))
         yield
 
 

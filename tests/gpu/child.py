@@ -19,9 +19,28 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ANSWER_SECONDS_MAX = 500.0
+
+
+class Process(Protocol):
+    """What a `Child` needs of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class Machine(Protocol):
@@ -29,6 +48,38 @@ class Machine(Protocol):
 
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """The environment of a process."""
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str | int],
+        environment: dict[str, str],
+        *,
+        piped: bool = False,
+    ) -> Process:
+        """Start the `main` of a module. See `start`."""
+
+
+def start(
+    module: str,
+    arguments: Sequence[str | int],
+    environment: dict[str, str],
+    *,
+    piped: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start the `main` of a module in a new interpreter.
+
+    A number among the arguments is a descriptor, which the process gets. `piped` connects its
+    standard input and output with pipes.
+    """
+    pipe = subprocess.PIPE if piped else None
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        stdin=pipe,
+        stdout=pipe,
+        env=environment,
+        pass_fds=[one for one in arguments if isinstance(one, int)],
+    )
 
 
 class ChildError(Exception):
@@ -47,12 +98,8 @@ class Child:
         variables: dict[str, str] | None = None,
         answer_seconds_max: float = ANSWER_SECONDS_MAX,
     ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=machine.env(first_device=first_device) | (variables or {}),
-        )
+        environment = machine.env(first_device=first_device) | (variables or {})
+        self._process = machine.start("tests.gpu.child", [], environment, piped=True)
         self._answer_seconds_max = answer_seconds_max
         self._code = ""
         self.pid = self._process.pid
@@ -138,7 +185,8 @@ class Child:
         self.close()
 
 
-def _serve() -> None:
+def main() -> None:
+    """The process: requests on standard input, answers on standard output."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     # What the code prints must not get between the answers.
@@ -159,4 +207,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    main()

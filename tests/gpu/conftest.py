@@ -9,8 +9,8 @@ from tests.gpu.double.control import Double, build
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled double."""
+def library(warm_server: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled double. Processes that use it are forked."""
     return build(tmp_path_factory.mktemp("libcuda"))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,12 +33,8 @@ class SidecarProcess:
         self.socket = directory / "default" / "attach.sock"
         self._ready = directory / "ready.json"
         with self._ready.open("wb") as ready:
-            command = ["serve", "--config", str(path), "--ready-fd", str(ready.fileno())]
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sidecar.cli", *command],
-                env=machine.env(),
-                pass_fds=[ready.fileno()],
-            )
+            command = ["serve", "--config", str(path), "--ready-fd", ready.fileno()]
+            self.process = machine.start("sidecar.cli", command, machine.env())
         self.pid = self.process.pid
         try:
             wait_until(lambda: self._ready.stat().st_size or self.process.poll() is not None)

@@ -13,9 +13,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from tests.warm import WarmProcess
 
 HERE: Final = Path(__file__).parent
 MAGIC: Final = 0x6B766C32
@@ -132,6 +134,24 @@ class Double:
             "KVLAKE_CUDA_DOUBLE": str(self._path),
             "KVLAKE_CUDA_DOUBLE_FIRST": str(first_device),
         }
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str | int],
+        environment: dict[str, str],
+        *,
+        piped: bool = False,
+    ) -> WarmProcess:
+        """A process with the double. See `tests.gpu.child.start`."""
+        return WarmProcess(
+            module,
+            arguments,
+            environment,
+            stdin=subprocess.PIPE if piped else None,
+            stdout=subprocess.PIPE if piped else None,
+            libraries=[str(self._library)],
+        )
 
     def fail(self, call: str, code: int, *, skip: int = 0, times: int = 1) -> None:
         """Let the next calls of `call` return `code`, in whichever process."""

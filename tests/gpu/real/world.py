@@ -11,12 +11,12 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
-from tests.gpu.child import Child
+from tests.gpu.child import Child, Process, start
 from tests.gpu.double.control import Double
 from tests.gpu.layouts import layout_in
 from tests.gpu.sidecars import SidecarProcess
@@ -92,6 +92,16 @@ class Place(Protocol):
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """The environment of a process."""
 
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str | int],
+        environment: dict[str, str],
+        *,
+        piped: bool = False,
+    ) -> Process:
+        """Start the `main` of a module (`tests.gpu.child.start`)."""
+
     def slow(self, microseconds_max: int) -> None:
         """Let streams take their time, where there are no kernels to do so."""
 
@@ -103,6 +113,7 @@ class Gpu:
     kind = "torch"
     real = True
     size_multiple = 2 << 20
+    start = staticmethod(start)
 
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """As it is; the first device is the one that is used."""
@@ -123,6 +134,7 @@ class Rehearsal:
 
     def __init__(self, double: Double) -> None:
         self._double = double
+        self.start = double.start
 
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """With the double as libcuda."""
