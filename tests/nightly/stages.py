@@ -42,8 +42,8 @@ VICTIMS: Final = {
     # The first one also has whatever is no cell.
     "sidecar": "not worker-SIG and not engine-core-SIG and not S3-server-SIG",
     "worker": "worker-SIG",
-    "core": "engine-core-SIG",
-    "s3": "S3-server-SIG",
+    "engine core": "engine-core-SIG",
+    "S3 server": "S3-server-SIG",
 }
 PYTEST: Final = (sys.executable, "-m", "pytest", "--nightly")
 FILE_MINUTES: Final = 10
@@ -106,7 +106,7 @@ def _simulation() -> Iterator[Stage]:
 def _kills() -> Iterator[Stage]:
     for (name, file), (victim, cells) in itertools.product(KILL_MATRICES.items(), VICTIMS.items()):
         yield Stage(
-            f"{name}-{victim}",
+            f"{name}-{victim.split()[0].lower()}",
             f"all cells of {file} that strike the {victim}",
             (*KILLS, *PYTEST, file, "-k", cells),
             15,

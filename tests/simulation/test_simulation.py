@@ -152,8 +152,10 @@ def seeds(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def many_lives(seeds: int) -> dict[tuple[str, ...], Summary]:
     """On all cores, up to the first failure; by the faults that came often."""
-    lives = {often: search(range(DIRECTED_SEEDS), often=often) for often in DIRECTED}
-    return {(): search(range(seeds))} | lives
+    lives: dict[tuple[str, ...], Summary] = {(): search(range(seeds))}
+    for often in DIRECTED:
+        lives[often] = search(range(DIRECTED_SEEDS), often=often)
+    return lives
 
 
 @pytest.mark.slow
