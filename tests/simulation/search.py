@@ -41,10 +41,10 @@ class Summary:
             self.failed = result
 
 
-def _lives(seeds: list[int]) -> list[Result]:
+def _lives(often: tuple[str, ...], seeds: list[int]) -> list[Result]:
     results: list[Result] = []
     for seed in seeds:
-        result = simulate(seed)
+        result = simulate(seed, often=often)
         results.append(_portable(result))
         if result.violation is not None:
             break
@@ -54,13 +54,17 @@ def _lives(seeds: list[int]) -> list[Result]:
 def search(
     seeds: Iterable[int],
     *,
+    often: tuple[str, ...] = (),
     workers: int = 0,
     told: Callable[[Summary], None] = lambda summary: None,
 ) -> Summary:
-    """Run seeds until one fails, or all have run; `told` hears of the progress."""
+    """Run seeds until one fails, or all have run; `told` hears of the progress.
+
+    `often` names kinds of faults that come more often in these lives.
+    """
     summary = Summary()
     with multiprocessing.get_context("spawn").Pool(workers or os.cpu_count()) as pool:
-        for results in pool.imap_unordered(_lives, _parts(seeds)):
+        for results in pool.imap_unordered(functools.partial(_lives, often), _parts(seeds)):
             for result in results:
                 summary.add(result)
             told(summary)
@@ -114,6 +118,43 @@ def notice(mutation: Mutation, seeds: Iterable[int]) -> Noticed:
             break
         noticed.unsound.append(_portable(sound))
     return noticed
+
+
+def notice_at_once(mutations: Collection[Mutation], *, workers: int = 0) -> list[Noticed]:
+    """Live each mutation in the life named beside it alone, on all cores.
+
+    Mutations share lives: without a mutation, each of these is lived once.
+    """
+    with multiprocessing.get_context("spawn").Pool(workers or os.cpu_count()) as pool:
+        mutated = pool.map(_mutated, mutations, chunksize=1)
+        broken = [
+            (mutation.seed, mutation.often)
+            for mutation, result in zip(mutations, mutated, strict=True)
+            if result.violation is not None
+        ]
+        lives = dict.fromkeys(broken)
+        sound = dict(zip(lives, pool.starmap(_sound, lives, chunksize=1), strict=True))
+    return [
+        _noticed(mutation, result, sound.get((mutation.seed, mutation.often)))
+        for mutation, result in zip(mutations, mutated, strict=True)
+    ]
+
+
+def _mutated(mutation: Mutation) -> Result:
+    with mutation.applied():
+        return _portable(simulate(mutation.seed, often=mutation.often))
+
+
+def _sound(seed: int, often: tuple[str, ...]) -> Result:
+    return _portable(simulate(seed, often=often))
+
+
+def _noticed(mutation: Mutation, result: Result, sound: Result | None) -> Noticed:
+    if result.violation is None or sound is None:
+        return Noticed(mutation, seeds=1)
+    if sound.violation is not None:
+        return Noticed(mutation, seeds=1, unsound=[sound])
+    return Noticed(mutation, seeds=1, result=result)
 
 
 def _portable(result: Result) -> Result:

@@ -15,7 +15,14 @@ from tests.simulation.clock import Violation
 from tests.simulation.life import Result, simulate
 from tests.simulation.mutation import Mutation
 from tests.simulation.mutations import MUTATIONS, named
-from tests.simulation.search import SEARCH_SECONDS_MAX, Noticed, notice, notice_all, shrink
+from tests.simulation.search import (
+    SEARCH_SECONDS_MAX,
+    Noticed,
+    notice,
+    notice_all,
+    notice_at_once,
+    shrink,
+)
 
 SEEDS = 60
 DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
@@ -24,11 +31,10 @@ QUICK = "a job is answered twice"
 
 @pytest.fixture(scope="module")
 def fates() -> dict[str, Noticed]:
-    """On all cores: each mutation until it is noticed, at most `SEEDS` lives long.
-
-    Most take one life, the one that is named beside the mutation.
-    """
-    return {fate.mutation.name: fate for fate in notice_all(MUTATIONS, range(SEEDS))}
+    """On all cores: each mutation in the life named beside it, else until a life notices it."""
+    fates = {fate.mutation.name: fate for fate in notice_at_once(MUTATIONS)}
+    unnoticed = [fate.mutation for fate in fates.values() if fate.result is None]
+    return fates | {fate.mutation.name: fate for fate in notice_all(unnoticed, range(SEEDS))}
 
 
 @pytest.mark.promise("mutations")

@@ -15,7 +15,14 @@ from tests.simulation import life
 from tests.simulation.life import simulate
 from tests.simulation.search import SEARCH_SECONDS_MAX, Summary, search
 
-SEEDS = 500
+SEEDS = 100
+SEEDS_NIGHTLY = 500
+DIRECTED = (
+    ("another cluster writes", "object damaged", "store damages", "store fails", "store slow"),
+    ("abort", "client stops reading", "engine dies", "one client dies first", "reset"),
+)
+"""Faults that come more often in some further lives: what they lead to is rare in the others."""
+DIRECTED_SEEDS = 10
 
 SITUATIONS = [
     *(f"{state.name} + {cause.name}" for state, cause in TRANSITIONS),
@@ -75,6 +82,16 @@ SITUATIONS = [
     "wire: message lost with the sidecar", "wire: send refused",
 ]  # fmt: skip
 """A simulation that never gets into a situation proves nothing about it."""
+RARE = {
+    "STORING + DETACHED", "abort while loading", "attach refused: engine", "client does not read",
+    "copy expired: was not reached", "counter reads_dropped_full", "damage outlives a sidecar",
+    "lookup CORRUPT", "read missing", "scatter expired", "store: answer to read lost",
+    "store: object missing", "store: read damaged",
+}  # fmt: skip
+"""Those that fewer than four of the lives of `make test` reached when this was written.
+
+Any change of the code gives other lives, which may then lack them: the nightly lives reach them.
+"""
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -123,26 +140,47 @@ def test_a_life_can_be_followed_for_some_steps() -> None:
     assert part.lines == whole.lines[: len(part.lines)]
 
 
+@pytest.fixture(
+    scope="module", params=[SEEDS, pytest.param(SEEDS_NIGHTLY, marks=pytest.mark.nightly)]
+)
+def seeds(request: pytest.FixtureRequest) -> int:
+    """How many lives are lived."""
+    count: int = request.param
+    return count
+
+
 @pytest.fixture(scope="module")
-def many_lives() -> Summary:
-    """On all cores, up to the first failure."""
-    return search(range(SEEDS))
+def many_lives(seeds: int) -> dict[tuple[str, ...], Summary]:
+    """On all cores, up to the first failure; by the faults that came often."""
+    lives: dict[tuple[str, ...], Summary] = {(): search(range(seeds))}
+    for often in DIRECTED:
+        lives[often] = search(range(DIRECTED_SEEDS), often=often)
+    return lives
 
 
 @pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(SEARCH_SECONDS_MAX)
-def test_many_lives_keep_every_rule(many_lives: Summary) -> None:
-    failed = many_lives.failed
-    assert failed is None, (
-        f"{failed.violation}; python -m tests.simulation --seed {failed.seed} --trace"
-    )
-    assert many_lives.seeds == SEEDS
+def test_many_lives_keep_every_rule(seeds: int, many_lives: dict[tuple[str, ...], Summary]) -> None:
+    for often, lives in many_lives.items():
+        directed = "".join(f" --often '{fault}'" for fault in often)
+        failed = lives.failed
+        assert failed is None, (
+            f"{failed.violation}; python -m tests.simulation --seed {failed.seed}{directed} --trace"
+        )
+        assert lives.seeds == (DIRECTED_SEEDS if often else seeds)
 
 
 @pytest.mark.promise("simulation")
 @pytest.mark.slow
 @pytest.mark.timeout(SEARCH_SECONDS_MAX)
-def test_many_lives_reach_every_situation(many_lives: Summary) -> None:
-    missing = [situation for situation in SITUATIONS if not many_lives.seen[situation]]
-    assert not missing
+def test_many_lives_reach_every_situation(
+    seeds: int, many_lives: dict[tuple[str, ...], Summary]
+) -> None:
+    expected = [one for one in SITUATIONS if seeds == SEEDS_NIGHTLY or one not in RARE]
+    seen = {situation for lives in many_lives.values() for situation in +lives.seen}
+    assert [situation for situation in expected if situation not in seen] == []
+
+
+def test_rare_situations_are_situations() -> None:
+    assert set(SITUATIONS) >= RARE

@@ -86,7 +86,7 @@ CLIENTS = (
         "sidecar.host:HostTier._make_room",
         "self._victim(account.order, lambda _: True)",
         "self._victim(self._policy, lambda _: True)",
-        seed=3,
+        seed=5,
     ),
     Mutation(
         "tenants share keys",
@@ -142,7 +142,6 @@ CLIENTS = (
         " or gone",
         "",
         ("several groups",),
-        seed=1,
     ),
     Mutation(
         "a window is taken for shorter than it is",

@@ -11,6 +11,7 @@ MEMORY = (
         "sidecar.host:HostTier._victim",
         "chunk.pins == 0 and not chunk.busy",
         "not chunk.busy",
+        seed=37,
     ),
     Mutation(
         "a slot is evicted under a running copy",
@@ -114,7 +115,6 @@ MEMORY = (
         "key is not None and meta.key != key",
         "False",
         ("objects under wrong names",),
-        seed=3,
     ),
     Mutation(
         "a damaged slot is written to the store",
@@ -122,6 +122,7 @@ MEMORY = (
         "await run_to_end(lambda: template.verify_payload(image), self._verifying)",
         "pass",
         ("memory damaged before it is written", "store slow"),
+        seed=3,
     ),
     Mutation(
         "a corrupt chunk stays in sight",

@@ -62,6 +62,7 @@ STORE = (
         "sidecar.lookups:Lookups.expire",
         "if lookup.expires <= now:",
         "if False:",
+        seed=37,
     ),
     Mutation(
         "reads are not bounded",
@@ -90,6 +91,7 @@ STORE = (
         "self._store.lost(realm, key, bit)",
         "pass",
         ("object vanishes", "another cluster writes"),
+        seed=3,
     ),
     # Writes.
     Mutation(
@@ -131,6 +133,6 @@ STORE = (
         "if self.draining and self.engine.pending_work().idle:",
         "if self.draining:",
         ("sidecar terminated", "store slow"),
-        seed=74,
+        seed=39,
     ),
 )

@@ -61,7 +61,7 @@ WORK = (
         "self._over(state)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
-        seed=6,
+        seed=24,
     ),
     Mutation(
         "a load that failed is taken for good",
@@ -76,6 +76,7 @@ WORK = (
         " or self._copies",
         "",
         ("engine dies", "session cut"),
+        seed=2,
     ),
     # Jobs.
     Mutation(
@@ -146,7 +147,7 @@ WORK = (
         "if len(early) >= world_size:",
         "if False:",
         ("session cut", "requests at once"),
-        seed=40,
+        seed=33,
     ),
     Mutation(
         "a lease outlives its session",
@@ -162,7 +163,6 @@ WORK = (
         "if lease is not None:",
         "if False:",
         ("leases without a load",),
-        seed=1,
     ),
     Mutation(
         "a lease has no deadline",
@@ -170,7 +170,7 @@ WORK = (
         "if lease.deadline > now:",
         "if True:",
         ("leases without a load",),
-        seed=1,
+        seed=2,
     ),
     Mutation(
         "the pins of a lease stay",
