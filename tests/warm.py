@@ -55,6 +55,7 @@ ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
+SPIN_SECONDS: Final = 0.001
 
 _context = multiprocessing.get_context("forkserver")
 _sessions: set[int] = set()
@@ -227,9 +228,12 @@ def _redirect(streams: list[Any]) -> None:
 
 def _fork_workers() -> None:
     """Have vLLM fork its processes; the CPU platform chooses otherwise with every configuration."""
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    # vLLM's processes spin for a second after each message. Two of them take both cores.
+    _spin_shortly(shm_broadcast.SpinCondition)
     # To learn about the class of a model that it does not know, vLLM starts another Python.
     registry._run_in_subprocess = lambda inspect: inspect()
     os.register_at_fork(after_in_child=_bind)
@@ -242,6 +246,16 @@ def _fork_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = classmethod(checked)
+
+
+def _spin_shortly(condition: Any) -> None:
+    initialize = condition.__init__
+
+    def initialized(self: Any, *given: Any, **named: Any) -> None:
+        initialize(self, *given, **named)
+        self.busy_loop_s = min(self.busy_loop_s, SPIN_SECONDS)
+
+    condition.__init__ = initialized
 
 
 def _bind() -> None:

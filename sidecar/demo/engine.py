@@ -263,6 +263,10 @@ class Engine:
         """End the process and everything that it started."""
         self._close_input()
         if self.process.poll() is None:
+            if not self.version:
+                # It reads no input before it serves.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGTERM)
             try:
                 self.process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:
