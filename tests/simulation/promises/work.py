@@ -8,14 +8,14 @@ WORK = (
     # Engine memory.
     Mutation(
         "a copy starts before its fence is reached",
-        "sidecar.copyqueue:Group.may_start",
+        "Group.may_start",
         "fence.reached(self.fence) and ",
         "",
         seed=1,
     ),
     Mutation(
         "a revoked job is copied",
-        "tiers.fence:SidecarFence.copying",
+        "SidecarFence.copying",
         "job_id >= int(self._words[_REVOKED_BELOW])",
         "True",
         ("sidecar stopped in the middle of a copy", "sidecar stopped"),
@@ -23,21 +23,21 @@ WORK = (
     ),
     Mutation(
         "a copy does not hold the worker's lock",
-        "tiers.fence:SidecarFence.copying",
+        "SidecarFence.copying",
         "_lock(fd, fcntl.F_RDLCK, _F_OFD_SETLK)",
         "pass",
         ("sidecar stopped in the middle of a copy",),
     ),
     Mutation(
         "a worker gives blocks back without revoking",
-        "connector.worker:WorkerRole._expire",
+        "WorkerRole._expire",
         "if fence.try_revoke(below):",
         "if True:",
         ("sidecar stopped in the middle of a copy",),
     ),
     Mutation(
         "blocks of a store come back after its first rank",
-        "connector.storing:Stores.ended",
+        "Stores.ended",
         "if job.ranks_left <= 0:",
         "if True:",
         ("one rank is late", "requests at once"),
@@ -45,19 +45,19 @@ WORK = (
     ),
     Mutation(
         "blocks of a store never come back",
-        "connector.storing:Stores.ended",
+        "Stores.ended",
         "self._block_pool.free_blocks(reversed(job.blocks))",
         "pass",
     ),
     Mutation(
         "blocks of a store are not kept",
-        "connector.storing:Stores.plan",
+        "Stores.plan",
         "self._block_pool.touch(held_blocks)",
         "[setattr(block, 'ref_cnt', block.ref_cnt + 1) for block in held_blocks[1:]]",
     ),
     Mutation(
         "an abort leaks what its request had asked for",
-        "connector.waiting:Waits.finished",
+        "Waits.finished",
         "self._over(state)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
@@ -65,14 +65,14 @@ WORK = (
     ),
     Mutation(
         "a load that failed is taken for good",
-        "connector.worker:WorkerRole._end",
+        "WorkerRole._end",
         "results.failed.add(request_id)",
         "pass",
         seed=3,
     ),
     Mutation(
         "memory is unmapped under a running copy",
-        "sidecar.memory:WorkerMemory._unmap_if_idle",
+        "WorkerMemory._unmap_if_idle",
         " or self._copies",
         "",
         ("engine dies", "session cut"),
@@ -80,7 +80,7 @@ WORK = (
     # Jobs.
     Mutation(
         "a revoked job is answered as done",
-        "sidecar.copies:Copies._copier",
+        "Copies._copier",
         "self._finished(ended)",
         "self._finished([Copied(one.copy_id, CopyOutcome.OK) "
         "if one.outcome is CopyOutcome.REVOKED else one for one in ended])",
@@ -88,33 +88,33 @@ WORK = (
     ),
     Mutation(
         "an expired job is answered as done",
-        "sidecar.jobs:Job.outcome",
+        "Job.outcome",
         "self.outcomes <= {Outcome.OK}",
         "self.outcomes <= {Outcome.OK, Outcome.EXPIRED}",
         seed=63,
     ),
     Mutation(
         "a job is answered twice",
-        "sidecar.jobs:Jobs._end_if_over",
+        "Jobs._end_if_over",
         "self._ended(job, JobOutcome(job.job_id, outcome))",
         "self._ended(job, JobOutcome(job.job_id, outcome)); "
         "self._ended(job, JobOutcome(job.job_id, outcome))",
     ),
     Mutation(
         "a job is answered before its last copy ended",
-        "sidecar.jobs:Jobs._end_if_over",
+        "Jobs._end_if_over",
         "if job.remaining:",
         "if job.remaining > 1:",
     ),
     Mutation(
         "a job is not answered",
-        "sidecar.engine:Engine._job_ended",
+        "Engine._job_ended",
         "if session.session_id in self._sessions:",
         "if session.session_id in self._sessions and outcome.outcome.name != 'FULL':",
     ),
     Mutation(
         "a job waits on after its session's end of file",
-        "sidecar.hub:Hub.end_session",
+        "Hub.end_session",
         "self.copies.drop(session)",
         "pass",
         ("session cut", "one client dies first"),
@@ -122,13 +122,13 @@ WORK = (
     ),
     Mutation(
         "a chunk is stored twice",
-        "sidecar.jobs:Jobs._gather",
+        "Jobs._gather",
         "chunk.segments[rank].state is not SegmentState.ABSENT",
         "False",
     ),
     Mutation(
         "a chunk is stored while draining",
-        "sidecar.engine:Engine._submit",
+        "Engine._submit",
         "accept=not self._draining",
         "accept=True",
         seed=28,
@@ -136,13 +136,13 @@ WORK = (
     # Leases.
     Mutation(
         "a lease outlives its load",
-        "sidecar.leases:Leases.rank_finished",
+        "Leases.rank_finished",
         "if len(lease.finished_ranks) >= world_size:",
         "if len(lease.finished_ranks) > world_size:",
     ),
     Mutation(
         "a lease outlives a load that ended before it came",
-        "sidecar.leases:Leases.take",
+        "Leases.take",
         "if len(early) >= world_size:",
         "if False:",
         ("session cut", "requests at once"),
@@ -150,7 +150,7 @@ WORK = (
     ),
     Mutation(
         "a lease outlives its session",
-        "sidecar.engine:Engine._close",
+        "Engine._close",
         "if session.role is Role.SCHEDULER:",
         "if False:",
         ("session cut", "leases without a load"),
@@ -158,7 +158,7 @@ WORK = (
     ),
     Mutation(
         "a lease outlives its release",
-        "sidecar.leases:Leases.release",
+        "Leases.release",
         "if lease is not None:",
         "if False:",
         ("leases without a load",),
@@ -166,7 +166,7 @@ WORK = (
     ),
     Mutation(
         "a lease has no deadline",
-        "sidecar.leases:Leases.expire",
+        "Leases.expire",
         "if lease.deadline > now:",
         "if True:",
         ("leases without a load",),
@@ -174,7 +174,7 @@ WORK = (
     ),
     Mutation(
         "the pins of a lease stay",
-        "sidecar.pins:Pins.unpin",
+        "Pins.unpin",
         "self._directory.unpin(chunk)",
         "self._directory.settle(chunk)",
     ),
