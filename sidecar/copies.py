@@ -175,7 +175,7 @@ class Copies:
     ) -> list[Copied] | None:
         if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")
-        copy = _scatter if group.is_load else _gather
+        copy = scatter_group if group.is_load else gather_group
         try:
             return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
         except BlockingIOError:
@@ -211,7 +211,7 @@ def _hops(group: Group) -> Iterable[Group]:
     ]
 
 
-def _gather(group: Group, pool: Memory) -> list[Copied]:
+def gather_group(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     templates = group.rank.templates
     copied: list[tuple[Gather, bytes]] = []
@@ -245,7 +245,7 @@ def _gather(group: Group, pool: Memory) -> list[Copied]:
     return ended
 
 
-def _scatter(group: Group, pool: Memory) -> list[Copied]:
+def scatter_group(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
     commands = _only(Scatter, group.commands)
     corrupt: dict[int, str] = {}

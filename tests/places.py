@@ -85,10 +85,11 @@ def find(name: str, *, package: str | None = None) -> Place:
         SeveralPlaces: More than one module defines it; `package` may narrow it.
         ValueError: `package` is not a package of the product.
     """
-    sources = _sources_of(package)
+    sources = _sources_of(package, name.partition(".")[0])
     found = [module for module, source in sources.items() if name in source.defined]
     if not found:
-        known = sorted({known for source in sources.values() for known in source.defined})
+        every = _sources_of(package, "").values()
+        known = sorted({known for source in every for known in source.defined})
         near = ", ".join(difflib.get_close_matches(name, known, 5)) or "nothing"
         raise NoPlace(f"{package or 'the product'} does not define {name!r}; near it: {near}")
     if len(found) > 1:
@@ -119,6 +120,11 @@ def patched(name: str, value: object, *, package: str | None = None) -> Iterator
         yield
 
 
+def replace(name: str, value: object, *, package: str | None = None) -> None:
+    """As `patch`, for good: for a program that a test starts."""
+    patch(pytest.MonkeyPatch(), name, value, package=package)
+
+
 def page(name: str) -> Path:
     """The page of the documentation with this file name, wherever it is in `docs/`."""
     found = sorted((ROOT / "docs").rglob(name))
@@ -135,46 +141,55 @@ def program() -> tuple[str, ...]:
 
 def _readers(place: Place) -> list[tuple[Any, str]]:
     """The imported modules that have the name from another module, with their name for it."""
+    sources = _sources(place.name)
     return [
         (sys.modules[module], here)
-        for module, source in _sources().items()
+        for module, source in sources.items()
         if module in sys.modules
         for here in source.imported
         if here in vars(sys.modules[module])
-        and _origin(module, here) == (place.module_name, place.name)
+        and _origin(sources, module, here) == (place.module_name, place.name)
     ]
 
 
-def _origin(module: str, name: str) -> tuple[str, str] | None:
+def _origin(sources: dict[str, Source], module: str, name: str) -> tuple[str, str] | None:
     """The module and the name in it where a name that `module` has comes from."""
-    source = _sources().get(module)
+    source = sources.get(module)
     if source is None or name in source.defined:
         return None if source is None else (module, name)
     imported = source.imported.get(name)
-    return None if imported is None else _origin(*imported)
+    return None if imported is None else _origin(sources, *imported)
 
 
-def _sources_of(package: str | None) -> dict[str, Source]:
+def _sources_of(package: str | None, word: str) -> dict[str, Source]:
     if package is None:
-        return _sources()
+        return _sources(word)
     if not (ROOT / Path(*package.split("."), "__init__.py")).is_file():
         raise ValueError(f"{package!r} is not a package of the product")
     return {
         module: source
-        for module, source in _sources().items()
+        for module, source in _sources(word).items()
         if f"{module}.".startswith(f"{package}.")
     }
 
 
-def _sources() -> dict[str, Source]:
-    """What each module of the product defines, by the module's name."""
-    return _read(ROOT, PACKAGES)
+def _sources(word: str) -> dict[str, Source]:
+    """What the modules of the product whose text has this word define, by the module's name.
+
+    To parse them all takes a second, which is long for a program that a test starts.
+    """
+    texts = _texts(ROOT, PACKAGES).items()
+    return {
+        _module_name(path.relative_to(ROOT)): _source(path, text)
+        for path, text in texts
+        if word in text
+    }
 
 
 @functools.cache
-def _read(root: Path, packages: tuple[str, ...]) -> dict[str, Source]:
+def _texts(root: Path, packages: tuple[str, ...]) -> dict[Path, str]:
     paths = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
-    return {_module_name(path.relative_to(root)): _source(path) for path in paths}
+    return {path: path.read_text() for path in paths}
 
 
 def _module_name(path: Path) -> str:
@@ -182,8 +197,9 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _source(path: Path) -> Source:
-    tree = ast.parse(path.read_text())
+@functools.cache
+def _source(path: Path, text: str) -> Source:
+    tree = ast.parse(text)
     return Source(path, frozenset(_defined(tree.body)), dict(_imported(tree.body)))
 
 

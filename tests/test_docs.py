@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-REPOSITORY: Final = Path(__file__).parents[1]
+from tests import places
+
+REPOSITORY: Final = places.ROOT
 PAGES: Final = sorted(
     [
         *(REPOSITORY / "docs").rglob("*.md"),

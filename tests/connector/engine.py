@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,8 +28,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-import connector.vllm
 from connector.scheduler import SchedulerRole
+from tests import places
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config, spec_of, vllm_config
 from tests.connector.content import content_of, first_read, next_token, recur
 from tests.connector.double import Clock, DoubleClient
@@ -68,7 +67,7 @@ class Engine:
         if any(isinstance(spec, MambaSpec) for spec in self.specs):
             # What vLLM sets of a model with recurrent layers; ours has none.
             config.cache_config.mamba_cache_mode = "align"
-        with patch.object(connector.vllm, "Client", lambda *_: self.client):
+        with places.patched("Client", lambda *_: self.client):
             self.scheduler = scheduler_class(
                 config,
                 kv_cache_config(num_blocks, ranks, specs, stages, retention=retention),

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-import connector.vllm
 from connector.engine import ServedEngine
 from connector.events import events_endpoints
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
+from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -458,7 +458,7 @@ def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path
     def attach(self: ServedEngine, *_: Any, **options: Any) -> None:
         asked.append(options)
 
-    with patch.object(ServedEngine, "attach", attach), patch.object(connector.vllm, "Client"):
+    with patch.object(ServedEngine, "attach", attach), places.patched("Client", Mock()):
         KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
     (options,) = asked
     assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

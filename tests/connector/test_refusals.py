@@ -37,6 +37,7 @@ from connector.refusals import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
 from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit
+from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
@@ -383,7 +384,7 @@ class TestRanksThatAreNotServed:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
+        places.patch(monkeypatch, "this_place", partial(Place, 0))
         engine = make()
         rank = engine.ranks[0]
         kv = kv_cache_config(num_blocks=8)
@@ -406,8 +407,8 @@ class TestRanksThatAreNotServed:
         def refused(*_: object) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
-        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
-        monkeypatch.setattr("connector.export.sealed_memfd", refused)
+        places.patch(monkeypatch, "this_place", partial(Place, 0))
+        places.patch(monkeypatch, "sealed_memfd", refused)
         engine = make()
         rank = engine.ranks[0]
         kv = kv_cache_config(num_blocks=8)

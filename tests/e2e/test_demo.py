@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import places
+
 pytestmark = pytest.mark.engine
 
 START_SECONDS_MAX = 120.0
@@ -30,7 +32,7 @@ SCENES = [
 
 def demo(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
+        [sys.executable, *places.program(), "demo", "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

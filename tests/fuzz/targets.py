@@ -57,6 +57,7 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.session import check_shape
+from tests import places
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message, damage_yaml
 from tests.tiers.golden_images import CASES, NAMESPACE, image
@@ -70,7 +71,7 @@ from tiers.index import IndexReader, IndexWriter, tag_of, tags_of
 from tiers.layout import KVLayout, Segment
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-CONFIGS: Final = Path(__file__).parents[2] / "configs"
+CONFIGS: Final = places.ROOT / "configs"
 CODES: Final = {"version", "frame_too_large", "unknown_tag", "field", "malformed"}
 ENVIRONMENT: Final = {"A": "a", "SECRET": "hunter2"}
 KEY: Final = bytes(range(32))

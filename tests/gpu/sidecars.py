@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sidecar.status import fetch
+from tests import places
 from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until
 
@@ -37,7 +38,7 @@ class SidecarProcess:
         with self._ready.open("wb") as ready:
             command = ["serve", "--config", str(path), "--ready-fd", str(ready.fileno())]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sidecar.cli", *command],
+                [sys.executable, *places.program(), *command],
                 env=machine.env(),
                 pass_fds=[ready.fileno()],
             )

@@ -9,10 +9,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sidecar import reconcile
 from sidecar.commands import Listed
 from sidecar.listed import ListedRow, listed_rows
 from sidecar.protocol import Outcome, Role
+from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
@@ -85,7 +85,7 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
 def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+    places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
     looks: list[int] = []
     """At the slice of the two."""
 
@@ -94,7 +94,7 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
             looks.append(number)
         return await sweep.objects_in(tier, prefix, number)
 
-    monkeypatch.setattr(reconcile, "objects_in", objects_in)
+    places.patch(monkeypatch, "objects_in", objects_in)
     bucket = short_directory / "bucket"
     store = {"url": f"file://{bucket}", "refresh_seconds": 0.05, "catalog_flush": 0.05}
     config = config_in(short_directory, store={**store, "reconcile_every": 4.0})

@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
-from unittest import mock
 
 import anyio
 
-import sidecar.admission
 from sidecar.admission import Admission
 from sidecar.attach import Peer
 from sidecar.commands import Command, Event
@@ -32,6 +30,7 @@ from sidecar.protocol import decode_server
 from sidecar.router import Router, Sent
 from sidecar.server import Server
 from sidecar.storage import open_store
+from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects
 
@@ -154,8 +153,8 @@ class SidecarProcess:
         nothing: Any = SimpleNamespace()
         # One at a time, for no life here has more than a few.
         with (
-            mock.patch("sidecar.hub.READS_BEGUN_MAX", 1),
-            mock.patch("sidecar.hub.ADOPTED_MAX", 1),
+            places.patched("READS_BEGUN_MAX", 1),
+            places.patched("ADOPTED_MAX", 1),
         ):
             self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
         self.hub = self.server._hub
@@ -357,7 +356,7 @@ async def run_hop(world: World, process: SidecarProcess, hop: Hop) -> None:
 @contextlib.contextmanager
 def real_sockets_replaced() -> Iterator[None]:
     """`Admission` takes our connections as they are."""
-    with mock.patch.object(sidecar.admission, "Connection", lambda connection: connection):
+    with places.patched("Connection", lambda connection: connection):
         yield
 
 

@@ -139,7 +139,7 @@ MEMORY = (
     ),
     Mutation(
         "a slot is sealed with another chunk's row",
-        "_gather",
+        "gather_group",
         "command.key, command.parent, command.token_ids",
         "command.key, command.key, command.token_ids",
     ),

@@ -24,7 +24,7 @@ WORK = (
     Mutation(
         "a copy does not hold the worker's lock",
         "SidecarFence.copying",
-        "_lock(fd, fcntl.F_RDLCK, _F_OFD_SETLK)",
+        "lock_page(fd, fcntl.F_RDLCK)",
         "pass",
         ("sidecar stopped in the middle of a copy",),
     ),

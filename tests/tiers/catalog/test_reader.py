@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
@@ -165,9 +166,8 @@ async def test_broken_and_foreign_files_are_skipped_and_counted_once(
 
 
 async def test_a_file_longer_than_any_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.catalog import reader as module
 
-    monkeypatch.setattr(module, "FILE_BYTES_MAX", 1000)
+    places.patch(monkeypatch, "FILE_BYTES_MAX", 1000)
     tier = memory()
     log = writer(tier)
     for number in range(100):
