@@ -134,7 +134,7 @@ def _mix(low: int, high: int) -> int:
     return word ^ (word >> 29)
 
 
-def _mix_words(lows: Words, highs: Words) -> Words:
+def mix_words(lows: Words, highs: Words) -> Words:
     """`_mix` of many tags; the arithmetic wraps."""
     words = lows * np.uint64(_MIX_A)
     words += highs
@@ -299,7 +299,7 @@ class IndexWriter:
         """Set those that do not get into each other's way; returns the others."""
         if self._changes is not None:
             self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
         buckets = np.empty((len(tags), 2), dtype=np.uint64)
         buckets[:, 0] = mixed
@@ -376,7 +376,7 @@ class IndexWriter:
         stop = min(start + SLOTS_PER_PASS, smaller.slots)
         used = np.flatnonzero(source.states[start:stop]) + start
         tags = source.tags[used]
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         mask = np.uint64(self._bucket_mask)
         fewer = np.uint64(smaller._bucket_mask)
         buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
@@ -438,7 +438,7 @@ class IndexReader:
         """
         count = len(tags)
         flags = np.zeros(count, dtype=np.uint8)
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         buckets = np.empty((count, 2), dtype=np.uint64)
         buckets[:, 0] = mixed
         buckets[:, 1] = mixed >> np.uint64(32)
