@@ -77,9 +77,9 @@ class Engine:
                 log_stats=True,
             )
         self.connector = ours_of(self.scheduler.connector)
-        assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
-        self.role = self.connector._scheduler
-        self.role._clock = self.role._stores._clock = self.role._waits._clock = self.clock
+        assert isinstance(self.connector.scheduler, SchedulerRole), self.connector.engine.refusal
+        self.role = self.connector.scheduler
+        self.role.clock = self.role.stores.clock = self.role.waits.clock = self.clock
         world = range(ranks * stages)
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]
         loaded: Any = self.scheduler.connector
@@ -259,11 +259,11 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         role = self.role
         assert role.stores_outstanding == 0
-        assert not role._stores._keys
-        assert not role._requests
-        assert not role._waits.pending
+        assert not role.stores.keys
+        assert not role.requests
+        assert not role.waits.pending
         assert not self.sidecar.lookups_pinning()
-        assert not role._loading
+        assert not role.loading
         assert not self.scheduler.requests
 
     def close(self) -> None:

@@ -239,8 +239,8 @@ def submodules(package: str) -> list[str]:
 
 class TestFound:
     def test_by_plugin(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
-        KVConnectorFactory._registry.pop(plugin.NAME, None)
+        monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))  # noqa: SLF001 (of vLLM)
+        KVConnectorFactory._registry.pop(plugin.NAME, None)  # noqa: SLF001 (of vLLM)
         plugin.register()
         plugin.register()
         config = KVTransferConfig(kv_connector="KVLakeConnector", kv_role="kv_both")
@@ -344,7 +344,7 @@ class TestGpu:
 def test_embeddings_are_taken_by_engines_that_load(model: Path, kv_role: str, takes: bool) -> None:
     """As `docs/security.md` says; where vLLM leaves this off again, it need not."""
     config = vllm_config(model, kv_role=kv_role, media_cache_gb=4.0)
-    config._resolve_mm_embedding_inputs()
+    config._resolve_mm_embedding_inputs()  # noqa: SLF001 (of vLLM)
     media = config.model_config.multimodal_config
     assert media is not None
     assert media.enable_mm_embeds is takes

@@ -95,12 +95,12 @@ def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
         unnamed: list[int] = []
 
         def step(
-            *args: Any, into: list[int] = unnamed, whole: Any = engine.role._withdrawn.step
+            *args: Any, into: list[int] = unnamed, whole: Any = engine.role.withdrawn.step
         ) -> None:
             into.append(whole(*args))
 
         with (
-            patch.object(engine.role._withdrawn, "step", step),
+            patch.object(engine.role.withdrawn, "step", step),
             # Where stores are under way it waits for their blocks rather.
             patch.object(engine.role, "blocks_coming_back", return_value=False),
         ):
@@ -177,7 +177,7 @@ def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> Non
     assert engine.computed["b"] == len(PROMPT) - CACHED
     engine.forget()
     request = engine.add(request_of("c", PROMPT, max_tokens=1))
-    while not engine.role._loading:
+    while not engine.role.loading:
         engine.step()
     engine.sidecar.detach()
     for _ in range(20):
@@ -359,7 +359,7 @@ class TestHandingOver:
         engine.forget()
         engine.run(wishing("b", told["kvlake"]))
         assert engine.computed["b"] == len(PROMPT) - CACHED
-        assert not engine.role._waits.pending
+        assert not engine.role.waits.pending
 
     def missing_some(self, engine: Engine) -> dict[bytes, Any]:
         """A prompt of which the last chunks are still on their way; those."""
@@ -380,7 +380,7 @@ class TestHandingOver:
         assert not engine.computed["b"]
         (engine.sidecar.parts if tier == "host" else engine.sidecar.store).update(late)
         for key in late:
-            engine.sidecar._flags(key)
+            engine.sidecar.tell_flags(key)
         engine.finish(request)
         engine.settle()
         assert engine.computed["b"] == len(PROMPT) - CACHED
@@ -415,7 +415,7 @@ class TestHandingOver:
         engine.abort(request)
         engine.settle()
         engine.check_idle()
-        assert not engine.role._waits.pending
+        assert not engine.role.waits.pending
 
 
 def test_no_layer_waits_for_the_cache() -> None:

@@ -333,7 +333,7 @@ def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: Sideca
         connector: Any = engine.scheduler.connector
         # The second one before another chunk was stored, of which alone is told that it runs again.
         for generated in (10, 12):
-            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
+            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:  # noqa: SLF001 (of vLLM)
                 engine.step()
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.settle()
@@ -349,7 +349,7 @@ def test_requests_that_a_reset_preempted_before_their_first_chunk_are_loaded(
         request = engine.add(request_of("a", prompt(20), max_tokens=100))
         connector: Any = engine.scheduler.connector
         for generated in (3, 60):
-            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
+            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:  # noqa: SLF001 (of vLLM)
                 engine.step()
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.settle()

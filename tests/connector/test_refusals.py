@@ -300,7 +300,7 @@ class TestRanksThatAreNotServed:
         def share() -> ExportedMemory:
             raise ExportRefused("it is in pieces")
 
-        rank.connector._shared = SharedMemory(rank.role, share)
+        rank.connector.shared = SharedMemory(rank.role, share)
         rank.connector.unregister_kv_caches()
         rank.connector.restore_kv_caches()
         caplog.clear()
@@ -340,24 +340,24 @@ class TestRanksThatAreNotServed:
     ) -> None:
         """The thread that attaches waits for the answer, and the step not for the thread."""
         engine = make()
-        attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))
+        attempt = Attempt(engine.connector.engine.attach(Role.SCHEDULER, 0))
         path = str(short_directory / "attach.sock")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            client = engine.role._client = Client(path, lambda: attempt)
+            client = engine.role.client = Client(path, lambda: attempt)
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(1), "it waits for an answer from now on"
                 waited: list[float | None] = []
                 with monkeypatch.context() as patch:
                     patch.setattr(
-                        client._thread, "join", lambda timeout=None: waited.append(timeout)
+                        client.thread, "join", lambda timeout=None: waited.append(timeout)
                     )
                     engine.role.retire()
                 assert waited == [0.0]
                 assert client.session is None
-        client._thread.join()
+        client.thread.join()
 
     def test_caching_that_vllm_turned_off_in_its_worker(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from connector.options import VLLM_OFFLOADING_OPTIONS
-from connector.processing import _ADAPTER_SETTINGS, _MEDIA_SETTINGS, _MODEL_SETTINGS
+from connector.processing import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
 from tests import places
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
@@ -124,7 +124,7 @@ def test_every_class_of_vllms_is_gone_through() -> None:
 def test_what_is_read_with_a_default_is_in_the_surface() -> None:
     """A field that is gone would be taken for one that says nothing."""
     known = {name for used in USED.values() for name in used.members} | {*OVERRIDDEN}
-    settings = {*_MEDIA_SETTINGS, *_MODEL_SETTINGS, *_ADAPTER_SETTINGS}
+    settings = {*MEDIA_SETTINGS, *MODEL_SETTINGS, *ADAPTER_SETTINGS}
     settings |= {"decode_context_parallel_size", "prefill_context_parallel_size"}
     assert settings <= known
     for path in (places.ROOT / "connector").rglob("*.py"):

@@ -34,7 +34,7 @@ class HeldSpec(SettlingSpec):
 
 def hold_copies(worker: Any, holds: Holds) -> None:
     """Wait after each layer of a copy, in the copy thread: there is one."""
-    copy = worker._copy
+    copy = worker.copy
     step = COPY_OUT
 
     def copied(job_id: int, pieces: list[Any], *, store: bool) -> TransferResult:
@@ -43,9 +43,9 @@ def hold_copies(worker: Any, holds: Holds) -> None:
         result: TransferResult = copy(job_id, pieces, store=store)
         return result
 
-    worker._copy = copied
+    worker.copy = copied
     pid = os.getpid()
-    worker._groups = [_Held(runs, lambda: holds.wait(step, pid)) for runs in worker._groups]
+    worker.groups = [_Held(runs, lambda: holds.wait(step, pid)) for runs in worker.groups]
 
 
 class _Held(list[Any]):

@@ -332,11 +332,11 @@ def _checksums_right(data: bytes) -> bytes:
         except ChunkCorrupt:
             continue
         slot = np.frombuffer(data, dtype=np.uint8).copy()
-        slot[template._checksum] = np.frombuffer(
+        slot[template.checksum] = np.frombuffer(
             xxhash.xxh3_128_digest(template.payload(slot).tobytes()), dtype=np.uint8
         )
-        slot[template._row_checksum] = np.frombuffer(
-            xxhash.xxh3_128_digest(slot[template._row].tobytes()), dtype=np.uint8
+        slot[template.row_checksum] = np.frombuffer(
+            xxhash.xxh3_128_digest(slot[template.row].tobytes()), dtype=np.uint8
         )
         return slot.tobytes()
     return data

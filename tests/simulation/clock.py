@@ -7,6 +7,7 @@ Invariants: one `random.Random(seed)` decides everything; time moves only when n
 do at its present value; nothing here depends on hashes of objects, on addresses or on real time.
 """
 
+# ruff: noqa: SLF001 (asyncio and anyio have no public way to run a loop in virtual time)
 from __future__ import annotations
 
 import asyncio

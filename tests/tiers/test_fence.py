@@ -254,7 +254,7 @@ def test_revoking_less_does_not_bring_a_job_back(worker: WorkerFence) -> None:
 
 def test_the_sidecar_cannot_write_the_page(worker: WorkerFence) -> None:
     with local_sidecar(worker) as fence, pytest.raises(ValueError, match="read-only"):
-        fence._words[0] = 1
+        fence._words[0] = 1  # noqa: SLF001 (what is tested is that it cannot be written)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - 1])

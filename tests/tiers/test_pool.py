@@ -378,7 +378,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def no_room_for(self, kind: int) -> None:
         assert self.pool.stats().classes[kind].slots_free == 0
-        assert max(self.pool._extents.sizes, default=0) < SLOT_PAGES[kind] * PAGE
+        assert max(self.pool.extents.sizes, default=0) < SLOT_PAGES[kind] * PAGE
 
     @rule(offset=consumes(slots))
     def free(self, offset: int) -> None:
@@ -416,9 +416,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.used_bytes == sum(SLOT_PAGES[kind] * PAGE for kind in held)
         cut = sum((one.slots_used + one.slots_free) * one.slot_bytes for one in stats.classes)
         assert stats.slab_bytes == cut
-        assert stats.slab_bytes + sum(self.pool._extents.sizes) == stats.size_bytes
+        assert stats.slab_bytes + sum(self.pool.extents.sizes) == stats.size_bytes
         if not held:
-            assert self.pool._extents.sizes == [stats.size_bytes]
+            assert self.pool.extents.sizes == [stats.size_bytes]
 
     def teardown(self) -> None:
         assert self.pool.close() == tuple(sorted(self.model))

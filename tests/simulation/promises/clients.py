@@ -36,7 +36,7 @@ CLIENTS = (
     Mutation(
         "a client may have any number of leases",
         "Engine._lease",
-        "self._leases.held(session_id) >= self._limits.leases_max_per_session",
+        "self.leases.held(session_id) >= self.limits.leases_max_per_session",
         "False",
         ("leases without a load",),
         seed=8,
@@ -130,7 +130,7 @@ CLIENTS = (
     Mutation(
         "a reset keeps old keys",
         "SchedulerRole.reset",
-        "self._requests.generation = os.urandom(16)",
+        "self.requests.generation = os.urandom(16)",
         "pass",
         ("reset",),
         seed=4,

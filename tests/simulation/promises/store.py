@@ -44,7 +44,7 @@ STORE = (
     Mutation(
         "a lookup outlives its session",
         "Engine._close",
-        "self._lookups.close_session(session.session_id)",
+        "self.lookups.close_session(session.session_id)",
         "pass",
         ("session cut", "store slow", "another cluster writes"),
         seed=7,

@@ -109,8 +109,8 @@ WORK = (
     Mutation(
         "a job is not answered",
         "Engine._job_ended",
-        "if session.session_id in self._sessions:",
-        "if session.session_id in self._sessions and outcome.outcome.name != 'FULL':",
+        "if session.session_id in self.sessions:",
+        "if session.session_id in self.sessions and outcome.outcome.name != 'FULL':",
     ),
     Mutation(
         "a job waits on after its session's end of file",
@@ -129,7 +129,7 @@ WORK = (
     Mutation(
         "a chunk is stored while draining",
         "Engine._submit",
-        "accept=not self._draining",
+        "accept=not self.draining",
         "accept=True",
         seed=28,
     ),

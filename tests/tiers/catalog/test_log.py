@@ -106,7 +106,7 @@ async def test_rows_that_come_while_the_store_is_away_are_kept_in_order() -> Non
                 await log.flush()
             except TierUnavailable:
                 await anyio.lowlevel.checkpoint()
-    log._tier = Retrying(faulty, attempts_max=50, pause_seconds=0)
+    log.tier = Retrying(faulty, attempts_max=50, pause_seconds=0)
     await log.flush()
     numbers = [int.from_bytes(one.key, "big") for one in await new_rows(reader(inner))]
     assert numbers == list(range(60))
