@@ -81,8 +81,8 @@ class HostCopyWorker(OffloadingWorker):
         self._region = region
         self._several = several
         self._per_chunk = blocks_per_chunk
-        self.groups = _runs_of(kv_caches, region, blocks_per_chunk, canonical=canonical)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy")
+        self._groups = _runs_of(kv_caches, region, blocks_per_chunk, canonical=canonical)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy")
         self._expedited = ThreadPoolExecutor(1, thread_name_prefix="kvlake-copy-now")
         self._jobs: dict[int, Future[TransferResult]] = {}
 
@@ -90,7 +90,7 @@ class HostCopyWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Copy blocks of the cache to rows of the host tier."""
-        return self._submit(self.thread, job_id, src_spec, dst_spec, store=True)
+        return self._submit(self._thread, job_id, src_spec, dst_spec, store=True)
 
     def submit_load(
         self,
@@ -103,7 +103,7 @@ class HostCopyWorker(OffloadingWorker):
 
         For one that is `expedited` vLLM (from 0.33 on) holds up a step, so it waits for no others.
         """
-        thread = self._expedited if expedited else self.thread
+        thread = self._expedited if expedited else self._thread
         return self._submit(thread, job_id, dst_spec, src_spec, store=False)
 
     def _submit(
@@ -117,7 +117,7 @@ class HostCopyWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
         pieces = list(self._pieces(blocks, chunks.block_ids.astype(np.int64)))
-        self._jobs[job_id] = thread.submit(self.copy, job_id, pieces, store=store)
+        self._jobs[job_id] = thread.submit(self._copy, job_id, pieces, store=store)
         return True
 
     def _pieces(self, blocks: GPULoadStoreSpec, chunk_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
@@ -142,14 +142,13 @@ class HostCopyWorker(OffloadingWorker):
             first_block += count
             first_chunk += num_chunks
 
-    def copy(
+    def _copy(
         self, job_id: int, pieces: list[tuple[int, Ids, Ids]], *, store: bool
     ) -> TransferResult:
-        """In a copy thread: copy the pieces of one job, whole."""
         started = time.perf_counter()
         size_bytes = 0
         for group, block_ids, places in pieces:
-            for run in self.groups[group]:
+            for run in self._groups[group]:
                 blocks, at = block_ids, places
                 if store and run.num_writers > 1:
                     # Ranks that hold the same bytes take turns.
@@ -187,9 +186,9 @@ class HostCopyWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """End what is queued, and give the region back."""
-        self.thread.shutdown()
+        self._thread.shutdown()
         self._expedited.shutdown()
-        self.groups.clear()
+        self._groups.clear()
         self._region.cleanup()
 
 

@@ -77,9 +77,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.scheduler: SchedulerRole | None = None
-        self.worker: WorkerRole | None = None
-        self.shared: SharedMemory | None = None
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._shared: SharedMemory | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
@@ -87,23 +87,23 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             complain_of_unknown(extra, CONNECTOR_OPTIONS)
-        self.engine = ServedEngine(vllm_config, kv_cache_config)
-        if self.engine.refusal:
+        self._engine = ServedEngine(vllm_config, kv_cache_config)
+        if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
                 logger.warning(
                     "kvlake: this engine is served without the cache, because %s",
-                    self.engine.refusal,
+                    self._engine.refusal,
                 )
         elif role == KVConnectorRole.SCHEDULER:
-            self.scheduler = self._make_scheduler(vllm_config)
+            self._scheduler = self._make_scheduler(vllm_config)
 
     def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
         transfer = vllm_config.kv_transfer_config
         outer = outer_transfer()
         reads = transfer.is_kv_consumer and _recomputes(transfer, outer)
-        engine = self.engine
+        engine = self._engine
         events = vllm_config.kv_events_config
-        self.wants_events = bool(events is not None and events.enable_kv_cache_events)
+        self._wants_events = bool(events is not None and events.enable_kv_cache_events)
         # As vLLM's publisher counts: ranks of a dense model, each for itself, are all rank 0.
         index = vllm_config.parallel_config.data_parallel_index
         endpoint, replay = events_endpoints(events, index)
@@ -111,7 +111,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             engine.attach(
                 Role.SCHEDULER,
                 0,
-                want_events=self.wants_events,
+                want_events=self._wants_events,
                 events_endpoint=endpoint,
                 events_replay=replay,
             )
@@ -165,14 +165,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """On the CPU, a context that places the KV cache on a memfd."""
         from vllm.platforms import current_platform
 
-        if self.engine.refusal or not current_platform.is_cpu():
+        if self._engine.refusal or not current_platform.is_cpu():
             return None
         self._allocation = MemfdAllocation()
         return self._allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and share the cache; without it the worker serves uncached."""
-        engine = self.engine
+        engine = self._engine
         if engine.refusal:
             # The scheduler may be shown less: of a group of unlike layers, one.
             self._untold_refusal = engine.refusal
@@ -197,7 +197,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             return engine.attach(Role.WORKER, engine.cut.number(place), exported, memory=shared)
 
         try:
-            self.worker = WorkerRole(
+            self._worker = WorkerRole(
                 share(),
                 lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
                 describe,
@@ -207,7 +207,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._untold_refusal = fault_told(error)
             logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
             return
-        self.shared = SharedMemory(self.worker, share)
+        self._shared = SharedMemory(self._worker, share)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
@@ -216,16 +216,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Before sleep: the sidecar lets go of memory that is about to go."""
-        if self.shared is not None:
-            self.shared.unregister()
+        if self._shared is not None:
+            self._shared.unregister()
 
     def restore_kv_caches(self) -> None:
         """After sleep: share the memory that came back."""
-        if self.shared is not None:
-            self.shared.restore()
+        if self._shared is not None:
+            self._shared.restore()
 
     def _attached(self, client: Client) -> Client:
-        client.wait_attached(self.engine.attach_seconds)
+        client.wait_attached(self._engine.attach_seconds)
         return client
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -243,8 +243,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Send this step's jobs. Their blocks are held until the answer, so nothing waits here."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVLakeMetadata)
-        if self.worker is not None:
-            self.worker.submit(metadata.plan)
+        if self._worker is not None:
+            self._worker.submit(metadata.plan)
         elif metadata.plan.loads or metadata.plan.stores:
             self._transfers = _unserved(metadata.plan, self._transfers)
 
@@ -253,8 +253,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         finished_req_ids: set[str],  # noqa: ARG002 (vLLM's signature)
     ) -> KVConnectorTransferResults:
         """Loads that ended on this rank, failed ones among them."""
-        if self.worker is not None:
-            self._transfers = self.worker.collect()
+        if self._worker is not None:
+            self._transfers = self._worker.collect()
         if self._transfers is None:
             return KVConnectorTransferResults()
         return KVConnectorTransferResults(
@@ -274,43 +274,43 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Keep the pool: references in it hold the blocks of outstanding stores."""
-        if self.scheduler is not None:
-            self.scheduler.bind_block_pool(gpu_block_pool)
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once, and start to read what only the object store holds."""
-        if self.scheduler is not None:
+        if self._scheduler is not None:
             if getattr(request, "kv_cache_report_mode", "") == "full":
                 self._hits_are_told = True
-            self.scheduler.new_request(request)
+            self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the engine's own hit; always asynchronously."""
-        if self.scheduler is None:
+        if self._scheduler is None:
             return 0, False
-        matched = self.scheduler.matched_tokens(request, num_computed_tokens)
+        matched = self._scheduler.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the blocks that were allocated for it."""
-        if self.scheduler is not None:
-            self.scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's jobs."""
-        if self.scheduler is None:
+        if self._scheduler is None:
             return KVLakeMetadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
 
-        nothing: list[list[int]] = [[] for _ in self.engine.groups]
+        nothing: list[list[int]] = [[] for _ in self._engine.groups]
 
         def block_ids_of(request_id: str) -> Sequence[list[int]]:
             ids = state.get_block_ids(request_id) if state is not None else None
             return ids if ids is not None else nothing
 
-        plan = self.scheduler.build_plan(
+        plan = self._scheduler.build_plan(
             scheduler_output.num_scheduled_tokens,
             block_ids_of,
             states_of(state),
@@ -321,21 +321,21 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers reported."""
-        if self.scheduler is None:
+        if self._scheduler is None:
             return
-        self.scheduler.loads_ended(
+        self._scheduler.loads_ended(
             connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
-        self.scheduler.blocks_failed(connector_output.invalid_block_ids or ())
+        self._scheduler.blocks_failed(connector_output.invalid_block_ids or ())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVLakeWorkerMetadata):
-            self.scheduler.stores_ended(metadata.report)
-            if metadata.report.refusal and not self.scheduler.retired:
+            self._scheduler.stores_ended(metadata.report)
+            if metadata.report.refusal and not self._scheduler.retired:
                 logger.warning(
                     "kvlake: this engine is served without the cache, because %s",
                     metadata.report.refusal,
                 )
-                self.scheduler.retire()
+                self._scheduler.retire()
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -347,38 +347,38 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Store the tail. Never delays the request's blocks: references of ours hold them."""
-        if self.scheduler is None:
+        if self._scheduler is None:
             return False, None
         failed = request.status is RequestStatus.FINISHED_ERROR
-        return False, self.scheduler.request_finished(request, block_ids, failed=failed)
+        return False, self._scheduler.request_finished(request, block_ids, failed=failed)
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""
-        return self.scheduler is not None and self.scheduler.blocks_coming_back()
+        return self._scheduler is not None and self._scheduler.blocks_coming_back()
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until the blocks of outstanding stores were given back."""
-        return self.scheduler is not None and self.scheduler.stores_outstanding > 0
+        return self._scheduler is not None and self._scheduler.stores_outstanding > 0
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Host memory, or the object store (vLLM's name for tiers below host memory: disk)."""
-        if self.scheduler is None or not num_external_tokens:
+        if self._scheduler is None or not num_external_tokens:
             return {}
         # Not at import: vLLM 0.31 has no such module, and does not ask.
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        host, store = self.scheduler.hit_sources(request)
+        host, store = self._scheduler.hit_sources(request)
         sources = {CacheHitSource.HOST: host, CacheHitSource.DISK: store}
         return {source: count for source, count in sources.items() if count}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the tiers gained and lost, as the sidecar's own stream calls it, less the tokens."""
-        if self.scheduler is None or not self.wants_events:
+        if self._scheduler is None or not self._wants_events:
             return ()
-        several = len(self.engine.groups) > 1
-        events = events_of(self.scheduler.take_events(), self.engine.owner, several=several)
+        several = len(self._engine.groups) > 1
+        events = events_of(self._scheduler.take_events(), self._engine.owner, several=several)
         if self._hits_are_told:
             self._hits_are_told = False
             events.append(hits_are_told())
@@ -386,9 +386,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts of the scheduler role since the last call."""
-        if self.scheduler is None:
+        if self._scheduler is None:
             return None
-        return KVLakeStats(data=asdict(self.scheduler.take_stats()))
+        return KVLakeStats(data=asdict(self._scheduler.take_stats()))
 
     @classmethod
     def build_kv_connector_stats(
@@ -410,16 +410,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Nothing cached before this call is found by this engine again."""
-        if self.scheduler is not None:
-            self.scheduler.reset()
+        if self._scheduler is not None:
+            self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:
         """Detach; vLLM does not always call this, so the sidecar relies on end of file."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-        if self.worker is not None:
-            self.worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
 
 
 def _recomputes(transfer: Any, outer: Any | None) -> bool:

@@ -77,8 +77,8 @@ class Engine:
                 log_stats=True,
             )
         self.connector = ours_of(self.scheduler.connector)
-        assert isinstance(self.connector.scheduler, SchedulerRole), self.connector.engine.refusal
-        self.role = self.connector.scheduler
+        assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal  # noqa: SLF001 (its public names are vLLM's)
+        self.role = self.connector._scheduler  # noqa: SLF001 (its public names are vLLM's)
         self.role.clock = self.role.stores.clock = self.role.waits.clock = self.clock
         world = range(ranks * stages)
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]

@@ -76,7 +76,7 @@ def test_a_state_that_only_the_tiers_have(
 
 def state_keys(engine: Engine, tokens: list[int]) -> list[bytes]:
     """Keys of the states behind each block of these tokens."""
-    group = engine.connector.engine.groups[1]
+    group = engine.connector._engine.groups[1]  # noqa: SLF001 (its public names are vLLM's)
     chain = KeyChain(root_key(digest_of(group.namespace)), BLOCK_TOKENS, BLOCK_TOKENS)
     chain.extend(tokens)
     return chain.keys

@@ -46,6 +46,7 @@ from tests.connector.configurations import (
     vllm_config,
 )
 from tests.connector.engine import Engine
+from tiers.memfd import sealed_memfd
 
 PROMPT = [number % 89 for number in range(300)]
 
@@ -300,7 +301,7 @@ class TestRanksThatAreNotServed:
         def share() -> ExportedMemory:
             raise ExportRefused("it is in pieces")
 
-        rank.connector.shared = SharedMemory(rank.role, share)
+        rank.connector._shared = SharedMemory(rank.role, share)  # noqa: SLF001 (its public names are vLLM's)
         rank.connector.unregister_kv_caches()
         rank.connector.restore_kv_caches()
         caplog.clear()
@@ -340,7 +341,7 @@ class TestRanksThatAreNotServed:
     ) -> None:
         """The thread that attaches waits for the answer, and the step not for the thread."""
         engine = make()
-        attempt = Attempt(engine.connector.engine.attach(Role.SCHEDULER, 0))
+        attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))  # noqa: SLF001 (its public names are vLLM's)
         path = str(short_directory / "attach.sock")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
@@ -404,8 +405,10 @@ class TestRanksThatAreNotServed:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        def refused(*_: object) -> None:
-            raise OSError(errno.EMFILE, "Too many open files")
+        def refused(name: str, size_bytes: int) -> int:
+            if name == "kvlake-kv":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return sealed_memfd(name, size_bytes)
 
         places.patch(monkeypatch, "this_place", partial(Place, 0))
         places.patch(monkeypatch, "sealed_memfd", refused)

@@ -155,7 +155,7 @@ class TestEvents:
         assert engine.role.take_events() == []
 
     def test_vllms_words_for_them(self, engine: Engine) -> None:
-        engine.connector.wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         events = [
@@ -174,13 +174,13 @@ class TestEvents:
         (gone,) = engine.connector.take_events()
         assert gone.block_hashes == [b"a" * 16]
         assert {one.ownership for one in (first, second, gone)} == {
-            engine.connector.engine.owner(0)
+            engine.connector._engine.owner(0)  # noqa: SLF001 (its public names are vLLM's)
         }
 
     def test_that_vllm_tells_of_hits_is_told_where_a_request_asks_for_it(
         self, engine: Engine
     ) -> None:
-        engine.connector.wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         for number, mode in enumerate(("incremental", "full", "incremental", "full")):
             request = request_of(f"r{number}", PROMPT, max_tokens=1)
             request.kv_cache_report_mode = mode
@@ -194,7 +194,7 @@ class TestEvents:
     def test_what_a_reset_of_vllms_cache_clears_is_told_again(
         self, engine: Engine, *, reset_connector: bool
     ) -> None:
-        engine.connector.wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         names = [name * 32 for name in (b"a", b"b", b"c")]
@@ -216,7 +216,7 @@ class TestEvents:
         assert engine.role.take_events() == [RemovedEvent(names[1], "host")]
 
     def test_a_chunk_that_went_and_came_again_is_there(self, engine: Engine) -> None:
-        engine.connector.wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         stored = StoredEvent(b"a" * 32, bytes(32), 64, "host")
