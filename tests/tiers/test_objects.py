@@ -14,9 +14,9 @@ from tests import places
 from tests.faulty_proxy import FaultyProxy
 from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
-from tiers import filesystems
 from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierUnavailable
+from tiers.filesystems import fill
 from tiers.objects import UrlObjects
 from tiers.wrap import Retrying
 
@@ -125,7 +125,6 @@ class TestRequestsToS3:
     ) -> None:
         await behind_proxy.write(NAME, image_of(4 * 1024 * 1024))
         sizes: list[int] = []
-        fill = filesystems.fill
 
         def spy(body: bytes, into: Any, seen: Seen | None) -> int:
             sizes.append(len(body))
