@@ -38,7 +38,7 @@ class ChunkNames:
     """
 
     def __init__(self, namespace: bytes, *, remembers: bool) -> None:
-        self._digest = digest_of(namespace)
+        self.digest = digest_of(namespace)
         self._remembers = remembers
         self._generation = b""
         self._known: dict[bytes, OffloadKey] = {}
@@ -46,12 +46,12 @@ class ChunkNames:
     @property
     def owner(self) -> str:
         """Whose chunks are told of in events."""
-        return f"{TIERS_OWNER}{self._digest.hex()[:16]}"
+        return f"{TIERS_OWNER}{self.digest.hex()[:16]}"
 
     def key_of(self, name: OffloadKey) -> bytes:
         """Our key of a chunk."""
         hasher = hashlib.sha256(_KEY_DOMAIN)
-        hasher.update(self._digest)
+        hasher.update(self.digest)
         hasher.update(len(self._generation).to_bytes(4, "little") + self._generation)
         hasher.update(name)
         key = hasher.digest()

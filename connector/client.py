@@ -119,12 +119,12 @@ class Client:
         """Whether the sidecar may still hold what the last attempt sent."""
         self._attached_once = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._last_log = ""
+        self.last_log = ""
         self.answers_stale = 0
         """Messages of an earlier life of the sidecar that were dropped. Never decreases."""
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
+        self.thread.start()
 
     # --- the engine's thread -------------------------------------------------------------------
 
@@ -220,11 +220,11 @@ class Client:
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
-            self._thread.join(timeout=wait_seconds_max + release_seconds_max)
+            self.thread.join(timeout=wait_seconds_max + release_seconds_max)
         # Closed here and not by the thread: a number that the thread had closed could be somebody
         # else's file by the time that it is written to above. A thread that is still there (it
         # waits for an answer to its attach) keeps them.
-        if not self._thread.is_alive():
+        if not self.thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
         self._close_dealer()
@@ -411,8 +411,8 @@ class Client:
     ) -> None:
         # Once per change: the same line again says nothing new.
         line = f"{topic}:{text % arguments}"
-        if line != self._last_log:
-            self._last_log = line
+        if line != self.last_log:
+            self.last_log = line
             logger.log(level, "kvlake: %s", text % arguments, exc_info=exc_info)
 
 

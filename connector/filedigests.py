@@ -48,7 +48,7 @@ def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
     folder = _cache_folder() if remember else None
     if folder is None:
         return _read_all(paths)
-    stamps = [_stamp(path) for path in paths]
+    stamps = [file_stamp(path) for path in paths]
     place = folder / "weights.json"
     known = _remembered(place)
     if any(stamp not in known for stamp in stamps):
@@ -60,7 +60,7 @@ def digests_of(paths: Sequence[Path], *, remember: bool = True) -> list[str]:
             began = time.time()
             found = dict(zip(missing, _read_all(missing), strict=True))
             settled = {
-                _stamp(path): digest
+                file_stamp(path): digest
                 for path, digest in found.items()
                 if path.stat().st_ctime < began - SETTLED_SECONDS
             }
@@ -76,11 +76,11 @@ def _read_all(paths: Sequence[Path]) -> list[str]:
     size_bytes = sum(path.stat().st_size for path in paths)
     if size_bytes < LONG_BYTES:
         with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(_digest, paths))
+            return list(threads.map(file_digest, paths))
     began = told = time.monotonic()
     logger.info("kvlake: reading %.0f GB of weights once, to know them by", size_bytes / 1e9)
     with ThreadPoolExecutor(THREADS) as threads:
-        reading = {threads.submit(_digest, path): path for path in paths}
+        reading = {threads.submit(file_digest, path): path for path in paths}
         left = set(reading)
         while left:
             _, left = wait(left, timeout=TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
@@ -92,19 +92,20 @@ def _read_all(paths: Sequence[Path]) -> list[str]:
     return digests
 
 
-def _digest(path: Path) -> str:
-    before = _stamp(path)
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file. Raises `OSError` where it changes while it is read."""
+    before = file_stamp(path)
     hasher = hashlib.sha256()
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
-    if _stamp(path) != before:
+    if file_stamp(path) != before:
         raise OSError(f"{path} was changed while it was read")
     return hasher.hexdigest()
 
 
-def _stamp(path: Path) -> str:
+def file_stamp(path: Path) -> str:
     """What is another where a file was changed."""
     real = path.resolve(strict=True)
     status = real.stat()

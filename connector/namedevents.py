@@ -41,14 +41,14 @@ class NamedEvents:
         self._name_of = name_of
         self._told: dict[tuple[bytes, str], OffloadKey] = {}
         """By the start of their keys and by tier."""
-        self._unnamed: dict[bytes, set[str]] = {}
+        self.unnamed: dict[bytes, set[str]] = {}
         """The tiers that hold them, by the start of their keys."""
         self._said: list[OffloadingEvent] = []
 
     def named(self, key: bytes, name: OffloadKey) -> None:
         """VLLM calls the chunk of `key` so: if it holds, that can be told now."""
         start = key[:EVENT_NAME_BYTES]
-        for tier in sorted(self._unnamed.pop(start, ())):
+        for tier in sorted(self.unnamed.pop(start, ())):
             self._stored(start, tier, name)
 
     def forget(self) -> None:
@@ -56,7 +56,7 @@ class NamedEvents:
         for (_, tier), name in self._told.items():
             self._say(name, tier, removed=True)
         self._told.clear()
-        self._unnamed.clear()
+        self.unnamed.clear()
 
     def take(self, events: Iterable[TierEvent]) -> list[OffloadingEvent]:
         """What to tell: these events, after what was named since the last call."""
@@ -75,7 +75,7 @@ class NamedEvents:
             return
         name = self._name_of(start)
         if name is None:
-            self._unnamed.setdefault(start, set()).add(tier)
+            self.unnamed.setdefault(start, set()).add(tier)
         else:
             self._stored(start, tier, name)
 
@@ -83,11 +83,11 @@ class NamedEvents:
         name = self._told.pop((start, tier), None)
         if name is not None:
             self._say(name, tier, removed=True)
-        tiers = self._unnamed.get(start)
+        tiers = self.unnamed.get(start)
         if tiers is not None:
             tiers.discard(tier)
             if not tiers:
-                del self._unnamed[start]
+                del self.unnamed[start]
 
     def _stored(self, start: bytes, tier: str, name: OffloadKey) -> None:
         self._told[start, tier] = name

@@ -188,12 +188,12 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
 
         vllm_config = get_current_vllm_config()
         reason = rows_refusal(vllm_config, len(self.config.groups)) or chunks_refusal(
-            vllm_config, _layer_specs(vllm_config), self.blocks_per_chunk
+            vllm_config, layer_specs_of(vllm_config), self.blocks_per_chunk
         )
         if self.config.parallel.rank == 0:
             tokens = self.config.groups[0].tokens_per_block
             note: dict[str, Any] = (
-                {"refusal": reason, "rows": False} if reason else _identify(vllm_config, tokens)
+                {"refusal": reason, "rows": False} if reason else identity_note(vllm_config, tokens)
             )
             note["events"] = _events(vllm_config)
             note["preempted_are_new"] = bool(vllm_config.use_v2_model_runner)
@@ -224,8 +224,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         )
 
 
-def _identify(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
-    specs = _layer_specs(vllm_config)
+def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
+    """What the first worker notes for the scheduler: an identity, or a refusal and its reason."""
+    specs = layer_specs_of(vllm_config)
     if reason := prefix_refusal(vllm_config, specs):
         return {"refusal": reason, "prefixes": False}
     if reason := (
@@ -259,7 +260,7 @@ def _events(vllm_config: Any) -> dict[str, str]:
     return {"events_endpoint": endpoint, "events_replay": replay}
 
 
-def _layer_specs(vllm_config: Any) -> list[Any]:
+def layer_specs_of(vllm_config: Any) -> list[Any]:
     """Of the layers of this worker's model: vLLM shows a spec less than that."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -280,14 +281,15 @@ def _disown(region: Any) -> None:
         region._creator = False  # noqa: SLF001 (vLLM has no other word for it)
 
 
-def _note_path(engine_id: str) -> Path:
+def note_path(engine_id: str) -> Path:
+    """The file of `leave_note`."""
     name = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
     return _SHARED_MEMORY / f"kvlake-offloading-{os.getuid()}-{name}.json"
 
 
 def leave_note(engine_id: str, note: dict[str, Any]) -> None:
     """What the scheduler of this engine is to know, in a file that only this user can read."""
-    path = _note_path(engine_id)
+    path = note_path(engine_id)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -297,7 +299,7 @@ def leave_note(engine_id: str, note: dict[str, Any]) -> None:
 
 def take_note(engine_id: str) -> dict[str, Any]:
     """What the first worker left; a refusal where there is nothing of this user's."""
-    path = _note_path(engine_id)
+    path = note_path(engine_id)
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():

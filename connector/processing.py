@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MEDIA_SETTINGS: Final = (
+MEDIA_SETTINGS: Final = (
     "mm_processor_kwargs",
     "media_io_kwargs",
     "video_pruning_rate",
     "mm_encoder_attn_dtype",
 )
-_MODEL_SETTINGS: Final = ("quantization_config", "code_revision", "model_class_overrides")
-_ADAPTER_SETTINGS: Final = (
+MODEL_SETTINGS: Final = ("quantization_config", "code_revision", "model_class_overrides")
+ADAPTER_SETTINGS: Final = (
     "target_modules",
     "enable_moe_shared_loras",
     "enable_mixed_moe_lora_format",
@@ -44,7 +44,7 @@ def processing_of(vllm_config: Any) -> dict[str, Any]:
 
     model = vllm_config.model_config
     description: dict[str, Any] = {
-        name: plain(value) for name in _MODEL_SETTINGS if (value := getattr(model, name, None))
+        name: plain(value) for name in MODEL_SETTINGS if (value := getattr(model, name, None))
     }
     if model.hf_config_path:
         description["hf_config_path"] = _configuration(model)
@@ -89,7 +89,7 @@ def adapter_settings(vllm_config: Any) -> dict[str, Any]:
     """
     description = {
         name: plain(value)
-        for name in _ADAPTER_SETTINGS
+        for name in ADAPTER_SETTINGS
         if (value := getattr(vllm_config.lora_config, name, None))
     }
     if "target_modules" in description:
@@ -125,7 +125,7 @@ def media_settings(multimodal_config: Any) -> dict[str, Any]:
         return {}
     description = {
         name: plain(value)
-        for name in _MEDIA_SETTINGS
+        for name in MEDIA_SETTINGS
         if (value := getattr(multimodal_config, name, None))
     }
     if "video_pruning_rate" in description:

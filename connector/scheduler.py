@@ -72,7 +72,7 @@ class SchedulerRole:
         num_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
+        self.client = client
         self._drafting = drafting
         self._num_blocks = num_blocks
         geometries = self._geometries = [group.geometry for group in groups]
@@ -82,28 +82,28 @@ class SchedulerRole:
         self._several_groups = len(groups) > 1
         self._recurrent = [one for one, each in enumerate(geometries) if each.attention.recurrent]
         self._settings = settings
-        self._clock = clock
-        self._requests = Requests(
+        self.clock = clock
+        self.requests = Requests(
             groups,
             settings,
             ahead_tokens=drafting.ahead_tokens,
             cached_names=self._cached_names,
         )
         self._finder = HitFinder(geometries)
-        self._rate = PrefillRate()
-        self._waits = Waits(
+        self.rate = PrefillRate()
+        self.waits = Waits(
             client,
             self._finder,
-            self._rate,
-            self._new_id,
+            self.rate,
+            self.new_id,
             load_tokens_min=settings.load_tokens_min,
             clock=clock,
         )
-        self._stores = Stores(geometries, world_size, clock=clock)
-        self._withdrawn = Withdrawn()
-        self._plan = StepPlan()
+        self.stores = Stores(geometries, world_size, clock=clock)
+        self.withdrawn = Withdrawn()
+        self.plan = StepPlan()
         self._next_id = 1
-        self._loading: set[str] = set()
+        self.loading: set[str] = set()
         self._world_size = world_size
         self._unsent: dict[int, RequestState] = {}
         """Whose the stores are that are planned and not sent yet."""
@@ -115,7 +115,7 @@ class SchedulerRole:
         self._stale_names: Any = None
         """The same, of before the connector was reset, where vLLM's own cache was not."""
         self._tiers = TierEvents()
-        self._beside_others = settings.beside_others
+        self.beside_others = settings.beside_others
         self._stale_told = 0
         self.retired = False
         self.stats = Stats()
@@ -123,7 +123,7 @@ class SchedulerRole:
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, whose reference counts keep blocks of outstanding stores."""
         self._block_pool = block_pool
-        self._stores.bind(block_pool)
+        self.stores.bind(block_pool)
 
     # --- lookup --------------------------------------------------------------------------------
 
@@ -131,42 +131,42 @@ class SchedulerRole:
         """Hash the prompt, and ask for what the object store alone holds."""
         if self.retired:
             return
-        state = self._requests.track(request)
-        session = self._client.session
+        state = self.requests.track(request)
+        session = self.client.session
         if state is None or session is None or not self._reads(state):
             return
         if state.wishes.expects_tokens:
-            self._waits.expect(state, session)
+            self.waits.expect(state, session)
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
         # once it knows how far the engine's own hit reaches.
         if not request.skip_reading_prefix_cache and not self._engine_holds_start(state):
-            self._waits.ask_store(state, session, 0, self.stats)
+            self.waits.ask_store(state, session, 0, self.stats)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be loaded; None while the store is being read."""
         if self.retired:
             return 0
-        state = self._requests.track(request)
+        state = self.requests.track(request)
         if state is None:
             return 0
         state.local_tokens = state.known_tokens = local_tokens
         if state.void or request.skip_reading_prefix_cache or self._begins_stale(state):
             return 0
-        session = self._client.session
+        session = self.client.session
         if not self._reads(state) or state.load_failed or session is None:
             return 0
-        if len(self._loading) >= session.limits.jobs_inflight_max:
+        if len(self.loading) >= session.limits.jobs_inflight_max:
             # The sidecar would refuse the message, and with it everything else of its step.
             return 0
-        self._waits.leave_others(state, session)
-        if self._waits.expecting(state, session, local_tokens, self.stats):
+        self.waits.leave_others(state, session)
+        if self.waits.expecting(state, session, local_tokens, self.stats):
             return None
         if state.lookup is None:
-            self._waits.ask_store(state, session, local_tokens, self.stats)
+            self.waits.ask_store(state, session, local_tokens, self.stats)
         if state.lookup is not None:
             self._poll()
-            if self._waits.reading(state, self.stats):
+            if self.waits.reading(state, self.stats):
                 return None
         hit = self._finder.hit(state, session, local_tokens)
         matched = 0 if hit is None else hit.end_tokens - local_tokens
@@ -211,8 +211,8 @@ class SchedulerRole:
 
         `block_ids` gives the request's block table of each KV cache group.
         """
-        self._withdrawn.allocated(request)
-        state = self._requests.get(request.request_id)
+        self.withdrawn.allocated(request)
+        state = self.requests.get(request.request_id)
         if state is None:
             return
         state.scheduled_tokens = 0
@@ -222,10 +222,10 @@ class SchedulerRole:
             self.stats.requests_missed += not state.counted
             state.counted = True
             # Its own hit has grown, for example, past what it had read.
-            self._waits.give_back(state)
+            self.waits.give_back(state)
             return
         tables = block_ids()
-        session = self._client.session
+        session = self.client.session
         end_tokens = state.known_tokens = state.local_tokens + external_tokens
         pieces: list[LoadPiece] = []
         stored_tokens = 0
@@ -238,22 +238,22 @@ class SchedulerRole:
                 pieces.append(LoadPiece(key, first, ids, number))
                 if number == self._main and key in state.from_store_keys:
                     stored_tokens += len(ids) * geometry.block_tokens
-        load = Load(self._new_id(), request.request_id, pieces)
+        load = Load(self.new_id(), request.request_id, pieces)
         state.load = load
         state.hit_sources = (external_tokens - stored_tokens, stored_tokens)
-        self._loading.add(request.request_id)
-        self._plan.loads.append(load)
+        self.loading.add(request.request_id)
+        self.plan.loads.append(load)
         if session is not None:
             # Without the lease the load is only more likely to miss, so a failed send is no fault.
             keys = [piece.key for piece in pieces]
             lease = Lease(session.epoch, load.job_id, keys, state.tenant)
-            self._client.send(session, lease)
+            self.client.send(session, lease)
         # After the lease, so that what both pin is never without a pin in between.
-        self._waits.give_back(state)
+        self.waits.give_back(state)
 
     def hit_sources(self, request: Any) -> tuple[int, int]:
         """Tokens of the planned load by tier: from host memory, from the object store."""
-        state = self._requests.get(request.request_id)
+        state = self.requests.get(request.request_id)
         return state.hit_sources if state is not None else (0, 0)
 
     def loads_ended(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
@@ -262,11 +262,11 @@ class SchedulerRole:
         for request_id in failed:
             # Of another connector's, too: beside the blocks that such a request still has reserved
             # vLLM may never find room for another load, and all that is queued behind it waits.
-            if (state := self._requests.get(request_id)) is not None:
+            if (state := self.requests.get(request_id)) is not None:
                 state.load_failed = True
         for request_id in loaded:
-            self._loading.discard(request_id)
-            state = self._requests.get(request_id)
+            self.loading.discard(request_id)
+            state = self.requests.get(request_id)
             if state is None or state.load is None:
                 continue
             state.load = None
@@ -281,7 +281,7 @@ class SchedulerRole:
 
     def blocks_failed(self, block_ids: Iterable[int]) -> None:
         """Another connector was to load these blocks, and did not: vLLM computes them again."""
-        self._stores.distrust(block_ids)
+        self.stores.distrust(block_ids)
 
     # --- store ---------------------------------------------------------------------------------
 
@@ -300,26 +300,26 @@ class SchedulerRole:
             states: of recurrent layers, those that the engine hands over with this step.
             preempted: requests that lost their blocks since the last step.
         """
-        self._withdrawn.step(scheduled, preempted, self._block_pool, len(self._geometries))
+        self.withdrawn.step(scheduled, preempted, self._block_pool, len(self._geometries))
         self._poll()
-        self._rate.step(self._clock(), sum(scheduled.values()))
+        self.rate.step(self.clock(), sum(scheduled.values()))
         self._discard_void()
         self._planned_names = self._cached_names()
         if self._settings.writes:
             self._store_step(scheduled, block_ids_of, states)
-        plan, self._plan = self._plan, StepPlan()
+        plan, self.plan = self.plan, StepPlan()
         self._unsent.clear()
-        self._requests.ended.clear()
+        self.requests.ended.clear()
         plan.retired = self.retired
-        plan.waiting = bool(self._waits.pending or self._loading or self.stores_outstanding)
+        plan.waiting = bool(self.waits.pending or self.loading or self.stores_outstanding)
         return plan
 
     def _discard_void(self) -> None:
         """Of what was planned since the last step, store nothing that is void by now."""
         void = {job_id for job_id, state in self._unsent.items() if state.void}
         if void:
-            self._plan.stores = [one for one in self._plan.stores if one.job_id not in void]
-            self._stores.ended(StepReport(dict.fromkeys(void, self._world_size)))
+            self.plan.stores = [one for one in self.plan.stores if one.job_id not in void]
+            self.stores.ended(StepReport(dict.fromkeys(void, self._world_size)))
 
     def _store_step(
         self,
@@ -330,7 +330,7 @@ class SchedulerRole:
         requests = [
             (state, num_tokens)
             for request_id, num_tokens in scheduled.items()
-            if (state := self._requests.get(request_id)) is not None
+            if (state := self.requests.get(request_id)) is not None
         ]
         if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
             for state, _ in requests:
@@ -341,7 +341,7 @@ class SchedulerRole:
             for state, _ in requests
             if not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
         ]
-        self._beside_others |= bool(unknown)
+        self.beside_others |= bool(unknown)
         for state in unknown:
             # Of a block that vLLM's own cache has in part, for example.
             state.void |= self._shares_stale(state)
@@ -365,7 +365,7 @@ class SchedulerRole:
         shares at once, and tell with the step's output which of them did not come. Of an engine
         with several groups vLLM takes no such word: that ends it.
         """
-        return self._beside_others and not self._several_groups
+        return self.beside_others and not self._several_groups
 
     def _states_held(self, state: RequestState) -> list[State]:
         """States that a request begins with: the engine never hands these over again.
@@ -393,7 +393,7 @@ class SchedulerRole:
             computed // group.geometry.chunk_tokens <= group.next_chunk for group in groups
         ):
             return
-        self._requests.track(request)
+        self.requests.track(request)
         parts = state_parts(state.groups, handed)
         # A state is of use to a prompt that parts there only with the attention up to there. Where
         # it is behind generated tokens, the end of the request stores that.
@@ -420,18 +420,18 @@ class SchedulerRole:
         Of one that vLLM `failed` nothing is stored: what it shares with others may be why.
         Returns what the request's answer is to say, of one that hands its prompt over.
         """
-        self._withdrawn.ended(request.request_id)
-        state = self._requests.end(request.request_id)
+        self.withdrawn.ended(request.request_id)
+        state = self.requests.end(request.request_id)
         if state is None:
             return None
-        self._waits.finished(state)
+        self.waits.finished(state)
         if not failed:
             self._store_rest(request, state, block_ids)
-        session = self._client.session
+        session = self.client.session
         if not state.wishes.hand_over or state.void or session is None or session.index is None:
             return None
         end_tokens = max(0, request.num_prompt_tokens - self._drafting.ahead_tokens)
-        num_tokens = self._finder.found_tokens(state, session, end_tokens, self._stores.under_way)
+        num_tokens = self._finder.found_tokens(state, session, end_tokens, self.stores.under_way)
         return {PARAMS: {EXPECT: num_tokens}} if num_tokens else None
 
     def _store_rest(
@@ -468,10 +468,10 @@ class SchedulerRole:
                 keys.append(chain.key_of(piece.chunk, piece.end))
                 groups.append(group.group)
         del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
-        session = self._client.session
+        session = self.client.session
         if not keys:
             return
-        if session is None or not self._client.send(
+        if session is None or not self.client.send(
             session,
             Pin(
                 session.epoch,
@@ -489,13 +489,13 @@ class SchedulerRole:
         parts: list[Part],
         block_ids: Callable[[], Sequence[Sequence[int]]],
     ) -> None:
-        session = self._client.session
+        session = self.client.session
         if session is None:
             return
         for some in in_jobs(self._geometries, parts):
-            store = self._stores.plan(session, state, some, block_ids, self.stats, self._new_id)
+            store = self.stores.plan(session, state, some, block_ids, self.stats, self.new_id)
             if store is not None:
-                self._plan.stores.append(store)
+                self.plan.stores.append(store)
                 self._unsent[store.job_id] = state
 
     def stores_ended(self, report: StepReport) -> None:
@@ -503,16 +503,16 @@ class SchedulerRole:
         self.stats.stores_failed += report.failed
         self.stats.stores_expired += report.stores_expired
         self.stats.loads_expired += report.loads_expired
-        self._stores.ended(report)
+        self.stores.ended(report)
 
     @property
     def stores_outstanding(self) -> int:
         """Store jobs whose blocks are still held."""
-        return self._stores.outstanding
+        return self.stores.outstanding
 
     def blocks_coming_back(self) -> bool:
         """Whether to wait for blocks of outstanding stores rather than preempt a request."""
-        return self._stores.blocks_coming_back()
+        return self.stores.blocks_coming_back()
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -522,16 +522,16 @@ class SchedulerRole:
         Other engines that share the tiers keep what they have; what this engine stored before
         ages out.
         """
-        self._requests.generation = os.urandom(16)
-        self._requests.void_all()
+        self.requests.generation = os.urandom(16)
+        self.requests.void_all()
         names = self._cached_names()
         if names is not None and names is self._planned_names:
             # vLLM's own cache was not reset, and has blocks of before.
             self._stale_names = names
-        session = self._client.session
+        session = self.client.session
         if session is not None:
             # Nobody will ask for those keys again.
-            self._client.send(session, Release(session.epoch, [], [], pins=True))
+            self.client.send(session, Release(session.epoch, [], [], pins=True))
 
     def _cached_names(self) -> Any:
         """The block pool's map of cached blocks: vLLM makes a new one when it resets its cache."""
@@ -555,7 +555,7 @@ class SchedulerRole:
         """
         self.retired = True
         # We are in the middle of an engine's step. The thread may wait for an answer, for seconds.
-        self._client.close(wait_seconds_max=0.0)
+        self.client.close(wait_seconds_max=0.0)
 
     def take_events(self) -> list[TierEvent]:
         """What the tiers gained and lost since the last call."""
@@ -570,20 +570,21 @@ class SchedulerRole:
     def take_stats(self) -> Stats:
         """Counts since the last call."""
         stats, self.stats = self.stats, Stats()
-        stale = self._client.answers_stale
+        stale = self.client.answers_stale
         stats.answers_stale, self._stale_told = stale - self._stale_told, stale
         return stats
 
     def close(self) -> None:
         """Detach from the sidecar."""
-        self._client.close()
+        self.client.close()
 
     def _poll(self) -> None:
-        for message in self._tiers.poll(self._client):
+        for message in self._tiers.poll(self.client):
             if isinstance(message, LookupDone):
-                self._waits.answered(message)
+                self.waits.answered(message)
 
-    def _new_id(self) -> int:
+    def new_id(self) -> int:
+        """The id of the next job."""
         # One sequence for all jobs: `tiers.fence` revokes by order of id.
         self._next_id += 1
         return self._next_id

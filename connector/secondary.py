@@ -186,7 +186,7 @@ class KVLakeTier(SecondaryTierManager):
         self._namespace = namespace_of(config, namespace, self._row_bytes)
         self._engine_id = str(config.engine_id)
         self._wants_events = bool(config.enable_kv_cache_events)
-        self._names = ChunkNames(self._namespace, remembers=self._wants_events)
+        self.names = ChunkNames(self._namespace, remembers=self._wants_events)
         self._clock = time.monotonic
         self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
@@ -194,7 +194,7 @@ class KVLakeTier(SecondaryTierManager):
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
-        self._events = NamedEvents(self._names.owner, self._names.of_start)
+        self.events = NamedEvents(self.names.owner, self.names.of_start)
         self._next_id = 1
         self._socket = socket or default_socket()
         # Before the first request: a sidecar that is there should serve the first one too.
@@ -207,8 +207,8 @@ class KVLakeTier(SecondaryTierManager):
                 events_replay=events_replay,
             )
         )
-        self._client = Client(self._socket, lambda: attempt)
-        attached = self._client.wait_attached(wait_seconds)
+        self.client = Client(self._socket, lambda: attempt)
+        attached = self.client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0
         num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
         self._bounce = Bounce(
@@ -251,7 +251,7 @@ class KVLakeTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT: the sidecar has it in host memory. RETRY: it reads it from the object store."""
         request = self._requests.get(req_context.req_id)
-        session = self._client.session
+        session = self.client.session
         if session is None or session.index is None or request is None or not request.reads:
             return LookupResult.MISS
         own = self._own_key(key, request, req_context)
@@ -277,8 +277,8 @@ class KVLakeTier(SecondaryTierManager):
         return LookupResult.MISS
 
     def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
-        own = self._names.key_of(key)
-        self._events.named(own, key)
+        own = self.names.key_of(key)
+        self.events.named(own, key)
         end = context.get_offload_key_position(key)
         if request is not None and end is not None:
             request.places[get_offload_group_idx(key), end] = own
@@ -290,7 +290,7 @@ class KVLakeTier(SecondaryTierManager):
         request.wanted.clear()
         wait_ms = session.limits.lookup_wait_ms_max
         lookup_id = self._next_id = self._next_id + 1
-        if not self._client.send(session, Lookup(session.epoch, lookup_id, keys, wait_ms)):
+        if not self.client.send(session, Lookup(session.epoch, lookup_id, keys, wait_ms)):
             request.missed.update(keys)
             return
         request.reading.update(keys)
@@ -300,7 +300,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def _reads_ended(self) -> None:
         """Forget reads that nobody will answer any more; what they did not bring is missed."""
-        now, session = self._clock(), self._client.session
+        now, session = self._clock(), self.client.session
         for lookup_id, read in list(self._reads.items()):
             if now >= read.deadline or read.session is not session:
                 self._read_ended(lookup_id)
@@ -308,7 +308,7 @@ class KVLakeTier(SecondaryTierManager):
     def _read_ended(self, lookup_id: int) -> None:
         read = self._reads.pop(lookup_id, None)
         request = None if read is None else self._requests.get(read.request_id)
-        session = self._client.session
+        session = self.client.session
         if read is None or request is None:
             return
         request.reading.difference_update(read.keys)
@@ -326,7 +326,7 @@ class KVLakeTier(SecondaryTierManager):
         context = job_metadata.req_context
         request = self._requests.get(context.req_id)
         names = self._begin(job_metadata, request)
-        session = self._client.session
+        session = self.client.session
         rows: list[Row] = []
         if request is not None and request.writes:
             ttl_ms, stays = request.wishes.ttl_ms, request.wishes.stays
@@ -372,7 +372,7 @@ class KVLakeTier(SecondaryTierManager):
         return request.places.get(before, NO_PARENT)
 
     def _seconds(self, *, store: bool) -> float:
-        session = self._client.session
+        session = self.client.session
         if session is None:
             return WITHOUT_SIDECAR_SECONDS
         limits = session.limits
@@ -381,7 +381,7 @@ class KVLakeTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Take what the sidecar answered, and go on."""
         self._poll()
-        self._bounce.pump(self._client.session)
+        self._bounce.pump(self.client.session)
         results: list[JobResult] = []
         for batch in self._bounce.finished():
             job = self._jobs.pop(batch.batch_id)
@@ -404,7 +404,7 @@ class KVLakeTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send what this step asked for."""
         self._told.step(context)
-        session = self._client.session
+        session = self.client.session
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             if (request := self._requests.get(request_id)) is not None:
                 request.carried.clear()
@@ -428,14 +428,14 @@ class KVLakeTier(SecondaryTierManager):
         """Give back what was read for it."""
         self._told.ended(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
-        session = self._client.session
+        session = self.client.session
         if request is None or session is None:
             return
         lookups = [lookup_id for asked, lookup_id in request.lookups if asked is session]
         for lookup_id in lookups:
             self._reads.pop(lookup_id, None)
         if lookups:
-            self._client.send(session, Release(session.epoch, [], lookups))
+            self.client.send(session, Release(session.epoch, [], lookups))
 
     def drain_jobs(self) -> None:
         """End all jobs; vLLM resets its cache, and nothing from before is found here either.
@@ -445,8 +445,8 @@ class KVLakeTier(SecondaryTierManager):
         be loading that.
         """
         self._bounce.drain()
-        self._names.forget()
-        self._events.forget()
+        self.names.forget()
+        self.events.forget()
         self._reads.clear()
         for request_id, request in self._requests.items():
             request.void |= bool(request.places) or self._told.has_kv(request_id)
@@ -456,15 +456,15 @@ class KVLakeTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What the sidecar's tiers gained and lost of the chunks that vLLM has named here."""
-        return self._events.take(self._tiers.take())
+        return self.events.take(self._tiers.take())
 
     def shutdown(self) -> None:
         """Detach."""
         self._bounce.close()
-        self._client.close()
+        self.client.close()
 
     def _poll(self) -> None:
-        for message in self._tiers.poll(self._client):
+        for message in self._tiers.poll(self.client):
             if isinstance(message, LookupDone):
                 self._read_ended(message.lookup_id)
         self._reads_ended()

@@ -134,9 +134,9 @@ class Stores:
     ) -> None:
         self._geometries = geometries
         self._world_size = world_size
-        self._clock = clock
-        self._jobs: dict[int, _StoreJob] = {}
-        self._keys: set[bytes] = set()
+        self.clock = clock
+        self.jobs: dict[int, _StoreJob] = {}
+        self.keys: set[bytes] = set()
         self._block_pool: Any = None
         self._distrusted: dict[int, Any] = {}
         self._blocks_awaited_since: float | None = None
@@ -165,11 +165,11 @@ class Stores:
         wanted = [
             part
             for part, held in zip(parts, in_host, strict=True)
-            if not held and part.key not in self._keys
+            if not held and part.key not in self.keys
         ]
         if not wanted:
             return None
-        if len(self._jobs) >= session.limits.jobs_inflight_max:
+        if len(self.jobs) >= session.limits.jobs_inflight_max:
             stats.stores_skipped += len(wanted)
             return None
         tables = block_ids()
@@ -184,8 +184,8 @@ class Stores:
         ]
         self._block_pool.touch(held_blocks)
         keys = [piece.key for piece in stores]
-        self._keys.update(keys)
-        self._jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
+        self.keys.update(keys)
+        self.jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
         stats.chunks_stored += len(stores)
         wishes = state.wishes
         return Store(job_id, stores, state.tenant, wishes.ttl_ms, wishes.stays)
@@ -236,34 +236,34 @@ class Stores:
     def ended(self, report: StepReport) -> None:
         """Ranks reported ended stores: give the blocks back when the last rank did."""
         for job_id, ranks in report.ended.items():
-            job = self._jobs.get(job_id)
+            job = self.jobs.get(job_id)
             if job is None:
                 continue
             job.ranks_left -= ranks
             if job.ranks_left <= 0:
-                del self._jobs[job_id]
+                del self.jobs[job_id]
                 self._blocks_awaited_since = None
-                self._keys.difference_update(job.keys)
+                self.keys.difference_update(job.keys)
                 # Tail first, as vLLM frees a request: the head of a prefix is the more useful.
                 self._block_pool.free_blocks(reversed(job.blocks))
 
     def under_way(self, key: bytes) -> bool:
         """Whether a store of this chunk was begun and has not ended."""
-        return key in self._keys
+        return key in self.keys
 
     @property
     def outstanding(self) -> int:
         """Store jobs whose blocks are still held."""
-        return len(self._jobs)
+        return len(self.jobs)
 
     def blocks_coming_back(self) -> bool:
         """Whether to wait for blocks of outstanding stores rather than preempt a request for some.
 
         They come back in milliseconds, except from a sidecar that is stuck.
         """
-        if not self._jobs:
+        if not self.jobs:
             return False
-        now = self._clock()
+        now = self.clock()
         if self._blocks_awaited_since is None:
             self._blocks_awaited_since = now
         return now - self._blocks_awaited_since < BLOCKS_WAIT_SECONDS_MAX

@@ -51,14 +51,14 @@ class Waits:
         self._rate = rate
         self._new_id = new_id
         self._load_tokens_min = load_tokens_min
-        self._clock = clock
-        self._lookups: dict[int, RequestState] = {}
+        self.clock = clock
+        self.lookups: dict[int, RequestState] = {}
         self._expecting: set[str] = set()
 
     @property
     def pending(self) -> bool:
         """Whether any request waits."""
-        return bool(self._lookups or self._expecting)
+        return bool(self.lookups or self._expecting)
 
     # --- other engines -------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Waits:
         wait_ms = state.wishes.wait_ms
         if wait_ms < 0:
             wait_ms = session.limits.lookup_wait_ms_max
-        state.expects_until = self._clock() + wait_ms / 1000
+        state.expects_until = self.clock() + wait_ms / 1000
         self._expecting.add(state.request.request_id)
 
     def expecting(
@@ -82,7 +82,7 @@ class Waits:
             hit = self._finder.hit(state, session, local_tokens)
             if hit is not None:
                 found = hit.wanted_tokens if state.wishes.asks_store else hit.end_tokens
-        late = self._clock() >= state.expects_until
+        late = self.clock() >= state.expects_until
         if found < wanted and not late:
             return True
         stats.expected_late += found < wanted
@@ -129,9 +129,9 @@ class Waits:
         if self._client.send(session, lookup):
             stats.lookups_sent += 1
             state.from_store_keys.update(keys)
-            deadline = self._clock() + wait_ms / 1000
+            deadline = self.clock() + wait_ms / 1000
             state.lookup = PendingLookup(lookup_id, deadline, session)
-            self._lookups[lookup_id] = state
+            self.lookups[lookup_id] = state
 
     def leave_others(self, state: RequestState, session: Session) -> None:
         """Wait for no answer of another session than this one."""
@@ -141,7 +141,7 @@ class Waits:
 
     def answered(self, message: LookupDone) -> None:
         """The sidecar has done what it was asked."""
-        state = self._lookups.get(message.lookup_id)
+        state = self.lookups.get(message.lookup_id)
         if state is not None and message.ready:
             self._over(state)
         elif state is not None:
@@ -153,7 +153,7 @@ class Waits:
         lookup = state.lookup
         if lookup is None:
             return False
-        if self._clock() >= lookup.deadline:
+        if self.clock() >= lookup.deadline:
             stats.lookups_expired += 1
             self._over(state)
             return False
@@ -188,5 +188,5 @@ class Waits:
 
     def _forget(self, state: RequestState) -> None:
         if state.lookup is not None:
-            self._lookups.pop(state.lookup.lookup_id, None)
+            self.lookups.pop(state.lookup.lookup_id, None)
             state.lookup = None

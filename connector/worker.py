@@ -91,13 +91,13 @@ class WorkerRole:
         self._idle = False
         self._waiting = False
         self._fence_failed = False
-        self._fence: WorkerFence | None = None
+        self.fence: WorkerFence | None = None
         self._session: Session | None = None
-        self._retired: list[WorkerFence] = []
-        self._outstanding: dict[int, _Outstanding] = {}
+        self.retired: list[WorkerFence] = []
+        self.outstanding: dict[int, _Outstanding] = {}
         self._results = TransferResults(set(), set(), StepReport())
         self._make_client = make_client
-        self._client = make_client(self._make_attempt)
+        self.client = make_client(self._make_attempt)
 
     def _make_attempt(self) -> Attempt:
         # Runs on the client's thread. A new fence page per attempt: a sidecar of an earlier life
@@ -107,16 +107,16 @@ class WorkerRole:
         return Attempt(message, [*self._memory.fds, fence.fd], fence)
 
     def _refresh_session(self) -> Session | None:
-        session = self._client.session
+        session = self.client.session
         if session is not self._session:
             # The old page stays open until its jobs are known to be void; see `_expire`.
-            if self._fence is not None:
-                self._retired.append(self._fence)
-                self._fence = None
+            if self.fence is not None:
+                self.retired.append(self.fence)
+                self.fence = None
             self._session = session
             if session is not None:
                 assert isinstance(session.context, WorkerFence)
-                self._fence = session.context
+                self.fence = session.context
         return session
 
     def submit(self, plan: StepPlan) -> None:
@@ -124,13 +124,13 @@ class WorkerRole:
         if plan.retired:
             # In the middle of a step, so nothing is waited for. What is open ends as when a sidecar
             # dies. The memory stays until `close`: the client's thread may be handing it over.
-            self._client.close(wait_seconds_max=0.0)
+            self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()
-        fence = self._fence
+        fence = self.fence
         self._step += 1
         if session is None or fence is None or not self._signal(fence):
             self._fail(plan.loads, plan.stores)
@@ -139,7 +139,7 @@ class WorkerRole:
         load_deadline = now + session.limits.load_deadline_ms_max / 1000
         store_deadline = now + session.limits.store_deadline_ms_max / 1000
         for loads, stores in _in_messages(plan):
-            sent = self._client.send(
+            sent = self.client.send(
                 session,
                 Submit(
                     epoch=session.epoch,
@@ -152,11 +152,11 @@ class WorkerRole:
                 self._fail(loads, stores)
                 continue
             for load in loads:
-                self._outstanding[load.job_id] = _Outstanding(
+                self.outstanding[load.job_id] = _Outstanding(
                     load.job_id, load.request_id, load_deadline, fence
                 )
             for store in stores:
-                self._outstanding[store.job_id] = _Outstanding(
+                self.outstanding[store.job_id] = _Outstanding(
                     store.job_id, None, store_deadline, fence
                 )
 
@@ -190,10 +190,10 @@ class WorkerRole:
         workers spin between steps, and two on two cores kept a sidecar from running for seconds.
         """
         self._refresh_session()
-        if self._idle and (self._outstanding or self._waiting):
-            self._client.wait(IDLE_WAIT_MS)
-        if self._outstanding or self._retired:
-            for message in self._client.poll():
+        if self._idle and (self.outstanding or self._waiting):
+            self.client.wait(IDLE_WAIT_MS)
+        if self.outstanding or self.retired:
+            for message in self.client.poll():
                 if isinstance(message, Done):
                     self._answered(message.jobs)
                 elif isinstance(message, Error):
@@ -204,14 +204,14 @@ class WorkerRole:
 
     def _answered(self, jobs: list[JobOutcome]) -> None:
         for job in jobs:
-            waiting = self._outstanding.pop(job.job_id, None)
+            waiting = self.outstanding.pop(job.job_id, None)
             if waiting is not None:
                 self._end(job.job_id, waiting.request_id, job.outcome)
 
     def _refused(self, error: Error) -> None:
         """A frame was refused, so its jobs get no answer. Which ones is not said: end them all."""
         logger.warning("kvlake: the sidecar refused jobs (%s): %s", error.code, error.message)
-        for job in self._outstanding.values():
+        for job in self.outstanding.values():
             job.deadline = 0.0
 
     def _expire(self) -> None:
@@ -219,8 +219,8 @@ class WorkerRole:
         now = self._clock()
         overdue = [
             job
-            for job in self._outstanding.values()
-            if job.fence is not self._fence or now >= job.deadline
+            for job in self.outstanding.values()
+            if job.fence is not self.fence or now >= job.deadline
         ]
         if overdue:
             limits: dict[int, tuple[WorkerFence, int]] = {}
@@ -233,20 +233,20 @@ class WorkerRole:
                 if fence.try_revoke(below):
                     self._void(fence, below, now)
         waiting = {id(job.fence) for job in overdue}
-        for page in (self._fence, *self._retired):
+        for page in (self.fence, *self.retired):
             if page is not None and page.revoking and id(page) not in waiting:
                 # What was to be revoked was answered in time.
                 page.give_up_revoking()
-        busy = {id(job.fence) for job in self._outstanding.values()}
-        idle = [page for page in self._retired if page.quiet and id(page) not in busy]
+        busy = {id(job.fence) for job in self.outstanding.values()}
+        idle = [page for page in self.retired if page.quiet and id(page) not in busy]
         for fence in idle:
-            self._retired.remove(fence)
+            self.retired.remove(fence)
             fence.close()
 
     def _void(self, fence: WorkerFence, below: int, now: float) -> None:
-        for job in list(self._outstanding.values()):
+        for job in list(self.outstanding.values()):
             if job.fence is fence and job.job_id < below:
-                del self._outstanding[job.job_id]
+                del self.outstanding[job.job_id]
                 late = 0.0 < job.deadline <= now
                 self._end(job.job_id, job.request_id, Outcome.EXPIRED if late else Outcome.REVOKED)
 
@@ -270,7 +270,7 @@ class WorkerRole:
         Jobs that are still open end, as when a sidecar dies: one whose copy may yet run when it is
         seen to be over. Until `resume` every job fails at once.
         """
-        unmapped = self._client.close(seconds_max)
+        unmapped = self.client.close(seconds_max)
         self._refresh_session()
         self._expire()
         self._memory.close()
@@ -279,7 +279,7 @@ class WorkerRole:
     def resume(self, memory: ExportedMemory) -> None:
         """Attach again after `suspend`, with memory that was shared anew."""
         self._memory = memory
-        self._client = self._make_client(self._make_attempt)
+        self.client = self._make_client(self._make_attempt)
 
     def give_up(self, reason: str) -> None:
         """Say with the next report that this rank can never be served again, so that all leave."""
@@ -287,7 +287,7 @@ class WorkerRole:
 
     def close(self) -> None:
         """Detach. Jobs that are still open end with the session."""
-        self._client.close()
+        self.client.close()
         self._memory.close()
 
 

@@ -109,7 +109,7 @@ class Admission:
             while True:
                 sock = await self._accept(listener)
                 if sock is not None:
-                    tasks.start_soon(self._serve, sock)
+                    tasks.start_soon(self.serve, sock)
         listener.close()
 
     async def _accept(self, listener: socket.socket) -> socket.socket | None:
@@ -130,7 +130,8 @@ class Admission:
             return None
         return sock
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve one client that connected, until it is gone."""
         connection = Connection(sock)
         self._connections += 1
         session: Session | None = None

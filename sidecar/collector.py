@@ -208,9 +208,10 @@ class Collector:
                     break
             due_in = every
             if self.state == "on":
-                await self._look()
+                await self.look()
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Look at the lease once, and collect where it is ours or free."""
         try:
             before, self._last_seen = self._last_seen, await self._lease.newest()
             moved = before is not None and before != self._last_seen

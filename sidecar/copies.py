@@ -63,7 +63,7 @@ class Copies:
         self._threads = threads
         self._limiter = anyio.CapacityLimiter(threads)
         self._finished = finished
-        self._queue = CopyQueue()
+        self.queue = CopyQueue()
         self._ready = anyio.Semaphore(0)
         self._arrived = anyio.Event()
         self._poll_seconds = FENCE_POLL_SECONDS_MIN
@@ -75,12 +75,12 @@ class Copies:
     @property
     def loads_pending(self) -> int:
         """Loads whose fence was reached and that have not ended: engines wait for these."""
-        return self._queue.loads_ready + self._loads_running
+        return self.queue.loads_ready + self._loads_running
 
     @property
     def pending(self) -> int:
         """Groups that have not ended."""
-        return len(self._queue) + self._running
+        return len(self.queue) + self._running
 
     def stuck_seconds(self, now: float) -> float:
         """How long no copy thread has been free to begin a copy; 0 while one is."""
@@ -101,7 +101,7 @@ class Copies:
     def add(self, group: Group) -> None:
         """Queue a group; one whose fence is reached already does not wait for the next poll."""
         for part in _hops(group):
-            if self._queue.add(part):
+            if self.queue.add(part):
                 self._ready.release()
             else:
                 self._poll_seconds = FENCE_POLL_SECONDS_MIN
@@ -109,18 +109,18 @@ class Copies:
 
     def drop(self, session: Session) -> None:
         """End what has not started of a session that is over: nobody waits for it."""
-        for group in self._queue.drop(session):
+        for group in self.queue.drop(session):
             self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
 
     async def _gate(self) -> None:
         """Let groups through as their fences are reached; give up those past their deadline."""
         while True:
-            if not self._queue.waiting:
+            if not self.queue.waiting:
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
             await anyio.sleep(self._poll_seconds)
             self._poll_seconds = min(self._poll_seconds * 1.5, FENCE_POLL_SECONDS_MAX)
-            ready, expired = self._queue.sweep(time.monotonic())
+            ready, expired = self.queue.sweep(time.monotonic())
             for _ in range(ready):
                 self._ready.release()
             for group in expired:
@@ -135,7 +135,7 @@ class Copies:
     async def _copier(self, threads: OwnThreads) -> None:
         while True:
             await self._ready.acquire()
-            group = self._queue.next()
+            group = self.queue.next()
             if group is None:
                 continue
             if time.monotonic() > group.deadline:
@@ -167,7 +167,7 @@ class Copies:
             detail = "the worker held its fence page until after the job's deadline"
             self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
         else:
-            self._queue.put_back(group)
+            self.queue.put_back(group)
             self._arrived.set()
 
     async def _copy(
@@ -175,7 +175,7 @@ class Copies:
     ) -> list[Copied] | None:
         if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")
-        copy = _scatter if group.is_load else _gather
+        copy = scatter_group if group.is_load else gather_group
         try:
             return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
         except BlockingIOError:
@@ -211,7 +211,7 @@ def _hops(group: Group) -> Iterable[Group]:
     ]
 
 
-def _gather(group: Group, pool: Memory) -> list[Copied]:
+def gather_group(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     templates = group.rank.templates
     copied: list[tuple[Gather, bytes]] = []
@@ -245,7 +245,7 @@ def _gather(group: Group, pool: Memory) -> list[Copied]:
     return ended
 
 
-def _scatter(group: Group, pool: Memory) -> list[Copied]:
+def scatter_group(group: Group, pool: Memory) -> list[Copied]:
     """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
     commands = _only(Scatter, group.commands)
     corrupt: dict[int, str] = {}

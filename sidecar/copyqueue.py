@@ -190,10 +190,13 @@ class CopyQueue:
         self._loads_in_a_row = 0
         return self._stores.take() if self._stores else None
 
+    def heads(self) -> list[tuple[Session, Group]]:
+        """Each session's next group, of those that wait and of loads and stores that are ready."""
+        return [head for turns in self._turns() for head in turns.heads()]
+
     def drop(self, session: Session) -> list[Group]:
         """Take every group of a session out."""
-        return [
-            group
-            for turns in (self._loads, self._stores, *self._waiting)
-            for group in turns.drop(session)
-        ]
+        return [group for turns in self._turns() for group in turns.drop(session)]
+
+    def _turns(self) -> tuple[_Turns, ...]:
+        return self._loads, self._stores, *self._waiting

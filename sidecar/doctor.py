@@ -57,7 +57,7 @@ class Finding:
 
 async def examine(config: Config) -> list[Finding]:
     """Every check, in the order in which one rests on another."""
-    found = [_room(config), _locked_memory(config), _namespaces(), _nodes(config), *_gpus()]
+    found = [_room(config), _locked_memory(config), _namespaces(), numa_finding(config), *_gpus()]
     found.append(await _store(config))
     return found
 
@@ -101,7 +101,8 @@ def _namespaces() -> Finding:
     )
 
 
-def _nodes(config: Config, root: Path = Path("/")) -> Finding:
+def numa_finding(config: Config, root: Path = Path("/")) -> Finding:
+    """Whether new pages of the pool go to the nodes that they should go to."""
     about = "NUMA"
     try:
         placement = Placement.of(config.host.numa, root)

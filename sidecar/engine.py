@@ -165,6 +165,8 @@ def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
 class Engine:
     """Decides. Feed it every event; carry out every command; tell it how each one ended.
 
+    Its parts are public so that tests can check what holds between them; nobody else reads them.
+
     Args:
         policy: the order of eviction of all chunks.
         tenants: limits of tenants; none where it is left out.
@@ -187,20 +189,20 @@ class Engine:
         tell_listed: Callable[[Realm, Keys], None] | None = None,
     ) -> None:
         self.counters = Counters()
-        self._limits = limits
+        self.limits = limits
         self._epoch = epoch
         self._slots = slots
-        self._sessions: dict[int, SessionOpened] = {}
-        self._draining = False
+        self.sessions: dict[int, SessionOpened] = {}
+        self.draining = False
         self._tell = tell
-        self._tell_listed = tell_listed
+        self.tell_listed = tell_listed
         self._outbox = Outbox(epoch)
         self._tellings = Tellings(epoch, self._outbox.emit)
-        self.directory = self._directory = Directory(readable=limits.store_reads)
+        self.directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
         self.bounds = Bounds(limits.bounds)
-        self._host = HostTier(
-            self._directory,
+        self.host = HostTier(
+            self.directory,
             slots,
             policy,
             self.counters,
@@ -210,9 +212,9 @@ class Engine:
             on_restored=self._chunk_restored,
             on_removed=self._chunk_removed,
         )
-        self._pins = Pins(self._directory, self._host.chunk_bytes, self.bounds.pinned)
-        self._store = StoreTier(
-            self._directory,
+        self._pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
+        self.store = StoreTier(
+            self.directory,
             self.counters,
             self.tenants,
             self._outbox.emit,
@@ -221,9 +223,9 @@ class Engine:
             announces=limits.write is not WritePolicy.OFF,
         )
         self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
-        self._writes = Writes(
-            self._host,
-            self._store,
+        self.writes = Writes(
+            self.host,
+            self.store,
             self.counters,
             self.tenants,
             self._outbox.emit,
@@ -234,9 +236,9 @@ class Engine:
             verify=limits.verify_writes,
             admit=admit_write,
         )
-        self._reads = Reads(
-            self._host,
-            self._store,
+        self.reads = Reads(
+            self.host,
+            self.store,
             self.counters,
             self.tenants,
             self._outbox.emit,
@@ -245,10 +247,10 @@ class Engine:
             begun_max=limits.reads_begun_max,
             gave_up=self._read_gave_up,
         )
-        self._lookups = Lookups(
-            self._directory,
-            self._host,
-            self._reads,
+        self.lookups = Lookups(
+            self.directory,
+            self.host,
+            self.reads,
             self.counters,
             self.tenants,
             self.bounds,
@@ -260,20 +262,20 @@ class Engine:
             recompute=limits.recompute,
             regret_max=limits.regret_max,
         )
-        self._leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
-        self._kept = KeptChunks(
-            self._directory, self._host, self._pins, self.bounds, self.tenants, self.counters
+        self.leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self.kept = KeptChunks(
+            self.directory, self.host, self._pins, self.bounds, self.tenants, self.counters
         )
         self._jobs = Jobs(
-            self._directory,
-            self._host,
+            self.directory,
+            self.host,
             self.counters,
             self.tenants,
             self.bounds,
             self._outbox.emit,
             verify_loads=limits.verify_loads,
             ended=self._job_ended,
-            store_failed=self._lookups.store_failed,
+            store_failed=self.lookups.store_failed,
         )
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -284,47 +286,47 @@ class Engine:
             ValueError: a session that `refusal` would have refused.
             IllegalTransition: a bug in the engine.
         """
-        self._host.expire(now)
+        self.host.expire(now)
         match event:
             case (
                 Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
             ):
                 self._handle_session(event, now)
             case Restored():
-                self._host.restore(event.slots)
+                self.host.restore(event.slots)
             case SessionOpened():
                 self._open(event)
                 self._adopt_some()
             case Copied():
                 self._jobs.copied(event, now)
             case Written():
-                self._writes.ended(event, now)
+                self.writes.ended(event, now)
             case ReadDone():
-                self._lookups.read_ended(event, now)
+                self.lookups.read_ended(event, now)
             case Listed():
-                self._store.listed(event)
+                self.store.listed(event)
             case CaughtUp():
-                self._writes.caught_up(event.realm_id)
+                self.writes.caught_up(event.realm_id)
             case Tick():
-                self.counters.leases_expired += self._leases.expire(now)
-                self._lookups.expire(now)
-                self._kept.expire(now)
+                self.counters.leases_expired += self.leases.expire(now)
+                self.lookups.expire(now)
+                self.kept.expire(now)
             case Resumed():
                 self._outbox.resumed()
                 self._adopt_some()
-                self._reads.resumed()
+                self.reads.resumed()
             case Draining():
-                self._draining = True
-                self._kept.drain()
-                self._lookups.drain()
-                self._writes.draining(flush=self._limits.flush_at_end)
-        self._reads.pump(now)
-        self._writes.pump(now)
+                self.draining = True
+                self.kept.drain()
+                self.lookups.drain()
+                self.writes.draining(flush=self.limits.flush_at_end)
+        self.reads.pump(now)
+        self.writes.pump(now)
         return self._flush()
 
     def refusal(self, event: SessionOpened) -> str | None:
         """Why a session cannot be served: its geometry contradicts what its realm holds."""
-        if event.session_id in self._sessions:
+        if event.session_id in self.sessions:
             return f"session_id={event.session_id} is already open"
         for group in event.groups:
             reason = self._group_refusal(event, group)
@@ -335,7 +337,7 @@ class Engine:
     def _group_refusal(self, event: SessionOpened, group: OpenedGroup) -> str | None:
         if event.role is Role.WORKER and group.layout is None:
             return "layout=None: a worker must give its rank's chunk layout"
-        realm = self._directory.realms.get(group.realm_id)
+        realm = self.directory.realms.get(group.realm_id)
         if realm is None:
             return None
         if realm.world_size != event.num_segments:
@@ -357,20 +359,20 @@ class Engine:
         if reason is not None:
             raise ValueError(reason)
         for group in event.groups:
-            realm = self._directory.open_realm(group.realm_id, event.num_segments)
+            realm = self.directory.open_realm(group.realm_id, event.num_segments)
             number = event.segment_number
             if group.layout is not None and realm.layouts[number] is None:
-                self._host.learn_layout(realm, number, group.layout)
-                self._host.adopt(realm, number, group.namespace)
+                self.host.learn_layout(realm, number, group.layout)
+                self.host.adopt(realm, number, group.namespace)
         if event.role is Role.SCHEDULER:
-            self._leases.forget_early((event.realm_id, event.engine_id))
+            self.leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:
-                realms = [self._directory.realms[group.realm_id] for group in event.groups]
+                realms = [self.directory.realms[group.realm_id] for group in event.groups]
                 self._tellings.open(event.session_id, realms)
-        self._sessions[event.session_id] = event
+        self.sessions[event.session_id] = event
 
     def _adopt_some(self) -> None:
-        if self._host.adopt_some(self._limits.adopted_max):
+        if self.host.adopt_some(self.limits.adopted_max):
             self._outbox.emit(Resume())
 
     def _handle_session(
@@ -378,11 +380,11 @@ class Engine:
         event: Submitted | LookedUp | LeaseTaken | PinAsked | Released | SessionClosed,
         now: float,
     ) -> None:
-        session = self._sessions.get(event.session_id)
+        session = self.sessions.get(event.session_id)
         if session is None:
             self.counters.stale_messages += 1
             return
-        realms = [self._directory.realms[group.realm_id] for group in session.groups]
+        realms = [self.directory.realms[group.realm_id] for group in session.groups]
         worker = session.role is Role.WORKER
         match event:
             case SessionClosed():
@@ -390,19 +392,19 @@ class Engine:
             case Submitted() if worker:
                 self._submit(session, realms, event, now)
             case LookedUp() if not worker:
-                self._lookups.ask(session.session_id, realms, event.message, now)
+                self.lookups.ask(session.session_id, realms, event.message, now)
             case LeaseTaken() if not worker:
                 self._lease(session, realms, event, now)
             case PinAsked() if not worker:
-                if not self._draining:
-                    self._kept.ask(session.session_id, realms, event.message, now)
+                if not self.draining:
+                    self.kept.ask(session.session_id, realms, event.message, now)
             case Released() if not worker:
                 for lease_id in event.lease_ids:
-                    self._leases.release(session.session_id, lease_id)
+                    self.leases.release(session.session_id, lease_id)
                 for lookup_id in event.lookup_ids:
-                    self._lookups.release(session.session_id, lookup_id)
+                    self.lookups.release(session.session_id, lookup_id)
                 if event.pins:
-                    self._kept.close_session(session.session_id)
+                    self.kept.close_session(session.session_id)
                 if event.heard >= 0:
                     self._tellings.listens(session.session_id, event.heard)
             case _:
@@ -417,13 +419,13 @@ class Engine:
         for load in message.loads:
             self._jobs.load(session, realms, message.fence, load)
         for store in message.stores:
-            self._jobs.store(session, realms, message.fence, store, now, accept=not self._draining)
+            self._jobs.store(session, realms, message.fence, store, now, accept=not self.draining)
 
     def _lease(
         self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
     ) -> None:
         session_id = session.session_id
-        if self._leases.held(session_id) >= self._limits.leases_max_per_session:
+        if self.leases.held(session_id) >= self.limits.leases_max_per_session:
             self.counters.leases_refused += 1
             self.bounds.refuse("lease", "client")
             return
@@ -432,55 +434,55 @@ class Engine:
         found = (realm.chunks.get(key) for key in keys for realm in realms)
         chunks = [chunk for chunk in found if chunk is not None]
         for chunk in chunks:
-            self._host.touch(chunk)
+            self.host.touch(chunk)
         name = (session.realm_id, session.engine_id, event.lease_id)
-        if not self._leases.take(session_id, name, chunks, session.world_size, now):
+        if not self.leases.take(session_id, name, chunks, session.world_size, now):
             self.counters.leases_refused += 1
             return
         self.tenants.counters(event.tenant).leases += 1
 
     def _close(self, session: SessionOpened) -> None:
-        del self._sessions[session.session_id]
+        del self.sessions[session.session_id]
         self._tellings.close_session(session.session_id)
-        self._lookups.close_session(session.session_id)
-        self._kept.close_session(session.session_id)
+        self.lookups.close_session(session.session_id)
+        self.kept.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
-            self._leases.close_session(session.session_id, (session.realm_id, session.engine_id))
+            self.leases.close_session(session.session_id, (session.realm_id, session.engine_id))
 
     def _chunks_listed(self, realm: Realm, keys: Keys) -> None:
         self._outbox.emit(IndexOffer(realm.realm_id, keys))
-        if self._tell_listed is not None:
-            self._tell_listed(realm, keys)
+        if self.tell_listed is not None:
+            self.tell_listed(realm, keys)
         self._tellings.listed(realm, keys)
 
     def _chunk_complete(self, chunk: Chunk) -> None:
-        self._writes.completed(chunk)
-        self._lookups.completed(chunk)
+        self.writes.completed(chunk)
+        self.lookups.completed(chunk)
 
     def _chunk_wanted(self, chunk: Chunk) -> None:
-        self._writes.wanted(chunk)
+        self.writes.wanted(chunk)
 
     def _chunk_restored(self, chunk: Chunk) -> None:
-        self._writes.restored(chunk)
-        self._lookups.completed(chunk)
+        self.writes.restored(chunk)
+        self.lookups.completed(chunk)
 
     def _chunk_removed(self, chunk: Chunk) -> None:
-        self._writes.removed(chunk)
-        self._lookups.removed(chunk)
+        self.writes.removed(chunk)
+        self.lookups.removed(chunk)
 
     def _read_gave_up(self, chunk: Chunk, outcome: Outcome) -> None:
-        self._lookups.gave_up(chunk, outcome)
+        self.lookups.gave_up(chunk, outcome)
 
     def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
         session = job.session
-        if session.session_id in self._sessions:
+        if session.session_id in self.sessions:
             self._outbox.job_ended(session.session_id, outcome)
         if job.loading:
             name = (session.realm_id, session.engine_id, job.job_id)
-            self._leases.rank_finished(name, session.rank, session.world_size)
+            self.leases.rank_finished(name, session.rank, session.world_size)
 
     def _flush(self) -> list[Command]:
-        changes = self._directory.take_changes()
+        changes = self.directory.take_changes()
         for change in changes:
             in_host, in_store = change.now
             self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
@@ -492,46 +494,46 @@ class Engine:
 
     def clear(self) -> list[Command]:
         """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
-        self._host.clear()
+        self.host.clear()
         return self._flush()
 
     def stored_mask(self, realm_id: int, key: bytes) -> int:
         """Ranks whose segment of `key` is known to be in the store, as bits."""
-        realm = self._directory.realms.get(realm_id)
+        realm = self.directory.realms.get(realm_id)
         return 0 if realm is None else realm.stored.get(key)
 
     def pending_work(self) -> PendingWork:
         """What has not ended yet."""
         return PendingWork(
             copies_running=self._jobs.copies_running,
-            writes_running=self._writes.num_running,
-            writes_pending=self._writes.pending,
-            reads_running=self._reads.num_running,
-            reads_queued=self._reads.num_queued,
+            writes_running=self.writes.num_running,
+            writes_pending=self.writes.pending,
+            reads_running=self.reads.num_running,
+            reads_queued=self.reads.num_queued,
         )
 
     @property
     def timed(self) -> tuple[int, bool]:
         """How many leases there are, and whether anybody waits for a lookup: both end with time."""
-        return len(self._leases), any(True for _ in self._lookups)
+        return len(self.leases), any(True for _ in self.lookups)
 
     def snapshot(self) -> EngineSnapshot:
         """Numbers for the status page and the gauges."""
-        realms = self._directory.realms.values()
-        sessions = Counter(session.realm_id for session in self._sessions.values())
+        realms = self.directory.realms.values()
+        sessions = Counter(session.realm_id for session in self.sessions.values())
         return EngineSnapshot(
-            sessions=len(self._sessions),
+            sessions=len(self.sessions),
             chunks_in_host=sum(realm.hosted_chunks for realm in realms),
             chunks_in_store=sum(realm.stored_chunks for realm in realms),
-            slots_allocated=len(self._host.allocated),
-            slots_zombie=len(self._host.zombies),
-            slots_unclaimed=len(self._host.inventory),
-            unclaimed_bytes=self._host.inventory.num_bytes,
-            leases=len(self._leases),
-            lookups=sum(1 for _ in self._lookups),
-            write_queue_bytes=self._writes.pending_bytes,
+            slots_allocated=len(self.host.allocated),
+            slots_zombie=len(self.host.zombies),
+            slots_unclaimed=len(self.host.inventory),
+            unclaimed_bytes=self.host.inventory.num_bytes,
+            leases=len(self.leases),
+            lookups=sum(1 for _ in self.lookups),
+            write_queue_bytes=self.writes.pending_bytes,
             pending=self.pending_work(),
-            draining=self._draining,
+            draining=self.draining,
             realms=tuple(
                 RealmSnapshot(
                     realm_id=realm.realm_id,
@@ -552,13 +554,13 @@ class Engine:
             held["memory_bytes"][session_id] += cost
             held["copies"][session_id] += 1
             held["storing_bytes"][session_id] += storing
-        for lookup in self._lookups:
+        for lookup in self.lookups:
             held["memory_bytes"][lookup.session_id] += lookup.cost
             held["lookups"][lookup.session_id] += 1
-        for lease in self._leases:
+        for lease in self.leases:
             held["memory_bytes"][lease.session_id] += lease.cost
             held["leases"][lease.session_id] += 1
-        for kept in self._kept:
+        for kept in self.kept:
             held["memory_bytes"][kept.session_id] += kept.cost
             held["kept_bytes"][kept.session_id] += kept.size_bytes
         held["pinned_bytes"].update(self._pins.held_bytes())
@@ -568,37 +570,37 @@ class Engine:
 
     def check(self) -> None:
         """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
-        chunks = [c for realm in self._directory.realms.values() for c in realm.chunks.values()]
+        chunks = [c for realm in self.directory.realms.values() for c in realm.chunks.values()]
         segments = [segment for chunk in chunks for segment in chunk.segments]
-        everything = segments + list(self._host.zombies)
+        everything = segments + list(self.host.zombies)
         slots = [segment.slot for segment in everything if segment.slot >= 0]
-        slots += list(self._host.inventory)
+        slots += list(self.host.inventory)
         assert len(slots) == len(set(slots)), "a slot is used twice"
-        assert set(slots) == self._host.allocated, "a slot is lost or unknown to the ledger"
+        assert set(slots) == self.host.allocated, "a slot is lost or unknown to the ledger"
         charged: Counter[bytes] = Counter()
         for segment in everything:
             if segment.slot >= 0:
-                charged[segment.chunk.tenant] += self._host.slot_bytes(segment)
+                charged[segment.chunk.tenant] += self.host.slot_bytes(segment)
         for account in self.tenants:
             assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
         assert not charged, "slots of a tenant without an account"
         self._check_bounds()
         running = Counter(self._jobs.running())
-        running.update(self._writes.running())
-        running.update(self._reads.running())
+        running.update(self.writes.running())
+        running.update(self.reads.running())
         known = set(everything)
         assert known.issuperset(running), "something runs on a slot that nobody holds"
         for segment in everything:
             assert segment.running == running[segment], "a slot's use is miscounted"
             assert (segment.slot >= 0) == (segment.state is not SegmentState.ABSENT)
         pins: Counter[Chunk] = Counter()
-        for owner in (*self._leases, *self._lookups):
+        for owner in (*self.leases, *self.lookups):
             pins.update(owner.chunks)
-        kept = Counter(one.chunk for one in self._kept)
+        kept = Counter(one.chunk for one in self.kept)
         pins.update(kept)
         assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
-        self._reads.check()
-        self._lookups.check()
+        self.reads.check()
+        self.lookups.check()
         for chunk in {*chunks, *pins}:
             assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
             assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
@@ -606,7 +608,7 @@ class Engine:
             assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
             hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
             assert hosted == chunk.hosted, "HOST segments are miscounted"
-        for realm in self._directory.realms.values():
+        for realm in self.directory.realms.values():
             flags = [realm.flags(key) for key in realm.chunks]
             assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
             in_store = sum(

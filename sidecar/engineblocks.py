@@ -132,14 +132,14 @@ class EngineBlocks:
     def snapshot(self) -> Iterator[CacheEvent]:
         """An event for each block that is held, one after the other, oldest first."""
         for held in list(self._held.values()):
-            yield _one_of(held.event, held.position)
+            yield event_of_block(held.event, held.position)
 
 
 def _tells_of_hits(event: CacheEvent) -> bool:
     return isinstance(event, BlockRemoved) and event.ownership == HITS_OWNER
 
 
-def _one_of(event: BlockStored, position: int) -> BlockStored:
+def event_of_block(event: BlockStored, position: int) -> BlockStored:
     """The event of one of its blocks."""
     size = event.block_size
     hashes, tokens, parent = event.block_hashes, event.token_ids, event.parent_block_hash

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SLOTS_AT_ONCE_MAX: Final = 1 << 17
 """An index of so many slots grows in some 10 ms."""
-RETRY_SECONDS: Final = 10.0
+INDEX_RETRY_SECONDS: Final = 10.0
 
 _logger = logging.getLogger("kvlake.index")
 
@@ -77,7 +77,7 @@ class Indexing:
                 extra=fields(entries=len(smaller), error=error),
             )
             self._growing[realm.realm_id].set()
-            await anyio.sleep(RETRY_SECONDS)
+            await anyio.sleep(INDEX_RETRY_SECONDS)
             del self._growing[realm.realm_id]
             return
         try:

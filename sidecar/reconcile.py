@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tiers.objects import ObjectTier
 
 SWEEP_PAUSE_SECONDS: Final = 600.0
-RETRY_SECONDS: Final = 2.0
+RECONCILE_RETRY_SECONDS: Final = 2.0
 ROWS_WAITING_MAX: Final = 50_000
 ROWS_PER_SLICE: Final = 1024
 YOUNG_SECONDS: Final = 600.0
@@ -120,7 +120,7 @@ class Reconciler:
                 # Doubted again meanwhile, so what was gone through counts no more.
                 self._left.pop(digest, None)
             self._doubted[digest] = None
-            self._retry_at[digest] = anyio.current_time() + RETRY_SECONDS
+            self._retry_at[digest] = anyio.current_time() + RECONCILE_RETRY_SECONDS
 
     def _due(self, digest: bytes) -> float:
         """When a doubted namespace is gone through."""
@@ -170,7 +170,7 @@ class Reconciler:
     async def _slice(self, digest: bytes, number: int, *, slowly: bool) -> bool:
         """Compare one slice. False where the store failed."""
         while self._catalogs.rows_waiting > ROWS_WAITING_MAX:  # noqa: ASYNC110
-            await anyio.sleep(RETRY_SECONDS)
+            await anyio.sleep(RECONCILE_RETRY_SECONDS)
         async with self._one:
             try:
                 rows = await objects_in(self._store, namespace_prefix(digest), number)

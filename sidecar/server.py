@@ -154,14 +154,14 @@ class Server:
         self._pool = pool
         self._store = store
         # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
-        self._hub = Hub(config, pool, store, epoch=time.time_ns())
+        self.hub = Hub(config, pool, store, epoch=time.time_ns())
         self._http = http
         self._watchdog = watchdog
         self._watchdog.broke = self._break
         self._taken_over = bool(restored)
-        self._hub.feed(Restored(restored))
-        self._stopping = anyio.Event()
-        self._broken: BaseException | None = None
+        self.hub.feed(Restored(restored))
+        self.stopping = anyio.Event()
+        self.broken: BaseException | None = None
 
     async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
         """Serve until told to stop, drain, and take everything down."""
@@ -169,10 +169,10 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
-            stack.callback(self._hub.close)
+            stack.callback(self.hub.close)
             router = Router(
                 self._directory.jobs_path,
-                self._hub.received,
+                self.hub.received,
                 self._break,
                 frames_queued_max=self._config.limits.frames_queued_max,
                 replies_queued_max=self._config.limits.replies_queued_max,
@@ -181,28 +181,28 @@ class Server:
                 curve=self._curve(),
             )
             stack.callback(router.close)
-            self._hub.connect(router)
+            self.hub.connect(router)
             events = self._open_events(stack)
-            self._http.report(Reporter(self._hub, self._watchdog, self._http))
+            self._http.report(Reporter(self.hub, self._watchdog, self._http))
             stack.callback(self._http.report, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)
             async with anyio.create_task_group() as tasks:
-                await self._start(tasks)
+                await self.start(tasks)
                 accepting = anyio.CancelScope()
-                admission = Admission(self._hub, router.endpoint, router.public_key)
-                upkeep = Upkeep(self._hub, self._directory, admission, router)
+                admission = Admission(self.hub, router.endpoint, router.public_key)
+                upkeep = Upkeep(self.hub, self._directory, admission, router)
                 self._watchdog.add(upkeep.check)
                 self._watchdog.mend(upkeep.mend)
                 tasks.start_soon(admission.run, listener, accepting)
                 info = ServerInfo(
-                    epoch=self._hub.epoch,
+                    epoch=self.hub.epoch,
                     attach_path=self._directory.attach_path,
                     endpoint=router.endpoint,
                     http_url=self._http.url,
                     events="" if events is None else events.endpoint,
                     replay="" if events is None else events.replay_endpoint,
-                    stop=_stopper(self._stopping),
+                    stop=_stopper(self.stopping),
                 )
                 _logger.info(
                     "serving",
@@ -211,31 +211,32 @@ class Server:
                 self._watchdog.enter(Phase.SERVING)
                 if ready is not None:
                     ready(info)
-                await self._stopping.wait()
+                await self.stopping.wait()
                 self._watchdog.enter(Phase.DRAINING)
                 stack.callback(self._end_in_time().cancel)
                 accepting.cancel()
                 self._directory.remove_sockets(self._directory.attach_path)
-                if self._broken is None:
-                    ended = await self._drain()
-                self._hub.end()
+                if self.broken is None:
+                    ended = await self.drain()
+                self.hub.end()
                 tasks.cancel_scope.cancel()
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
         return ended
 
-    async def _start(self, tasks: anyio.abc.TaskGroup) -> None:
-        await tasks.start(self._hub.mover.run)
-        tasks.start_soon(self._hub.copies.run)
+    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start what runs for the whole life of the sidecar, sockets apart."""
+        await tasks.start(self.hub.mover.run)
+        tasks.start_soon(self.hub.copies.run)
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:
             tasks.start_soon(map_ahead, self._pool)
-        if self._hub.event_sockets is not None and self._hub.events is not None:
-            tasks.start_soon(self._hub.event_sockets.answer, self._hub.events)
-        if self._hub.watch is not None:
-            tasks.start_soon(self._hub.watch.run)
-        if self._hub.collector is not None:
-            tasks.start_soon(self._hub.collector.run)
+        if self.hub.event_sockets is not None and self.hub.events is not None:
+            tasks.start_soon(self.hub.event_sockets.answer, self.hub.events)
+        if self.hub.watch is not None:
+            tasks.start_soon(self.hub.watch.run)
+        if self.hub.collector is not None:
+            tasks.start_soon(self.hub.collector.run)
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
@@ -260,7 +261,7 @@ class Server:
             self._break,
         )
         stack.callback(sockets.close)
-        self._hub.publish(sockets, self._directory.first_number(self._hub.epoch))
+        self.hub.publish(sockets, self._directory.first_number(self.hub.epoch))
         return sockets
 
     def _curve(self) -> CurveSettings | None:
@@ -268,24 +269,24 @@ class Server:
         if not runtime.endpoint.startswith("tcp://"):
             return None
         secret = _secret(runtime.secret_key)
-        return CurveSettings(runtime.endpoint, secret.encode(), self._hub.sessions.has_user)
+        return CurveSettings(runtime.endpoint, secret.encode(), self.hub.sessions.has_user)
 
     def _break(self, error: BaseException) -> None:
         """End everything because of `error`, raised where the task group does not see it."""
-        self._broken = self._broken or error
-        self._stopping.set()
-        self._hub.drained.set()
+        self.broken = self.broken or error
+        self.stopping.set()
+        self.hub.drained.set()
 
     async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
             async for number in signals:
                 name = signal.Signals(number).name
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     _logger.error("second signal, ending at once", extra=fields(signal=name))
                     self._abandon(Exit.AT_ONCE)
                 _logger.info("stopping", extra=fields(signal=name))
-                self._stopping.set()
+                self.stopping.set()
 
     def _end_in_time(self) -> asyncio.TimerHandle:
         """Have the process end although a system call of one of its threads does not."""
@@ -315,33 +316,33 @@ class Server:
         """Let time pass for the engine: finely while something ends with it, else rarely."""
         while True:
             begun = time.monotonic()
-            self._hub.feed(Tick())
-            leases, lookups = self._hub.engine.timed
+            self.hub.feed(Tick())
+            leases, lookups = self.hub.engine.timed
             if leases or lookups:
                 seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
                 took = time.monotonic() - begun
                 await anyio.sleep(max(seconds, took * TICK_REST))
                 continue
-            self._hub.deadlines = anyio.Event()
+            self.hub.deadlines = anyio.Event()
             with anyio.move_on_after(TICK_SECONDS_IDLE):
-                await self._hub.deadlines.wait()
+                await self.hub.deadlines.wait()
 
-    async def _drain(self) -> Exit:
+    async def drain(self) -> Exit:
         """Finish what was begun, within `limits.drain_seconds_max`."""
-        self._hub.drain()
+        self.hub.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
-            await self._hub.drained.wait()
-        if self._hub.watch is not None:
+            await self.hub.drained.wait()
+        if self.hub.watch is not None:
             # Whatever was written, however far the drain got.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
-                await self._hub.watch.flush_all()
+                await self.hub.watch.flush_all()
         # Loads are served to the end, so some may have come while that was announced.
         with anyio.CancelScope(deadline=patience.deadline):
-            while self._broken is None and not self._hub.engine.pending_work().idle:
-                self._hub.drained = anyio.Event()
-                await self._hub.drained.wait()
-        left = self._hub.engine.pending_work()
-        catalogs = self._hub.catalogs
+            while self.broken is None and not self.hub.engine.pending_work().idle:
+                self.hub.drained = anyio.Event()
+                await self.hub.drained.wait()
+        left = self.hub.engine.pending_work()
+        catalogs = self.hub.catalogs
         untold = 0 if catalogs is None else catalogs.rows_waiting
         if left.idle and untold:
             _logger.warning(

@@ -60,6 +60,11 @@ class StoreTier:
         # (realm_id, key) -> ranks, and the newest writing that does not count for them.
         self._gone: dict[tuple[int, bytes], tuple[int, int]] = {}
 
+    @property
+    def quarantined_keys(self) -> int:
+        """Keys of which some writing does not count."""
+        return len(self._gone)
+
     def gone_until(self, realm: Realm, key: bytes) -> int:
         """The newest writing of this chunk that does not count: a new one must be later."""
         return self._gone.get((realm.realm_id, key), (0, 0))[1]

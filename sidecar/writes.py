@@ -33,7 +33,7 @@ from sidecar.offers import Offers
 from sidecar.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from sidecar.breaker import Breaker
     from sidecar.directory import Chunk, Segment
@@ -132,6 +132,11 @@ class Writes:
     def pending(self) -> int:
         """Segments that wait to be written."""
         return sum(len(one.ranks) for one in self._pending.values())
+
+    @property
+    def pending_chunks(self) -> Collection[Chunk]:
+        """Chunks of which something waits to be written."""
+        return self._pending.keys()
 
     @property
     def pending_bytes(self) -> int:

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-REPOSITORY: Final = Path(__file__).parents[1]
+from tests import places
+
 ARGUMENTS: Final = ("-m", "benchmarks.run", "--only", "copy")
 WAIT_SECONDS_MAX: Final = 120.0
 
@@ -34,7 +35,7 @@ def test_a_benchmark_that_is_ended_early_removes_its_folders() -> None:
     runner = subprocess.Popen(
         # As a shell starts what runs in the background: without SIGINT.
         ["sh", "-c", 'trap "" INT; exec "$@"', "-", sys.executable, *ARGUMENTS],
-        cwd=REPOSITORY,
+        cwd=places.ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

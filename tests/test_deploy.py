@@ -14,11 +14,11 @@ import zmq
 
 from sidecar.exits import Exit
 from sidecar.watchdog import PROBLEMS
+from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 
-REPOSITORY = Path(__file__).parents[1]
-RULES = REPOSITORY / "deploy" / "prometheus" / "kvlake.rules.yaml"
-UNIT = REPOSITORY / "deploy" / "systemd" / "kvlake.service"
+RULES = places.ROOT / "deploy" / "prometheus" / "kvlake.rules.yaml"
+UNIT = places.ROOT / "deploy" / "systemd" / "kvlake.service"
 
 
 def rules() -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def test_every_alert_asks_for_a_metric_that_there_is(short_directory: Path) -> N
 
 
 def test_the_docs_explain_every_alert_and_every_problem() -> None:
-    text = (REPOSITORY / "docs" / "operations.md").read_text()
+    text = places.page("operations.md").read_text()
     for rule in rules():
         assert f"`{rule['alert']}`" in text, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "warn")
@@ -78,8 +78,8 @@ def test_the_unit_knows_the_exit_codes() -> None:
 
 
 def test_every_claim_of_the_threat_model_names_a_test() -> None:
-    text = (REPOSITORY / "docs" / "security.md").read_text()
+    text = places.page("security.md").read_text()
     claims = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(claims) >= 15
     for path, name in claims:
-        assert f"def {name}(" in (REPOSITORY / path).read_text(), (path, name)
+        assert f"def {name}(" in (places.ROOT / path).read_text(), (path, name)

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import pytest
 
+from tests import places
 from tests.promises import LIST, PAGE, Area, read
 
-REPOSITORY: Final = Path(__file__).parents[1]
+REPOSITORY: Final = places.ROOT
 PAGES: Final = sorted(
     [
         *(REPOSITORY / "docs").rglob("*.md"),

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+from tests import places
+
+PROJECT = tomllib.loads((places.ROOT / "pyproject.toml").read_text())
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -29,7 +30,7 @@ def test_the_generic_names_are_ours(package: str) -> None:
     assert set(owners) <= {"kvlake"}
     where = importlib.import_module(package).__file__
     assert where is not None
-    assert Path(where) == ROOT / package / "__init__.py"
+    assert Path(where) == places.ROOT / package / "__init__.py"
 
 
 def test_only_the_three_packages_are_installed() -> None:
@@ -40,7 +41,7 @@ def test_only_the_three_packages_are_installed() -> None:
 
 def test_every_folder_with_code_is_a_package() -> None:
     for package in ("connector", "sidecar", "tiers"):
-        for file in (ROOT / package).rglob("*.py"):
+        for file in (places.ROOT / package).rglob("*.py"):
             assert (file.parent / "__init__.py").exists(), file
 
 
@@ -48,7 +49,7 @@ def test_the_distribution_is_what_it_says() -> None:
     about = importlib.metadata.metadata("kvlake")
     assert about["Name"] == "kvlake"
     assert about["License-Expression"] == "Apache-2.0"
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert "Apache License" in (places.ROOT / "LICENSE").read_text()
 
 
 def test_the_connector_needs_little_beside_vllm() -> None:
@@ -63,9 +64,12 @@ def test_the_extras_are_there() -> None:
 
 def test_the_console_script_and_the_plugin_are_registered() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="kvlake")
-    assert [script.value for script in scripts] == ["sidecar.cli:main"]
+    assert [script.value for script in scripts] == [PROJECT["project"]["scripts"]["kvlake"]]
+    assert callable(scripts["kvlake"].load())
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvlake")
-    assert [plugin.value for plugin in plugins] == ["connector.plugin:register"]
+    assert [plugin.value for plugin in plugins] == [
+        PROJECT["project"]["entry-points"]["vllm.general_plugins"]["kvlake"]
+    ]
     (plugin,) = plugins
     assert callable(plugin.load())
 
@@ -93,4 +97,4 @@ def test_what_vllm_runs_in_every_process_imports_nothing_heavy() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     for package in ("connector", "sidecar", "tiers"):
-        assert (ROOT / package / "py.typed").exists()
+        assert (places.ROOT / package / "py.typed").exists()

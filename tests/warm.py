@@ -29,8 +29,11 @@ from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from sidecar.demo import engine as demo_engine
+from tests import places
+
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
 ENGINES: Final = (
     # First: it must see the command line and the environment where the kernel put them.
@@ -45,10 +48,9 @@ ENGINES: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "connector.vllm",
     "connector.offloading",
-    "sidecar.demo.engine",
 )
 """What a server of engines has imported."""
-OTHERS: Final = ("torch", "numpy", "zmq", "connector.worker", "sidecar.cli.running", __name__)
+OTHERS: Final = ("torch", "connector.worker", places.find("Server").module_name, __name__)
 """What every server has imported."""
 ENVIRONMENT: Final = {
     # What is compiled is the rank of a log probability. Eager costs nothing, compiling seconds.
@@ -79,6 +81,7 @@ class WarmProcess:
         arguments: of the command line. A number is a descriptor, which gets another number there.
         environment: all of it, likewise.
         stdin: a descriptor, `subprocess.PIPE`, or None for the server's. So are the others.
+        prepare: a function of a module that the process calls before.
         libraries: shared libraries that are loaded before anything else.
     """
 
@@ -91,6 +94,7 @@ class WarmProcess:
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        prepare: Callable[[], None] | None = None,
         libraries: Sequence[str] = (),
     ) -> None:
         theirs: list[int] = []
@@ -108,7 +112,7 @@ class WarmProcess:
         given = [_sent(argument) for argument in arguments]
         variables = {name: _sent(value) for name, value in environment.items()}
         self._process = _context.Process(
-            target=_run, args=(module, given, variables, streams, [*libraries])
+            target=_run, args=(module, given, variables, streams, prepare, [*libraries])
         )
         self._process.start()
         for fd in theirs:
@@ -144,13 +148,12 @@ class WarmProcess:
 def engine(
     argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
 ) -> WarmProcess:
-    """An engine, in place of `sidecar.demo.engine.launch`."""
-    from sidecar.demo.engine import ANSWERS_FD
-
+    """An engine, in place of `launch` of its module."""
     return WarmProcess(
-        "sidecar.demo.engine",
+        demo_engine.__name__,
         [argument],
-        {**environment, **ENVIRONMENT, ANSWERS_FD: answers},
+        {**environment, **ENVIRONMENT, demo_engine.ANSWERS_FD: answers},
+        prepare=_fork_workers,
         stdin=subprocess.PIPE,
         stdout=log.fileno(),
         stderr=log.fileno(),
@@ -194,6 +197,7 @@ def _run(
     arguments: list[Any],
     environment: dict[str, Any],
     streams: list[Any],
+    prepare: Callable[[], None] | None,
     libraries: list[str],
 ) -> None:
     os.setsid()
@@ -204,8 +208,8 @@ def _run(
     for library in libraries:
         # Whoever asks for a library of its name gets this one.
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-    if module == "sidecar.demo.engine":
-        _fork_workers()
+    if prepare is not None:
+        prepare()
     sys.argv = [module, *map(_received, arguments)]
     raise SystemExit(importlib.import_module(module).main())
 
@@ -220,7 +224,7 @@ def _redirect(streams: list[Any]) -> None:
     for number, fd in enumerate(fds):
         if fd is not None:
             os.dup2(fd, number)
-    for fd in {*fds} - {None}:
+    for fd in {fd for fd in fds if fd is not None}:
         os.close(fd)
     if fds[0] is not None:
         sys.stdin = os.fdopen(0)
@@ -235,7 +239,7 @@ def _fork_workers() -> None:
     # vLLM's processes spin for a second after each message. Two of them take both cores.
     _spin_shortly(shm_broadcast.SpinCondition)
     # To learn about the class of a model that it does not know, vLLM starts another Python.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 (vLLM's)
     os.register_at_fork(after_in_child=_bind)
 
     platform = type(current_platform)

@@ -108,16 +108,16 @@ class SlotTemplate:
         self.image_bytes = self._footer_offset + len(self._footer)
         self._key = _field(learnt.offsets["block_hash"], KEY_BYTES)
         self._parent = _field(learnt.offsets["parent_hash"], KEY_BYTES)
-        self._checksum = _field(learnt.offsets["kv_xxh3"], CHECKSUM_BYTES)
+        self.checksum = _field(learnt.offsets["kv_xxh3"], CHECKSUM_BYTES)
         self._token_ids = _field(learnt.offsets["token_ids"], self.token_bytes)
-        self._row_checksum = _field(learnt.offsets["row_xxh3"], CHECKSUM_BYTES)
+        self.row_checksum = _field(learnt.offsets["row_xxh3"], CHECKSUM_BYTES)
         # The columns lie in the file in their order: one hash covers key, parent, sum and tokens.
-        self._row = slice(self._key.start, self._token_ids.stop)
+        self.row = slice(self._key.start, self._token_ids.stop)
         # A gap after odd token ids is alignment: constant, and inside the row's hash or after it.
         self._constant = (
-            slice(0, self._row.start),
-            slice(self._row.stop, self._row_checksum.start),
-            slice(self._row_checksum.stop, self.payload_offset),
+            slice(0, self.row.start),
+            slice(self.row.stop, self.row_checksum.start),
+            slice(self.row_checksum.stop, self.payload_offset),
         )
         self._header_array: Bytes = np.frombuffer(self._header, dtype=np.uint8)
         self._footer_array: Bytes = np.frombuffer(self._footer, dtype=np.uint8)
@@ -164,12 +164,12 @@ class SlotTemplate:
         for place, value in (
             (self._key, key),
             (self._parent, parent),
-            (self._checksum, checksum),
+            (self.checksum, checksum),
             (self._token_ids, token_ids),
         ):
             slot[place] = np.frombuffer(value, dtype=np.uint8)
-        row_checksum = _digest(slot[self._row])
-        slot[self._row_checksum] = np.frombuffer(row_checksum, dtype=np.uint8)
+        row_checksum = _digest(slot[self.row])
+        slot[self.row_checksum] = np.frombuffer(row_checksum, dtype=np.uint8)
         return checksum
 
     def verify(
@@ -194,7 +194,7 @@ class SlotTemplate:
                 f"exactly {self.image_bytes}; read it again or quarantine it"
             )
         self._check_constant_bytes(view)
-        if _digest(view[self._row]) != view[self._row_checksum].tobytes():
+        if _digest(view[self.row]) != view[self.row_checksum].tobytes():
             raise ImageHeaderMismatch(
                 "row_xxh3 differs from the hash of block_hash, parent_hash, kv_xxh3 and "
                 "token_ids: the row was damaged; quarantine the image"
@@ -203,7 +203,7 @@ class SlotTemplate:
             key=view[self._key].tobytes(),
             parent=view[self._parent].tobytes(),
             token_ids=view[self._token_ids].tobytes(),
-            checksum=view[self._checksum].tobytes(),
+            checksum=view[self.checksum].tobytes(),
             num_blocks=self.num_blocks,
         )
         if key is not None and meta.key != key:
@@ -231,7 +231,7 @@ class SlotTemplate:
 
     def check(self, slot: Bytes, found: bytes) -> bool:
         """`verify_payload` with a digest of the payload that the caller took with a hasher."""
-        expected = slot[self._checksum].tobytes()
+        expected = slot[self.checksum].tobytes()
         if found != expected:
             raise ImageChecksumMismatch(
                 f"payload hashes to {found.hex()}, kv_xxh3 says {expected.hex()}: the bytes are "
@@ -254,8 +254,8 @@ class SlotTemplate:
             good &= (heads[:, place] == self._header_array[place]).all(axis=1)
         found: list[tuple[bytes, bytes] | None] = []
         for head, constant in zip(heads, good.tolist(), strict=True):
-            row = head[self._row]
-            if constant and _digest(row) == head[self._row_checksum].tobytes():
+            row = head[self.row]
+            if constant and _digest(row) == head[self.row_checksum].tobytes():
                 found.append((head[self._key].tobytes(), head[self._parent].tobytes()))
             else:
                 found.append(None)

@@ -73,7 +73,7 @@ class CloudStore:
         _start_runtime()
         # One for both ways: two would ask for a role's credentials twice.
         provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
-        self._client = _client(url, access, provider)
+        self.client = _client(url, access, provider)
         self._direct = _direct(url, access, provider)
         self._attributes = {"Storage-Class": access.storage_class} if access.storage_class else None
         self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
@@ -84,7 +84,7 @@ class CloudStore:
         body = image.data
         try:
             await obstore.put_async(
-                self._client,
+                self.client,
                 name,
                 body,
                 use_multipart=False,
@@ -106,7 +106,7 @@ class CloudStore:
                     self._direct = None
                 direct.close()
         # The range bounds the memory that a foreign object of any size can take.
-        body: Any = await obstore.get_range_async(self._client, name, start=0, end=into.nbytes + 1)
+        body: Any = await obstore.get_range_async(self.client, name, start=0, end=into.nbytes + 1)
         found = np.frombuffer(body, dtype=np.uint8)
         return await run_to_end(lambda: fill(found, into, seen), self._copies)
 
@@ -121,7 +121,7 @@ class CloudStore:
             return await self._find_here(folder, start_after)
         found: Listing = []
         stream = obstore.list(
-            self._client,
+            self.client,
             folder or None,
             offset=start_after or None,
             chunk_size=LIST_NAMES_PER_STEP,
@@ -138,7 +138,7 @@ class CloudStore:
         return found
 
     async def _find_here(self, folder: str, start_after: str) -> Listing:
-        answer = await obstore.list_with_delimiter_async(self._client, folder or None)
+        answer = await obstore.list_with_delimiter_async(self.client, folder or None)
         found = [Found(f"{one}/", 0, 0.0) for one in answer["common_prefixes"]]
         found += [
             Found(one["path"], one["size"], one["last_modified"].timestamp())
@@ -148,7 +148,7 @@ class CloudStore:
 
     async def move(self, name: str, target: str) -> None:
         """See `Filesystem.move`."""
-        await obstore.copy_async(self._client, name, target, overwrite=True)
+        await obstore.copy_async(self.client, name, target, overwrite=True)
         await self.remove([name])
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -156,11 +156,11 @@ class CloudStore:
         # One that is gone is an error on some stores, and ends the removal of those that follow.
         left = list(names)
         try:
-            await obstore.delete_async(self._client, left)
+            await obstore.delete_async(self.client, left)
         except FileNotFoundError:
             for name in left:
                 try:
-                    await obstore.delete_async(self._client, name)
+                    await obstore.delete_async(self.client, name)
                 except FileNotFoundError as error:
                     # obstore makes one of any 404, also of one that is not the store's.
                     if judge(error).kind is not Kind.MISSING:

@@ -48,8 +48,9 @@ _FLOCK = struct.Struct("hhxxxxqqixxxx")
 _F_OFD_SETLK: Final = getattr(fcntl, "F_OFD_SETLK", 37)
 
 
-def _lock(fd: int, kind: int, command: int) -> None:
-    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, PAGE_BYTES, 0))
+def lock_page(fd: int, kind: int) -> None:
+    """Take or drop (`fcntl.F_RDLCK`, `F_WRLCK`, `F_UNLCK`) a lock on the page, without waiting."""
+    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, PAGE_BYTES, 0))
 
 
 class WorkerFence:
@@ -86,7 +87,7 @@ class WorkerFence:
         True as soon as the copies that run now are over.
         """
         try:
-            _lock(self.fd, fcntl.F_WRLCK, _F_OFD_SETLK)
+            lock_page(self.fd, fcntl.F_WRLCK)
         except (BlockingIOError, PermissionError):
             self._words[_REVOKING] = 1
             return False
@@ -94,7 +95,7 @@ class WorkerFence:
             self._words[_REVOKED_BELOW] = max(below, int(self._words[_REVOKED_BELOW]))
             self._words[_REVOKING] = 0
         finally:
-            _lock(self.fd, fcntl.F_UNLCK, _F_OFD_SETLK)
+            lock_page(self.fd, fcntl.F_UNLCK)
         return True
 
     @property
@@ -157,7 +158,7 @@ class SidecarFence:
             raise BlockingIOError("the worker waits to revoke")
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            _lock(fd, fcntl.F_RDLCK, _F_OFD_SETLK)
+            lock_page(fd, fcntl.F_RDLCK)
             yield job_id >= int(self._words[_REVOKED_BELOW])
         finally:
             os.close(fd)

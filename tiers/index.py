@@ -134,7 +134,7 @@ def _mix(low: int, high: int) -> int:
     return word ^ (word >> 29)
 
 
-def _mix_words(lows: Words, highs: Words) -> Words:
+def mix_words(lows: Words, highs: Words) -> Words:
     """`_mix` of many tags; the arithmetic wraps."""
     words = lows * np.uint64(_MIX_A)
     words += highs
@@ -201,7 +201,7 @@ class IndexWriter:
         self._bucket_mask = self.slots // _BUCKET_SLOTS - 1
         self._entries = 0
         # Entries whose two buckets are full: known here, invisible to readers until growth.
-        self._overflow: dict[bytes, int] = {}
+        self.overflow: dict[bytes, int] = {}
         self._changes: list[tuple[bytes, int]] | None = None
         self._map, self.fd = _create_mapping(self.size_bytes)
         self._columns = _Columns(self._map, self.slots)
@@ -215,7 +215,7 @@ class IndexWriter:
 
     def __len__(self) -> int:
         """Entries that are set, those that wait for growth included."""
-        return self._entries + len(self._overflow)
+        return self._entries + len(self.overflow)
 
     @property
     def capacity_entries(self) -> int:
@@ -232,7 +232,7 @@ class IndexWriter:
         """
         if len(self) > self.capacity_entries:
             return True
-        lost = len(self._overflow) * _ENTRIES_PER_OVERFLOW > self._entries
+        lost = len(self.overflow) * _ENTRIES_PER_OVERFLOW > self._entries
         return lost and self._entries * 4 >= self.slots
 
     def set(self, tag: bytes, flags: int) -> None:
@@ -260,13 +260,13 @@ class IndexWriter:
                     self._states[slot] = check | flags if flags else 0
                     self._entries -= not flags
                     return
-        if self._overflow:
-            self._overflow.pop(tag, None)
+        if self.overflow:
+            self.overflow.pop(tag, None)
         if not flags:
             return
         first_free, second_free = first_row.count(0), second_row.count(0)
         if not first_free and not second_free:
-            self._overflow[tag] = flags
+            self.overflow[tag] = flags
             return
         # The emptier bucket takes it: this is what keeps both from being full at once.
         if first_free >= second_free:
@@ -299,7 +299,7 @@ class IndexWriter:
         """Set those that do not get into each other's way; returns the others."""
         if self._changes is not None:
             self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
         buckets = np.empty((len(tags), 2), dtype=np.uint64)
         buckets[:, 0] = mixed
@@ -320,7 +320,7 @@ class IndexWriter:
         self._entries -= 0 if flags else len(first)
         absent = np.ones(len(tags), dtype=np.bool_)
         absent[numbers] = False
-        if self._overflow:
+        if self.overflow:
             # Few, and theirs is the dict as much as the table.
             return tags[absent]
         if not flags:
@@ -348,7 +348,7 @@ class IndexWriter:
         larger = IndexWriter(self.capacity_entries * 2)
         for start in range(0, self.slots, SLOTS_PER_PASS):
             larger.adopt(self, start)
-        for tag, flags in self._overflow.items():
+        for tag, flags in self.overflow.items():
             larger.set(tag, flags)
         return larger
 
@@ -360,7 +360,7 @@ class IndexWriter:
     @property
     def waiting(self) -> dict[bytes, int]:
         """Entries that readers see only after growth: tag -> flags."""
-        return self._overflow
+        return self.overflow
 
     def replace(self, tag: bytes, flags: int) -> None:
         """`set` where `adopt` may have taken the same tag over from several slots."""
@@ -376,7 +376,7 @@ class IndexWriter:
         stop = min(start + SLOTS_PER_PASS, smaller.slots)
         used = np.flatnonzero(source.states[start:stop]) + start
         tags = source.tags[used]
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         mask = np.uint64(self._bucket_mask)
         fewer = np.uint64(smaller._bucket_mask)
         buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
@@ -438,7 +438,7 @@ class IndexReader:
         """
         count = len(tags)
         flags = np.zeros(count, dtype=np.uint8)
-        mixed = _mix_words(tags[:, 0], tags[:, 1])
+        mixed = mix_words(tags[:, 0], tags[:, 1])
         buckets = np.empty((count, 2), dtype=np.uint64)
         buckets[:, 0] = mixed
         buckets[:, 1] = mixed >> np.uint64(32)

@@ -47,8 +47,8 @@ _MASK_BITS: Final = 1024
 _WORD_BITS: Final = 64
 _PAGE_BYTES: Final = 4096
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
 
 
 class _Refused(Exception):
@@ -100,7 +100,7 @@ class Placement:
             return
         try:
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(_prefer, self.nodes).result()
+                thread.submit(prefer_nodes, self.nodes).result()
         except _Refused as error:
             if self.strict:
                 raise PoolError(f"host.numa={list(self.nodes)}: {error}") from error
@@ -109,7 +109,7 @@ class Placement:
     def adopt(self) -> None:
         """Prefer the nodes for what this thread allocates from now on. After `settle`."""
         if self.nodes:
-            _prefer(self.nodes)
+            prefer_nodes(self.nodes)
 
     def describe(self, memory: Bytes) -> dict[str, object]:
         """For status: what was asked for, and on which nodes a sample of the pages is."""
@@ -161,7 +161,7 @@ def sample(memory: Bytes) -> dict[int, int]:
         offset = number * pages // min(pages, PAGES_SAMPLED) * _PAGE_BYTES
         node = ctypes.c_int(-1)
         address = ctypes.c_void_p(memory.ctypes.data + offset)
-        answer = _libc.syscall(
+        answer = libc.syscall(
             call, ctypes.byref(node), None, ctypes.c_ulong(0), address, ctypes.c_ulong(_OF_THE_PAGE)
         )
         if answer:
@@ -170,14 +170,15 @@ def sample(memory: Bytes) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _prefer(nodes: tuple[int, ...]) -> None:
+def prefer_nodes(nodes: tuple[int, ...]) -> None:
+    """Prefer the nodes for what this thread allocates from now on."""
     call = _call(0)
     if call is None:
         raise _Refused(f"how to place memory on {platform.machine()} is not known")
     words = (ctypes.c_ulong * (_MASK_BITS // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    answer = _libc.syscall(
+    answer = libc.syscall(
         call,
         ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE),
         words,

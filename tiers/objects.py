@@ -154,7 +154,7 @@ class UrlObjects:
         self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
         self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
         with self._translated("open"):
-            self._store = _open(url, access, options, threads_max=threads_max)
+            self.store = _open(url, access, options, threads_max=threads_max)
 
     @property
     def url(self) -> str:
@@ -167,7 +167,7 @@ class UrlObjects:
         _check_memory("image", image)
         try:
             with self._translated("write", name):
-                await self._store.put(name, image, create=create)
+                await self.store.put(name, image, create=create)
         except ChunkMissing as error:
             # A folder that cannot be made (a dangling link, a pseudo file system) is no miss.
             raise TierUnavailable(
@@ -179,7 +179,7 @@ class UrlObjects:
         _check_name(name)
         _check_memory("into", into)
         with self._translated("read", name):
-            return await self._store.get(name, into, seen=seen)
+            return await self.store.get(name, into, seen=seen)
 
     async def list(
         self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
@@ -191,7 +191,7 @@ class UrlObjects:
             _check_name(folder)
         try:
             with self._translated("list", prefix):
-                return await self._store.find(
+                return await self.store.find(
                     folder, start_after=start_after, deep=deep, names_max=names_max
                 )
         except ChunkMissing as error:
@@ -207,13 +207,13 @@ class UrlObjects:
             _check_name(name)
         if names:
             with self._translated("delete", names[0]):
-                await self._store.remove(names)
+                await self.store.remove(names)
 
     async def quarantine(self, name: str) -> None:
         """See `ObjectTier.quarantine`."""
         _check_name(name)
         with contextlib.suppress(ChunkMissing), self._translated("quarantine", name):
-            await self._store.move(name, f"{QUARANTINE_FOLDER}/{name}")
+            await self.store.move(name, f"{QUARANTINE_FOLDER}/{name}")
 
     async def probe(self) -> Abilities:
         """See `ObjectTier.probe`."""
@@ -226,7 +226,7 @@ class UrlObjects:
         except BaseException:
             with anyio.move_on_after(CLEANUP_SECONDS_MAX, shield=True):
                 with contextlib.suppress(Exception):
-                    await self._store.remove([name])
+                    await self.store.remove([name])
             raise
         await self.delete([name])
         return abilities
@@ -265,7 +265,7 @@ class UrlObjects:
     async def close(self) -> None:
         """See `ObjectTier.close`."""
         with self._translated("close"):
-            await self._store.close()
+            await self.store.close()
 
     @contextlib.contextmanager
     def _translated(self, verb: str, name: str = "") -> Generator[None]:

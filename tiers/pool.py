@@ -94,7 +94,7 @@ class HostPool:
         file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
         self._memory: Bytes | None = file[shape.table_bytes :]
         self._table = PoolTable(file, shape)
-        self._extents = Extents(size_bytes)
+        self.extents = Extents(size_bytes)
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
         self._classes: list[SlotClass] = []
@@ -193,7 +193,7 @@ class HostPool:
         runs = [(slab.first_record, slab.slots) for slab in slabs]
         sizes = {slab.slot_bytes for slab in slabs}
         if len(sizes) > CLASSES_MAX or not (
-            self._extents.claim(ranges) and self._records.claim(runs)
+            self.extents.claim(ranges) and self._records.claim(runs)
         ):
             return False
         self.recovered = self._table.sealed(slabs)
@@ -373,7 +373,7 @@ class HostPool:
         if run is None:
             return None
         first_record, records = run
-        found = self._extents.take(slot_class.slot_bytes, records)
+        found = self.extents.take(slot_class.slot_bytes, records)
         base, slots = found or (0, 0)
         if slots < records:
             self._records.give(first_record + slots, records - slots)
@@ -393,7 +393,7 @@ class HostPool:
         self._slab_bytes -= slab.size_bytes
         self._entries.append(slab.entry)
         self._records.give(slab.first_record, slab.slots)
-        self._extents.give(slab.base, slab.size_bytes)
+        self.extents.give(slab.base, slab.size_bytes)
 
     def _slab_of(self, offset: int) -> Slab:
         slab = self._allocated.get(offset)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-PIECE_BYTES: Final = 64 << 20
+PREFAULT_PIECE_BYTES: Final = 64 << 20
 THREADS_DEFAULT_MAX: Final = 8
 """Clearing pages is bound by memory, not by cores; an engine beside us starts up too."""
 
-_MADV_POPULATE_WRITE: Final = 23
+MADV_POPULATE_WRITE: Final = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,7 +36,7 @@ def populate(memory: npt.NDArray[np.uint8]) -> bool:
     Raises `OSError` where the memory cannot be had.
     """
     address, size_bytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.size)
-    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+    if _libc.madvise(address, size_bytes, MADV_POPULATE_WRITE) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EINVAL:
@@ -55,8 +55,8 @@ class Backing:
 
     def populate(self, memory: npt.NDArray[np.uint8]) -> bool:
         """Allocate and map every page of `memory`; False where that cannot be had."""
-        starts = range(0, memory.size, PIECE_BYTES)
-        pieces = [memory[start : start + PIECE_BYTES] for start in starts]
+        starts = range(0, memory.size, PREFAULT_PIECE_BYTES)
+        pieces = [memory[start : start + PREFAULT_PIECE_BYTES] for start in starts]
         with self._threads(self.threads) as threads:
             try:
                 return all(threads.map(populate, pieces))

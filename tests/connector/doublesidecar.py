@@ -76,14 +76,14 @@ class DoubleSidecar:
         for client in (self.engine.client, *(rank.client for rank in self.engine.ranks)):
             client.attach(None)
 
-    def _flags(self, key: bytes) -> None:
+    def tell_flags(self, key: bytes) -> None:
         host = FLAG_HOST if len(self.parts.get(key, {})) == len(self.engine.ranks) else 0
         self.index.set(tag_of(key, SALT), host | (FLAG_STORE if key in self.store else 0))
 
     def evict(self, key: bytes) -> None:
         """Out of host memory; the store keeps what it has."""
         self.parts.pop(key, None)
-        self._flags(key)
+        self.tell_flags(key)
 
     def demote(self, key: bytes) -> None:
         """Only the store has it from now on."""
@@ -168,7 +168,7 @@ class DoubleSidecar:
             held = self.parts.setdefault(key, {}).setdefault(copy.rank, blocks)
             # The KV under a key is decided by the key.
             assert held == blocks, "two different contents were stored under one key"
-            self._flags(key)
+            self.tell_flags(key)
         return Outcome.OK
 
     def answer(self, lookup: Lookup, ready: int | None = None) -> None:
@@ -178,7 +178,7 @@ class DoubleSidecar:
         for key in lookup.keys[:ready]:
             if key in self.store:
                 self.parts[key] = self.store[key]
-                self._flags(key)
+                self.tell_flags(key)
         if not ready:
             self._nothing_ready.add(lookup.lookup_id)
         outcome = Outcome.OK if ready == len(lookup.keys) else Outcome.MISSING

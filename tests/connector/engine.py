@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,8 +28,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-import connector.vllm
 from connector.scheduler import SchedulerRole
+from tests import places
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config, spec_of, vllm_config
 from tests.connector.content import content_of, first_read, next_token, recur
 from tests.connector.double import Clock, DoubleClient
@@ -68,7 +67,7 @@ class Engine:
         if any(isinstance(spec, MambaSpec) for spec in self.specs):
             # What vLLM sets of a model with recurrent layers; ours has none.
             config.cache_config.mamba_cache_mode = "align"
-        with patch.object(connector.vllm, "Client", lambda *_: self.client):
+        with places.patched("Client", lambda *_: self.client):
             self.scheduler = scheduler_class(
                 config,
                 kv_cache_config(num_blocks, ranks, specs, stages, retention=retention),
@@ -78,9 +77,9 @@ class Engine:
                 log_stats=True,
             )
         self.connector = ours_of(self.scheduler.connector)
-        assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal
-        self.role = self.connector._scheduler
-        self.role._clock = self.role._stores._clock = self.role._waits._clock = self.clock
+        assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal  # noqa: SLF001 (its public names are vLLM's)
+        self.role = self.connector._scheduler  # noqa: SLF001 (its public names are vLLM's)
+        self.role.clock = self.role.stores.clock = self.role.waits.clock = self.clock
         world = range(ranks * stages)
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]
         loaded: Any = self.scheduler.connector
@@ -260,11 +259,11 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
         role = self.role
         assert role.stores_outstanding == 0
-        assert not role._stores._keys
-        assert not role._requests
-        assert not role._waits.pending
+        assert not role.stores.keys
+        assert not role.requests
+        assert not role.waits.pending
         assert not self.sidecar.lookups_pinning()
-        assert not role._loading
+        assert not role.loading
         assert not self.scheduler.requests
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ CACHED = FULL * CHUNK_TOKENS + TAIL_BLOCKS * BLOCK_TOKENS
 
 def chain_of(engine: Engine, tokens: list[int], salt: str = "") -> KeyChain:
     """The keys that these tokens have in this engine."""
-    root = root_key(digest_of(engine.connector._engine.groups[0].namespace), salt=salt)
+    root = root_key(digest_of(engine.connector._engine.groups[0].namespace), salt=salt)  # noqa: SLF001 (its public names are vLLM's)
     chain = KeyChain(root, CHUNK_TOKENS, BLOCK_TOKENS)
     chain.extend(tokens)
     return chain

@@ -68,14 +68,14 @@ class Rank:
         others = [layout] * (len(specs) - 1)
         exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout, others)
         self.role = WorkerRole(exported, self._make_client, self._describe, clock=clock)
-        self.connector._worker = self.role
+        self.connector._worker = self.role  # noqa: SLF001 (its public names are vLLM's)
 
     def _make_client(self, make_attempt: Callable[[], Attempt]) -> Client:
         self._attempt = make_attempt
         return self.client.as_client()
 
     def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
-        return self.connector._engine.attach(Role.WORKER, 0, memory, memory=shared)
+        return self.connector._engine.attach(Role.WORKER, 0, memory, memory=shared)  # noqa: SLF001 (its public names are vLLM's)
 
     def attach(self) -> SidecarFence:
         """A new session; returns the sidecar's end of its fence page."""

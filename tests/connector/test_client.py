@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector import client as client_module
-from connector.client import Attempt, Client, Session
+from connector.client import SEND_QUEUE_MESSAGES_MAX, Attempt, Client, Session
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -30,6 +29,7 @@ from sidecar.protocol import (
     encode,
     frame_stream,
 )
+from tests import places
 from tests.connector.double import LIMITS, SALT
 from tests.connector.listening import WAIT_SECONDS_MAX, Sidecar, until
 from tiers.index import FLAG_HOST, IndexWriter, tag_of, tags_of
@@ -354,7 +354,7 @@ class TestJobs:
         make_client: Callable[..., Client],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(client_module, "MESSAGES_PER_POLL_MAX", 3)
+        places.patch(monkeypatch, "MESSAGES_PER_POLL_MAX", 3)
         client = make_client()
         sidecar.admit()
         client.send(live(client), Release(7, [1], []))
@@ -378,7 +378,7 @@ class TestJobs:
         sidecar.admit(endpoint=sidecar.endpoint + ".nobody")
         session = live(client)
         sent = [client.send(session, Release(7, [1], [])) for _ in range(3_000)]
-        assert sent.count(True) == client_module.SEND_QUEUE_MESSAGES_MAX
+        assert sent.count(True) == SEND_QUEUE_MESSAGES_MAX
         assert not sent[-1]
 
     def test_what_the_sidecar_would_refuse_as_too_long_is_not_sent(

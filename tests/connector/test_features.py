@@ -12,19 +12,19 @@ from collections.abc import Callable
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-import connector.vllm
 from connector.engine import ServedEngine
 from connector.events import events_endpoints
 from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
+from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -99,12 +99,12 @@ def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
         unnamed: list[int] = []
 
         def step(
-            *args: Any, into: list[int] = unnamed, whole: Any = engine.role._withdrawn.step
+            *args: Any, into: list[int] = unnamed, whole: Any = engine.role.withdrawn.step
         ) -> None:
             into.append(whole(*args))
 
         with (
-            patch.object(engine.role._withdrawn, "step", step),
+            patch.object(engine.role.withdrawn, "step", step),
             # Where stores are under way it waits for their blocks rather.
             patch.object(engine.role, "blocks_coming_back", return_value=False),
         ):
@@ -184,7 +184,7 @@ def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> Non
     assert engine.computed["b"] == len(PROMPT) - CACHED
     engine.forget()
     request = engine.add(request_of("c", PROMPT, max_tokens=1))
-    while not engine.role._loading:
+    while not engine.role.loading:
         engine.step()
     engine.sidecar.detach()
     for _ in range(20):
@@ -372,7 +372,7 @@ class TestHandingOver:
         engine.forget()
         engine.run(wishing("b", told["kvlake"]))
         assert engine.computed["b"] == len(PROMPT) - CACHED
-        assert not engine.role._waits.pending
+        assert not engine.role.waits.pending
 
     def missing_some(self, engine: Engine) -> dict[bytes, Any]:
         """A prompt of which the last chunks are still on their way; those."""
@@ -394,7 +394,7 @@ class TestHandingOver:
         assert not engine.computed["b"]
         (engine.sidecar.parts if tier == "host" else engine.sidecar.store).update(late)
         for key in late:
-            engine.sidecar._flags(key)
+            engine.sidecar.tell_flags(key)
         engine.finish(request)
         engine.settle()
         assert engine.computed["b"] == len(PROMPT) - CACHED
@@ -429,7 +429,7 @@ class TestHandingOver:
         engine.abort(request)
         engine.settle()
         engine.check_idle()
-        assert not engine.role._waits.pending
+        assert not engine.role.waits.pending
 
 
 @pytest.mark.promise("layer-by-layer")
@@ -473,7 +473,7 @@ def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path
     def attach(self: ServedEngine, *_: Any, **options: Any) -> None:
         asked.append(options)
 
-    with patch.object(ServedEngine, "attach", attach), patch.object(connector.vllm, "Client"):
+    with patch.object(ServedEngine, "attach", attach), places.patched("Client", Mock()):
         KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
     (options,) = asked
     assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from connector import filedigests
-from connector.filedigests import digests_of
+from connector.filedigests import digests_of, file_digest
+from tests import places
 
 CONTENT = os.urandom(100_000)
 
@@ -20,7 +20,7 @@ CONTENT = os.urandom(100_000)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache folder of a user whose files all settled long ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(filedigests, "SETTLED_SECONDS", -3600)
+    places.patch(monkeypatch, "SETTLED_SECONDS", -3600)
     return tmp_path / "cache" / "kvlake"
 
 
@@ -28,13 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were read."""
     paths: list[Path] = []
-    digest = filedigests._digest
+    digest = file_digest
 
     def counted(path: Path) -> str:
         paths.append(path)
         return digest(path)
 
-    monkeypatch.setattr(filedigests, "_digest", counted)
+    places.patch(monkeypatch, "file_digest", counted)
     return paths
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
     def changed(path: Path) -> str:
         return f"{path}:{next(stamps)}"
 
-    monkeypatch.setattr(filedigests, "_stamp", changed)
+    places.patch(monkeypatch, "file_stamp", changed)
     with pytest.raises(OSError, match="changed while it was read"):
         digests_of([write(tmp_path / "1")])
     assert not (cache / "weights.json").exists()
@@ -135,7 +135,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(
 def test_long_reads_are_told(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(filedigests, "LONG_BYTES", 1)
+    places.patch(monkeypatch, "LONG_BYTES", 1)
     caplog.set_level("INFO", "vllm.kvlake")
     paths = [write(tmp_path / name, name.encode()) for name in "abc"]
     assert digests_of(paths) == [hashlib.sha256(name.encode()).hexdigest() for name in "abc"]

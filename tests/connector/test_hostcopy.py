@@ -196,7 +196,7 @@ def test_workers_that_compute_nothing_leave_their_cores_to_the_sidecar(
             assert bool(pauses) == (several and not computes)
     assert len(pauses) == 1
     begin = threading.Event()
-    worker._thread.submit(begin.wait)  # pyright: ignore[reportPrivateUsage]
+    worker._thread.submit(begin.wait)  # noqa: SLF001 (its public names are vLLM's)
     worker.submit_store(1, spec([1], [1], [0]), CPULoadStoreSpec([0]))
     with override_forward_context(step(computes=False)):
         assert not worker.get_finished()
@@ -217,7 +217,7 @@ def test_a_load_that_a_step_waits_for_waits_for_no_other_copy(engine_id: str) ->
         worker.submit_store(1, spec([1], [1], [0]), CPULoadStoreSpec([0]))
         done(worker, 1)
         expected = tensor[1].clone()
-        worker._thread.submit(begin.wait)  # pyright: ignore[reportPrivateUsage]
+        worker._thread.submit(begin.wait)  # noqa: SLF001 (its public names are vLLM's)
         worker.submit_store(2, spec([2], [1], [0]), CPULoadStoreSpec([1]))
         worker.submit_load(3, CPULoadStoreSpec([0]), spec([4], [1], [0]), expedited=True)
         worker.wait({3})

@@ -18,6 +18,7 @@ from connector.namespace import digest_of, encoding_of, namespace_of
 from connector.options import samples_weights
 from connector.processing import adapter_settings
 from connector.weights import WeightsUnknown, adapter_identity, folder_digest, model_identity
+from tests import places
 
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}
 
@@ -523,7 +524,7 @@ class TestNamespace:
         def unknown(*_: object) -> str:
             return "cpu-arm-neon"
 
-        monkeypatch.setattr("connector.namespace.encoding_of", unknown)
+        places.patch(monkeypatch, "encoding_of", unknown)
         assert of(32) != of(64)
 
     def test_cpu_bytes_are_named_by_how_the_kernels_pack_them(self, tmp_path: Path) -> None:

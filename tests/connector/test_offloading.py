@@ -42,16 +42,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector import offloading
 from connector.offloading import (
     KVLakeOffloadingSpec,
     NoCopies,
+    identity_note,
     leave_note,
+    note_path,
     region_path,
     take_note,
 )
 from connector.refusals import rows_refusal
 from sidecar.demo.sidecars import SidecarProcess
+from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
@@ -335,7 +337,7 @@ def test_requests_that_a_reset_preempted_are_loaded(model: Path, sidecar: Sideca
         connector: Any = engine.scheduler.connector
         # The second one before another chunk was stored, of which alone is told that it runs again.
         for generated in (10, 12):
-            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
+            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:  # noqa: SLF001 (of vLLM)
                 engine.step()
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.settle()
@@ -351,7 +353,7 @@ def test_requests_that_a_reset_preempted_before_their_first_chunk_are_loaded(
         request = engine.add(request_of("a", prompt(20), max_tokens=100))
         connector: Any = engine.scheduler.connector
         for generated in (3, 60):
-            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:
+            while request.num_output_tokens < generated or connector.connector_scheduler._jobs:  # noqa: SLF001 (of vLLM)
                 engine.step()
             assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         engine.settle()
@@ -367,7 +369,7 @@ def test_what_was_preempted_is_stored_where_vllm_schedules_it_as_new(
         assert note["preempted_are_new"] is False
         leave_note(engine_id, note | {"preempted_are_new": True})
 
-    monkeypatch.setattr(offloading, "leave_note", leave)
+    places.patch(monkeypatch, "leave_note", leave)
     tokens = prompt(100)
     with engine_of(model, sidecar) as engine:
         engine.scheduler.use_v2_model_runner = True
@@ -414,7 +416,7 @@ def test_random_lives_in_a_small_cache(model: Path, sidecar: SidecarProcess) -> 
 def test_no_file_outlives_the_start(model: Path, sidecar: SidecarProcess) -> None:
     with engine_of(model, sidecar) as engine:
         assert not region_path(engine.engine_id).exists()
-        assert not offloading._note_path(engine.engine_id).exists()
+        assert not note_path(engine.engine_id).exists()
         assert isinstance(engine.manager.secondary_tiers[-1].tier_type, str)
 
 
@@ -522,9 +524,9 @@ def test_hits_within_a_block_are_of_vllms_own_tier(
     note: dict[str, Any] = {}
     for state, unit in ((True, None), (True, BLOCK_TOKENS), (False, 8), (True, 8)):
         specs = [spec_of(), state_of()] if state else [spec_of()]
-        monkeypatch.setattr(offloading, "_layer_specs", lambda _, specs=specs: specs)
+        places.patch(monkeypatch, "layer_specs_of", lambda _, specs=specs: specs)
         config.cache_config.prefix_match_unit = unit
-        note = offloading._identify(config, BLOCK_TOKENS)
+        note = identity_note(config, BLOCK_TOKENS)
         assert ("identity" in note) == (not state or unit != 8)
     assert "leave out --prefix-match-unit" in note["refusal"]
 
@@ -540,7 +542,7 @@ def test_layers_that_attend_to_a_prompt_as_a_whole(model: Path) -> None:
                 "prefix": f"layers.{kind.__name__}",
             }
             kind(2, 32, 1.0, num_kv_heads=2, **options)
-            note = offloading._identify(config, BLOCK_TOKENS)
+            note = identity_note(config, BLOCK_TOKENS)
             assert ("identity" in note) == (kind is Attention)
     assert "Prefix-LM" in note["refusal"]
     assert not note["prefixes"]
@@ -561,7 +563,7 @@ def test_states_of_other_dtypes_and_kernels_are_others(
         for name, value in changes.items():
             owner = config.cache_config if hasattr(config.cache_config, name) else None
             setattr(owner or config.mamba_config, name, value)
-        return json.dumps(offloading._identify(config, BLOCK_TOKENS)["identity"], sort_keys=True)
+        return json.dumps(identity_note(config, BLOCK_TOKENS)["identity"], sort_keys=True)
 
     changes: list[dict[str, Any]] = [
         {"mamba_ssm_cache_dtype": "float16"},
@@ -586,12 +588,12 @@ def test_adapters_that_vllm_knows_by_their_path(model: Path, allowed: bool) -> N
     """vLLM's block hash of an adapter that was trained on in its folder is that of before."""
     config = vllm_config(model, adapters_by_path=allowed)
     config.lora_config = LoRAConfig(lora_dtype="bfloat16")
-    note = offloading._identify(config, BLOCK_TOKENS)
+    note = identity_note(config, BLOCK_TOKENS)
     assert ("identity" in note) == allowed
     assert ("adapters_by_path" in note.get("refusal", "")) != allowed
     if allowed:
         config.lora_config.target_modules = ["q_proj"]
-        assert offloading._identify(config, BLOCK_TOKENS) != note
+        assert identity_note(config, BLOCK_TOKENS) != note
 
 
 class TestNotes:
@@ -606,7 +608,7 @@ class TestNotes:
         name = secrets.token_hex(8)
         target = tmp_path / "elsewhere"
         target.write_text("{}")
-        place = offloading._note_path(name)
+        place = note_path(name)
         place.symlink_to(target)
         assert "refusal" in take_note(name)
         leave_note(name, {"identity": {}})

@@ -44,7 +44,7 @@ def subscribed(endpoint: str, replay: str) -> Generator[Subscriber]:
 def names_of(engine: Engine) -> set[Any]:
     """The hashes in vLLM's block pool."""
     pool: Any = engine.scheduler.kv_cache_manager.block_pool
-    keys = pool.cached_block_hash_to_block._cache
+    keys = pool.cached_block_hash_to_block._cache  # noqa: SLF001 (of vLLM)
     return {maybe_convert_block_hash(get_block_hash(key)) for key in keys}
 
 
@@ -99,7 +99,7 @@ def test_the_engine_is_followed_and_its_tiers_are_told_apart(model: Path, tmp_pa
                 tuple(tokens[start : start + BLOCK_TOKENS])
                 for start in range(0, 5 * BLOCK_TOKENS, BLOCK_TOKENS)
             )
-            names: ChunkNames = engine.manager.secondary_tiers[-1]._names
+            names: ChunkNames = engine.manager.secondary_tiers[-1].names
             assert {event.ownership for event in of_the_tier.values()} == {names.owner}
             # After a reset of its own cache vLLM tells that all blocks are gone, and no tier hears
             # of it: that kvlake's are not, the sidecar's stream alone tells.

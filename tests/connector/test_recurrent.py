@@ -66,7 +66,7 @@ def test_a_state_that_only_the_tiers_have(
     engine.run(request_of("a", PROMPT, max_tokens=1))
     for block in engine.pool.blocks:
         if block.block_hash is not None and get_group_id(block.block_hash) == 1:
-            assert engine.pool._maybe_evict_cached_block(block)
+            assert engine.pool._maybe_evict_cached_block(block)  # noqa: SLF001 (of vLLM)
     monkeypatch.setattr(KVLakeConnector, "supports_divergent_local_hybrid_hits", divergent)
     request = engine.run(request_of("b", PROMPT, max_tokens=1))
     found = 0 if divergent else len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -77,7 +77,7 @@ def test_a_state_that_only_the_tiers_have(
 
 def state_keys(engine: Engine, tokens: list[int]) -> list[bytes]:
     """Keys of the states behind each block of these tokens."""
-    group = engine.connector._engine.groups[1]
+    group = engine.connector._engine.groups[1]  # noqa: SLF001 (its public names are vLLM's)
     chain = KeyChain(root_key(digest_of(group.namespace)), BLOCK_TOKENS, BLOCK_TOKENS)
     chain.extend(tokens)
     return chain.keys

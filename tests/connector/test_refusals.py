@@ -37,6 +37,7 @@ from connector.refusals import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
 from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit
+from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
     kv_cache_config,
@@ -45,6 +46,7 @@ from tests.connector.configurations import (
     vllm_config,
 )
 from tests.connector.engine import Engine
+from tiers.memfd import sealed_memfd
 
 PROMPT = [number % 89 for number in range(300)]
 
@@ -314,7 +316,7 @@ class TestRanksThatAreNotServed:
         def share() -> ExportedMemory:
             raise ExportRefused("it is in pieces")
 
-        rank.connector._shared = SharedMemory(rank.role, share)
+        rank.connector._shared = SharedMemory(rank.role, share)  # noqa: SLF001 (its public names are vLLM's)
         rank.connector.unregister_kv_caches()
         rank.connector.restore_kv_caches()
         caplog.clear()
@@ -355,24 +357,24 @@ class TestRanksThatAreNotServed:
     ) -> None:
         """The thread that attaches waits for the answer, and the step not for the thread."""
         engine = make()
-        attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))
+        attempt = Attempt(engine.connector._engine.attach(Role.SCHEDULER, 0))  # noqa: SLF001 (its public names are vLLM's)
         path = str(short_directory / "attach.sock")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            client = engine.role._client = Client(path, lambda: attempt)
+            client = engine.role.client = Client(path, lambda: attempt)
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(1), "it waits for an answer from now on"
                 waited: list[float | None] = []
                 with monkeypatch.context() as patch:
                     patch.setattr(
-                        client._thread, "join", lambda timeout=None: waited.append(timeout)
+                        client.thread, "join", lambda timeout=None: waited.append(timeout)
                     )
                     engine.role.retire()
                 assert waited == [0.0]
                 assert client.session is None
-        client._thread.join()
+        client.thread.join()
 
     @pytest.mark.promise("batch-invariant")
     def test_caching_that_vllm_turned_off_in_its_worker(
@@ -401,7 +403,7 @@ class TestRanksThatAreNotServed:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
+        places.patch(monkeypatch, "this_place", partial(Place, 0))
         engine = make()
         rank = engine.ranks[0]
         kv = kv_cache_config(num_blocks=8)
@@ -421,11 +423,13 @@ class TestRanksThatAreNotServed:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        def refused(*_: object) -> None:
-            raise OSError(errno.EMFILE, "Too many open files")
+        def refused(name: str, size_bytes: int) -> int:
+            if name == "kvlake-kv":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return sealed_memfd(name, size_bytes)
 
-        monkeypatch.setattr("connector.vllm.this_place", partial(Place, 0))
-        monkeypatch.setattr("connector.export.sealed_memfd", refused)
+        places.patch(monkeypatch, "this_place", partial(Place, 0))
+        places.patch(monkeypatch, "sealed_memfd", refused)
         engine = make()
         rank = engine.ranks[0]
         kv = kv_cache_config(num_blocks=8)

@@ -42,7 +42,7 @@ class TestPreemption:
         engine.step()
         assert engine.role.stores_outstanding
         engine.scheduler.running.remove(request)
-        engine.scheduler._preempt_request(request, 0.0)
+        engine.scheduler._preempt_request(request, 0.0)  # noqa: SLF001 (of vLLM)
         # Its stores were computed before; their blocks stay until they are copied.
         chunk_blocks = sum(len(ids) for copy in engine.sidecar.copies for _, ids in copy.store)
         assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1 - chunk_blocks
@@ -68,12 +68,12 @@ class TestReset:
         """As `docs/operations.md` has it: vLLM raises before it comes to the connector."""
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()
-        generation = engine.role._requests.generation
+        generation = engine.role.requests.generation
         with pytest.raises(RuntimeError, match="Failed to reset"):
             engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        assert engine.role._requests.generation == generation
+        assert engine.role.requests.generation == generation
         assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
-        assert engine.role._requests.generation != generation
+        assert engine.role.requests.generation != generation
         engine.sidecar.run_all()
         before = set(engine.sidecar.parts)
         engine.step()
@@ -124,10 +124,10 @@ class TestReset:
         engine.step()
         assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
         engine.scheduler.running.remove(request)
-        engine.scheduler._preempt_request(request, 0.0)
+        engine.scheduler._preempt_request(request, 0.0)  # noqa: SLF001 (of vLLM)
         engine.finish(request)
         assert engine.computed["a"] < 2 * len(PROMPT)
-        assert not engine.role._beside_others
+        assert not engine.role.beside_others
 
     def test_a_request_of_before_stores_nothing_more(self, engine: Engine) -> None:
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
@@ -157,7 +157,7 @@ class TestEvents:
 
     @pytest.mark.promise("events-vllm-stream")
     def test_vllms_words_for_them(self, engine: Engine) -> None:
-        engine.connector._wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         events = [
@@ -176,14 +176,14 @@ class TestEvents:
         (gone,) = engine.connector.take_events()
         assert gone.block_hashes == [b"a" * 16]
         assert {one.ownership for one in (first, second, gone)} == {
-            engine.connector._engine.owner(0)
+            engine.connector._engine.owner(0)  # noqa: SLF001 (its public names are vLLM's)
         }
 
     @pytest.mark.promise("events-hits")
     def test_that_vllm_tells_of_hits_is_told_where_a_request_asks_for_it(
         self, engine: Engine
     ) -> None:
-        engine.connector._wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         for number, mode in enumerate(("incremental", "full", "incremental", "full")):
             request = request_of(f"r{number}", PROMPT, max_tokens=1)
             request.kv_cache_report_mode = mode
@@ -197,7 +197,7 @@ class TestEvents:
     def test_what_a_reset_of_vllms_cache_clears_is_told_again(
         self, engine: Engine, *, reset_connector: bool
     ) -> None:
-        engine.connector._wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         names = [name * 32 for name in (b"a", b"b", b"c")]
@@ -219,7 +219,7 @@ class TestEvents:
         assert engine.role.take_events() == [RemovedEvent(names[1], "host")]
 
     def test_a_chunk_that_went_and_came_again_is_there(self, engine: Engine) -> None:
-        engine.connector._wants_events = True
+        engine.connector._wants_events = True  # noqa: SLF001 (its public names are vLLM's)
         session = engine.client.session
         assert session is not None
         stored = StoredEvent(b"a" * 32, bytes(32), 64, "host")

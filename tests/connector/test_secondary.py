@@ -443,12 +443,12 @@ def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
         sidecar.process.send_signal(signal.SIGCONT)
         first.until(lambda: first.find(secrets.token_hex(4), prompt) == 4)
         sidecar.kill()
-        first.until(lambda: first.tier._client.session is None)
+        first.until(lambda: first.tier.client.session is None)
         first.store("e", words(CHUNKS))
         first.settle()
         assert first.find("f", prompt) == 0
         with SidecarProcess(tmp_path / "s", hasty):
-            first.until(lambda: first.tier._client.session is not None)
+            first.until(lambda: first.tier.client.session is not None)
             first.store("g", prompt)
             first.settle()
             assert first.find("h", prompt) == 4

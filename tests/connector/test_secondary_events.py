@@ -42,7 +42,7 @@ class Listener:
             if not event.ownership:
                 # Of vLLM's own host tier.
                 continue
-            assert event.ownership == self._node.tier._names.owner
+            assert event.ownership == self._node.tier.names.owner
             # By this vLLM keeps which blocks are in it for as long as it holds.
             assert event.removal_expected == (not event.removed)
             for key in event.keys:
@@ -117,7 +117,7 @@ def test_what_others_stored_is_told_when_it_is_asked_for(sidecar: SidecarProcess
             other.settle()
             told_of = len(before + later + never)
             sidecar.wait("all is written", lambda now: now["tiers"]["store"]["chunks"] == told_of)
-            unnamed = first.tier._events._unnamed
+            unnamed = first.tier.events.unnamed
             listener.until(lambda: sum(map(len, unnamed.values())) == 2 * told_of)
             assert not listener.holds
             keys = keys_of(first, before)
@@ -240,7 +240,7 @@ def test_nothing_is_made_up(
     prompt = words(3)
     follower = subscribe(sidecar)
     with node(sidecar) as first:
-        namespace = first.tier._names._digest
+        namespace = first.tier.names.digest
         first.store("a", prompt)
         first.settle()
         follower.until(lambda: len(follower.names("STORAGE")) == len(prompt))

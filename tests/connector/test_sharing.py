@@ -45,7 +45,7 @@ class TestWhoShares:
             lora = LoRARequest(name, 1 + len(keys), path)
             request = request_of(name, PROMPT, lora_request=lora)
             engine.role.new_request(request)
-            keys.append(engine.role._requests[name].chain.keys[0])
+            keys.append(engine.role.requests[name].chain.keys[0])
         assert len({*keys, chain_of(engine, PROMPT).keys[0]}) == 4
 
     @pytest.mark.promise("adapters")
@@ -55,7 +55,7 @@ class TestWhoShares:
         def key(number: int, *, inplace: bool) -> bytes:
             lora = LoRARequest("a", 1, str(tmp_path), load_inplace=inplace)
             engine.role.new_request(request_of(f"r{number}", PROMPT, lora_request=lora))
-            return engine.role._requests[f"r{number}"].chain.keys[0]
+            return engine.role.requests[f"r{number}"].chain.keys[0]
 
         (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
         first = key(1, inplace=False)
@@ -151,7 +151,7 @@ class TestWhoShares:
                 ("three", three_d),
             ):
                 engine.role.new_request(request_of(name, PROMPT, lora_request=lora))
-            states = engine.role._requests
+            states = engine.role.requests
             keys.append({name: states[name].chain.keys[0] for name in states})
         assert len({one["base"] for one in keys}) == 1
         assert keys[1] == keys[2]
@@ -178,9 +178,9 @@ class TestWhoShares:
         engine.finish(short)
         engine.sidecar.run_all()
         stored = set(engine.sidecar.parts)
-        assert engine.role._plan.stores, "its last blocks, which are not sent yet"
+        assert engine.role.plan.stores, "its last blocks, which are not sent yet"
         beside = engine.add(request_of("beside", PROMPT, max_tokens=1, lora_request=new))
-        states = engine.role._requests
+        states = engine.role.requests
         assert states["running"].void
         assert states["beside"].void
         assert not states["other"].void
@@ -208,7 +208,7 @@ class TestWhoShares:
         unknown = LoRARequest("b", 2, "org/b")
         for number, lora in enumerate((unread, unknown, unread, unknown)):
             engine.role.new_request(request_of(f"r{number}", PROMPT, lora_request=lora))
-        assert not engine.role._requests
+        assert not engine.role.requests
         assert caplog.text.count("is not cached") == 2, "told once of each"
 
     @pytest.mark.promise("multimodal")
@@ -221,7 +221,7 @@ class TestWhoShares:
                 mm_position=PlaceholderRange(offset=10, length=20),
             )
             engine.role.new_request(request_of(name, PROMPT, mm_features=[feature]))
-            return engine.role._requests[name].chain.keys[0]
+            return engine.role.requests[name].chain.keys[0]
 
         keys = {first_key("a", "cat"), first_key("b", "dog"), chain_of(engine, PROMPT).keys[0]}
         assert len(keys) == 3
@@ -247,7 +247,7 @@ class TestWhoShares:
         )
         for name, features in (("image", [feature]), ("text", [])):
             engine.role.new_request(request_of(name, PROMPT, mm_features=features))
-        assert set(engine.role._requests) == ({"text"} if counted else {"image", "text"})
+        assert set(engine.role.requests) == ({"text"} if counted else {"image", "text"})
         assert ("images, audio or video are not cached" in caplog.text) == counted
 
     @pytest.mark.promise("prompt-embeddings", "streaming-input")
@@ -260,7 +260,7 @@ class TestWhoShares:
             assert engine.role.matched_tokens(request, 0) == 0
             engine.role.allocated(request, list, 0)
             engine.role.request_finished(request, [])
-        assert not engine.role._requests
+        assert not engine.role.requests
 
     @pytest.mark.promise("no-cache-reads")
     def test_a_request_that_may_not_read_the_cache(self, engine: Engine) -> None:

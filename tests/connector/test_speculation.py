@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from connector.drafting import NO_DRAFTS, Drafting, drafting_of, drafting_refusal
 from connector.engine import ServedEngine
 from connector.keys import KeyChain
-from connector.offloading import _identify  # pyright: ignore[reportPrivateUsage]
+from connector.offloading import identity_note
 from connector.vllm import KVLakeConnector
 from tests.connector.configurations import (
     BLOCK_TOKENS,
@@ -212,7 +212,7 @@ class TestNamespace:
 
     def test_also_below_vllms_own_offloading(self, model: Path, eagle: dict[str, Any]) -> None:
         plain, ngram, drafting = (
-            _identify(vllm_config(model, speculative=speculative), BLOCK_TOKENS)
+            identity_note(vllm_config(model, speculative=speculative), BLOCK_TOKENS)
             for speculative in (None, NGRAM, eagle)
         )
         assert plain == ngram
@@ -222,7 +222,7 @@ class TestNamespace:
         config = vllm_config(model, speculative=eagle)
         assert config.speculative_config is not None
         config.speculative_config.method = "dflash"
-        assert "'dflash'" in _identify(config, BLOCK_TOKENS)["refusal"]
+        assert "'dflash'" in identity_note(config, BLOCK_TOKENS)["refusal"]
 
 
 class TestRefused:

@@ -18,6 +18,7 @@ from sidecar.protocol import (
     Outcome,
     Submit,
 )
+from tests import places
 from tests.connector.configurations import (
     CHUNK_TOKENS,
     kv_cache_config,
@@ -136,7 +137,7 @@ class TestStores:
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of a prompt of a million tokens it would not."""
-        monkeypatch.setattr("connector.storing.JOB_BYTES_MAX", 1_000)
+        places.patch(monkeypatch, "JOB_BYTES_MAX", 1_000)
         engine.add(request_of("a", PROMPT, max_tokens=1))
         engine.step()
         assert engine.role.stores_outstanding == FULL // 2 + 1

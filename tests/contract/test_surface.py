@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from connector.options import VLLM_OFFLOADING_OPTIONS
-from connector.processing import _ADAPTER_SETTINGS, _MEDIA_SETTINGS, _MODEL_SETTINGS
+from connector.processing import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
+from tests import places
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure
 from tests.contract.installed import installed
@@ -25,7 +26,6 @@ from tests.contract.surface import MANIFESTS, USED, dump, moved, record, recorde
 
 pytestmark = pytest.mark.promise("vllm-interfaces")
 
-ROOT = Path(__file__).parents[2]
 SUPPORTED = ("0.31.0", "0.32.0", "0.33.0")
 MADE_FROM = {
     "SupportsHMA",
@@ -83,7 +83,9 @@ def test_no_other_release_is_recorded() -> None:
 
 
 def test_every_override_is_in_the_surface() -> None:
-    members = Sources(ROOT).members("connector.vllm:KVLakeConnector")
+    members = Sources(places.ROOT).members(
+        f"{places.find('KVLakeConnector').module_name}:KVLakeConnector"
+    )
     assert members is not None
     ours = {name for name in members if not name.startswith("_")}
     assert ours <= {*OVERRIDDEN, "request_finished_all_groups"}
@@ -96,7 +98,7 @@ def test_every_class_of_vllms_is_gone_through() -> None:
     """Of what ours are made from: a method that is new there asks for a decision."""
     symbols = {symbol.partition(":")[2]: symbol for symbol in USED}
     found: set[str] = set()
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (places.ROOT / "connector").rglob("*.py"):
         tree = ast.parse(path.read_text())
         imported = {
             alias.name
@@ -125,10 +127,10 @@ def test_every_class_of_vllms_is_gone_through() -> None:
 def test_what_is_read_with_a_default_is_in_the_surface() -> None:
     """A field that is gone would be taken for one that says nothing."""
     known = {name for used in USED.values() for name in used.members} | {*OVERRIDDEN}
-    settings = {*_MEDIA_SETTINGS, *_MODEL_SETTINGS, *_ADAPTER_SETTINGS}
+    settings = {*MEDIA_SETTINGS, *MODEL_SETTINGS, *ADAPTER_SETTINGS}
     settings |= {"decode_context_parallel_size", "prefill_context_parallel_size"}
     assert settings <= known
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (places.ROOT / "connector").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) not in (
                 "getattr",
@@ -146,8 +148,8 @@ def test_what_vllms_offloading_reads_of_its_configuration_is_known() -> None:
     vllm = installed() / "vllm"
     kv_offload = vllm / "v1/kv_offload"
     front = vllm / "distributed/kv_transfer/kv_connector/v1/offloading"
-    places = [*kv_offload.glob("*.py"), *(kv_offload / "cpu").glob("*.py"), *front.glob("*.py")]
-    for path in (*places, kv_offload / "tiering/spec.py"):
+    paths = [*kv_offload.glob("*.py"), *(kv_offload / "cpu").glob("*.py"), *front.glob("*.py")]
+    for path in (*paths, kv_offload / "tiering/spec.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
@@ -164,7 +166,7 @@ def test_every_import_is_in_the_surface() -> None:
     known = {symbol.partition(":")[2] for symbol in USED}
     # Re-exported there: `vllm.platforms` makes the platform when it is asked for.
     known |= {BASE_CLASS.partition(":")[2], "current_platform", "VllmConfig", "KVCacheEvent"}
-    for path in (ROOT / "connector").glob("*.py"):
+    for path in (places.ROOT / "connector").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 names = {alias.name for alias in node.names}
@@ -302,7 +304,7 @@ def test_the_command_says_what_moved(tmp_path: Path) -> None:
         f"sys.argv = ['x', {str(tmp_path)!r}]; sys.exit(command.main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=places.ROOT
     )
     assert done.returncode == 1, done.stderr
     assert f"{BASE_CLASS} is gone" in done.stdout

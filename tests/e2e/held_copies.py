@@ -34,7 +34,7 @@ class HeldSpec(SettlingSpec):
 
 def hold_copies(worker: Any, holds: Holds) -> None:
     """Wait after each layer of a copy, in the copy thread: there is one."""
-    copy = worker._copy
+    copy = worker._copy  # noqa: SLF001 (its public names are vLLM's)
     step = COPY_OUT
 
     def copied(job_id: int, pieces: list[Any], *, store: bool) -> TransferResult:
@@ -43,9 +43,9 @@ def hold_copies(worker: Any, holds: Holds) -> None:
         result: TransferResult = copy(job_id, pieces, store=store)
         return result
 
-    worker._copy = copied
+    worker._copy = copied  # noqa: SLF001 (its public names are vLLM's)
     pid = os.getpid()
-    worker._groups = [_Held(runs, lambda: holds.wait(step, pid)) for runs in worker._groups]
+    worker._groups = [_Held(runs, lambda: holds.wait(step, pid)) for runs in worker._groups]  # noqa: SLF001 (its public names are vLLM's)
 
 
 class _Held(list[Any]):

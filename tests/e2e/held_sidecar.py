@@ -20,11 +20,12 @@ from unittest.mock import patch
 
 import anyio
 
-from sidecar import copies
 from sidecar.attach import Connection, close_fds
 from sidecar.cli import main
+from sidecar.copies import Memory
 from sidecar.copyqueue import Group
 from sidecar.protocol import decode_attach
+from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as
 from tiers.copy import CopyPlan
 
@@ -71,9 +72,9 @@ def hold_copies(holds: Holds, stack: contextlib.ExitStack) -> None:
     here = threading.local()
 
     def of_a_job(
-        step: str, copy: Callable[[Group, copies.Memory], list[Copied]]
-    ) -> Callable[[Group, copies.Memory], list[Copied]]:
-        def copied(group: Group, pool: copies.Memory) -> list[Copied]:
+        step: str, copy: Callable[[Group, Memory], list[Copied]]
+    ) -> Callable[[Group, Memory], list[Copied]]:
+        def copied(group: Group, pool: Memory) -> list[Copied]:
             here.step, here.pid = step, group.session.connection.peer.pid
             return copy(group, pool)
 
@@ -91,9 +92,9 @@ def hold_copies(holds: Holds, stack: contextlib.ExitStack) -> None:
 
         return copied
 
-    for name, step in (("_gather", STORE), ("_scatter", LOAD)):
-        wrapped = of_a_job(step, getattr(copies, name))
-        stack.enter_context(patch.object(copies, name, wrapped))
+    for name, step in (("gather_group", STORE), ("scatter_group", LOAD)):
+        wrapped = of_a_job(step, places.find(name).value)
+        stack.enter_context(places.patched(name, wrapped))
     for name in ("gather", "scatter"):
         stack.enter_context(patch.object(CopyPlan, name, in_pieces(getattr(CopyPlan, name))))
 

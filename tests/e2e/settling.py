@@ -89,7 +89,7 @@ def _settling(manager: Any, settled: Path) -> Any:
 
 def empty_host_tier(primary: Any) -> None:
     """Drop every chunk of vLLM's host tier that nothing reads or writes."""
-    evicted = primary._policy.evict(primary._num_evictable_cache_chunks, set()) or []
-    primary._num_evictable_cache_chunks -= len(evicted)
+    evicted = primary._policy.evict(primary._num_evictable_cache_chunks, set()) or []  # noqa: SLF001 (of vLLM)
+    primary._num_evictable_cache_chunks -= len(evicted)  # noqa: SLF001 (of vLLM)
     for _, chunk in evicted:
-        primary._free_chunk(chunk)
+        primary._free_chunk(chunk)  # noqa: SLF001 (of vLLM)

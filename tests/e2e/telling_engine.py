@@ -35,5 +35,5 @@ def cached_blocks(core: Any) -> list[tuple[int, int | str, int]]:
             shown(kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.get_block_hash(key))),
             len(blocks) if isinstance(blocks, dict) else 1,
         )
-        for key, blocks in pool.cached_block_hash_to_block._cache.items()
+        for key, blocks in pool.cached_block_hash_to_block._cache.items()  # noqa: SLF001 (of vLLM)
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
+from tests import places
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
 
@@ -32,7 +33,7 @@ SCENES = [
 
 def demo(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "sidecar.cli", "demo", "--json"],
+        [sys.executable, *places.program(), "demo", "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
-        not torch.cpu._is_amx_tile_supported(),  # pyright: ignore[reportPrivateUsage]
+        not torch.cpu._is_amx_tile_supported(),  # noqa: SLF001 (of torch)
         reason="without AMX vLLM's MLA on CPUs computes every prompt from its start",
     ),
     pytest.mark.promise("connector", "suite-mla"),

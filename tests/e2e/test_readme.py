@@ -22,13 +22,14 @@ import pytest
 
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import free_ports, s3_server
+from tests import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
 
-ROOT: Final = Path(__file__).parents[2]
+ROOT: Final = places.ROOT
 SECTION: Final = "Share prefixes between clusters"
 START_SECONDS_MAX: Final = 240.0
 WAIT_SECONDS_MAX: Final = 60.0

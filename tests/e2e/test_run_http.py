@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from sidecar.demo.servers import free_ports
+from tests import places
 from tests.e2e.arms import PATIENT
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def service(folder: Path, model: str) -> Iterator[Service]:
     }
     config.write_text(yaml.safe_dump(settings))
     command = [
-        *(sys.executable, "-m", "sidecar.cli", "run", "--config", str(config), "--"),
+        *(sys.executable, *places.program(), "run", "--config", str(config), "--"),
         *(str(Path(sys.executable).with_name("vllm")), "serve", model),
         *("--host", "127.0.0.1", "--port", str(ports[0]), "--served-model-name", "tiny"),
         *("--dtype", "bfloat16", "--block-size", "32", "--max-model-len", "4096"),

@@ -57,6 +57,7 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.session import check_shape
+from tests import places
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message, damage_yaml
 from tests.tiers.golden_images import CASES, NAMESPACE, image
@@ -70,7 +71,7 @@ from tiers.index import IndexReader, IndexWriter, tag_of, tags_of
 from tiers.layout import KVLayout, Segment
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-CONFIGS: Final = Path(__file__).parents[2] / "configs"
+CONFIGS: Final = places.ROOT / "configs"
 CODES: Final = {"version", "frame_too_large", "unknown_tag", "field", "malformed"}
 ENVIRONMENT: Final = {"A": "a", "SECRET": "hunter2"}
 KEY: Final = bytes(range(32))
@@ -331,11 +332,11 @@ def _checksums_right(data: bytes) -> bytes:
         except ChunkCorrupt:
             continue
         slot = np.frombuffer(data, dtype=np.uint8).copy()
-        slot[template._checksum] = np.frombuffer(
+        slot[template.checksum] = np.frombuffer(
             xxhash.xxh3_128_digest(template.payload(slot).tobytes()), dtype=np.uint8
         )
-        slot[template._row_checksum] = np.frombuffer(
-            xxhash.xxh3_128_digest(slot[template._row].tobytes()), dtype=np.uint8
+        slot[template.row_checksum] = np.frombuffer(
+            xxhash.xxh3_128_digest(slot[template.row].tobytes()), dtype=np.uint8
         )
         return slot.tobytes()
     return data

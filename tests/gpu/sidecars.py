@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sidecar.status import fetch
+from tests import places
 from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until
 
@@ -33,8 +34,15 @@ class SidecarProcess:
         self.socket = directory / "default" / "attach.sock"
         self._ready = directory / "ready.json"
         with self._ready.open("wb") as ready:
-            command = ["serve", "--config", str(path), "--ready-fd", ready.fileno()]
-            self.process = machine.start("sidecar.cli", command, machine.env())
+            command: list[str | int] = [
+                "serve",
+                "--config",
+                str(path),
+                "--ready-fd",
+                ready.fileno(),
+            ]
+            module = places.program()[-1]
+            self.process = machine.start(module, command, machine.env())
         self.pid = self.process.pid
         try:
             wait_until(lambda: self._ready.stat().st_size or self.process.poll() is not None)

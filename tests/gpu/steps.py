@@ -79,7 +79,7 @@ class Steps:
     @property
     def _client(self) -> Client:
         # Another one after sleep.
-        return self.role._client
+        return self.role.client
 
     @property
     def session(self) -> Session | None:
@@ -94,12 +94,12 @@ class Steps:
             if session is not None and session.epoch != other_than:
                 return session.epoch
             time.sleep(0.005)
-        raise TimeoutError(f"not attached: {self._client._last_log}")
+        raise TimeoutError(f"not attached: {self._client.last_log}")
 
     def leave(self) -> None:
         """Detach, and give the pages of all fences back."""
         self.role.close()
-        for fence in [self.role._fence, *self.role._retired]:
+        for fence in [self.role.fence, *self.role.retired]:
             if fence is not None:
                 fence.close()
 

@@ -199,7 +199,7 @@ def test_a_device_that_hangs_in_its_self_test_is_given_up(double: Double) -> Non
         double.page.hold = 1
         with pytest.raises(ChildError, match=r"DeviceLost: cuEventQuery failed .*600"):
             reader.run(
-                "from tiers.cuda import selftest; selftest.SECONDS_MAX = 0.2; ready(uuid)",
+                "from tests import places; places.replace('SECONDS_MAX', 0.2); ready(uuid)",
                 uuid=uuid_of(0),
             )
         double.page.hold = 0

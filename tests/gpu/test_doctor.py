@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from sidecar import doctor as doctor_module
 from sidecar.config import loads
+from sidecar.doctor import numa_finding
+from tests import places
 from tests.gpu.double.control import Double
 from tests.tiers.test_numa import machine
-from tiers import numa
 from tiers.pool import HostPool
 
 pytest.importorskip("cuda.bindings.driver")
@@ -27,7 +28,7 @@ def doctor(
     host = {"size": "1MiB", "directory": str(directory)}
     path.write_text(json.dumps({"host": host, **sections}))
     done = subprocess.run(
-        [sys.executable, "-m", "sidecar.cli", "doctor", "--config", str(path)],
+        [sys.executable, *places.program(), "doctor", "--config", str(path)],
         env=env,
         capture_output=True,
         text=True,
@@ -82,20 +83,20 @@ def test_a_pool_that_finds_no_room_fails(double: Double, tmp_path: Path) -> None
 def test_where_the_pool_goes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machine(tmp_path / "machine", "0-1", {"0000:3B:00.0": "1"})
     config = loads(f"host: {{size: 1MiB, directory: {tmp_path}}}")
-    monkeypatch.setattr(numa, "_prefer", lambda _: None)
-    told = doctor_module._nodes(config, root)
+    places.patch(monkeypatch, "prefer_nodes", lambda _: None)
+    told = numa_finding(config, root)
     assert str(told) == "pass  NUMA: new pages of the pool go to node 1"
     pool = HostPool.open(config.pool_path, config.host.size)
-    told = doctor_module._nodes(config, root)
+    told = numa_finding(config, root)
     assert "of 64 pages of the pool that is there, 64 are on node 0; stop the sidecar" in str(told)
     pool.close()
     off = loads(f"host: {{directory: {tmp_path}, numa: off}}")
-    assert "not placed: host.numa is off" in str(doctor_module._nodes(off, root))
+    assert "not placed: host.numa is off" in str(numa_finding(off, root))
     named = loads(f"host: {{directory: {tmp_path}, numa: [5]}}")
-    assert str(doctor_module._nodes(named, root)).startswith("fail  NUMA: host.numa=[5]")
+    assert str(numa_finding(named, root)).startswith("fail  NUMA: host.numa=[5]")
     monkeypatch.undo()
-    monkeypatch.setattr(numa, "_call", lambda _: None)
-    refused = str(doctor_module._nodes(config, root))
+    monkeypatch.setattr(platform, "machine", lambda: "s390x")
+    refused = str(numa_finding(config, root))
     assert refused.startswith("warn  NUMA: how to place memory")
     assert "numactl" in refused
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests import places
 from tests.gpu.child import Child
 from tests.gpu.double.control import Double, uuid_of
 from tests.gpu.layouts import layout_in
@@ -16,7 +16,6 @@ from tiers.cuda.errors import CudaFailed, failure
 
 pytest.importorskip("cuda.bindings.driver")
 
-CUDA = Path(__file__).parents[2] / "tiers" / "cuda"
 SIDECAR = """
 import tiers.cuda.errors as errors
 def cycle(handle):
@@ -59,15 +58,15 @@ GIVES_BACK = {
 """What is left when one of these fails is the driver's."""
 
 
-def _calls(*modules: str) -> list[str]:
-    """The functions of the driver that these modules name."""
-    text = "".join((CUDA / f"{module}.py").read_text() for module in modules)
+def _calls(*names: str) -> list[str]:
+    """The functions of the driver that the modules of these names of the product name."""
+    text = "".join(places.find(name).path.read_text() for name in names)
     return sorted(set(re.findall(r"\"(cu[A-Z][A-Za-z0-9]+)\"", text)) - {"cuInit"})
 
 
 def test_a_sidecar_names_the_failure_of_every_call_that_it_makes(double: Double) -> None:
     layout = layout_in("LBHNC", layers=9)
-    calls = _calls("device", "driver", "lanes", "pins", "selftest")
+    calls = _calls("DeviceMemory", "Driver", "Lane", "Pins.close", "SelfTest")
     calls = [call for call in calls if call != "cuStreamWriteValue64"]
     assert len(calls) > 25
     with Child(double, setup=OWNER) as owner, Child(double, setup=READER + SIDECAR) as reader:
@@ -96,7 +95,7 @@ def test_a_worker_names_the_failure_of_every_call_that_it_makes(double: Double) 
             "bases = [gpu.allocate(layout.size_bytes), gpu.allocate_vmm(layout.size_bytes)]",
             layout=layout,
         )
-        for call in _calls("sharing", "fencing"):
+        for call in _calls("share", "StreamFence"):
             for number in (0, 1):
                 left = double.process(worker.pid).left
                 double.fail(call, 2)

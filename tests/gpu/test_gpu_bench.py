@@ -29,6 +29,7 @@ from benchmarks.gpu.figures import (
 )
 from benchmarks.gpu.parts import PARTS, Bench, asked_of, percentile
 from benchmarks.gpu.run import measure
+from tests import places
 from tests.gpu.double.control import Double
 from tests.gpu.real import run as gpu_test
 from tests.gpu.real.preflight import Device
@@ -36,7 +37,6 @@ from tests.gpu.real.world import Rehearsal
 
 pytestmark = pytest.mark.promise("gpu-rehearsal")
 
-ROOT = Path(__file__).parents[2]
 DEVICE = Device("NVIDIA Test 80GB", 80 << 30, 13000, "2.13.0+cu130", "13.0", "3.12.3", 16)
 
 
@@ -61,7 +61,7 @@ def test_what_runs_beside_the_engines_needs_no_vllm_and_no_torch() -> None:
         "print(*sorted({'torch', 'vllm', 'obstore', 's3fs', 'trustme'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=places.ROOT
     )
     assert done.stdout.strip() == ""
 
@@ -112,8 +112,8 @@ def test_the_page_shows_every_result_and_says_so_where_there_is_none(tmp_path: P
 
 
 def test_the_page_of_the_project_shows_what_its_results_say() -> None:
-    _, _, rest = (ROOT / PAGE).read_text().partition(BEGIN)
-    assert rest.partition(END)[0].strip() == section(ROOT / RESULTS)
+    _, _, rest = (places.ROOT / PAGE).read_text().partition(BEGIN)
+    assert rest.partition(END)[0].strip() == section(places.ROOT / RESULTS)
 
 
 def test_a_report_of_pytest_is_read_as_outcomes(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_both_refuse_where_they_cannot_run(
     done = subprocess.run(
         [sys.executable, "-m", module],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} if why == "no driver" else double.env(),
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=places.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "cannot run here" in done.stderr

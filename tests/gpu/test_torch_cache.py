@@ -30,7 +30,7 @@ def _block(whole: bytes, layout: KVLayout, block: int) -> bytes:
 
 
 def _whole(cache: caches.TorchCache) -> bytes:
-    return bytes(cache._buffer.numpy().tobytes())
+    return bytes(cache.buffer.numpy().tobytes())
 
 
 @pytest.mark.parametrize("place", ["malloc", "interior", "segments"])
@@ -65,4 +65,4 @@ def test_the_same_memory_is_seen_in_another_shape() -> None:
     cache.view(other)
     assert cache.block(5) == _block(_whole(cache), other, 5)
     storage = cache.tensors[0].untyped_storage()
-    assert (storage.data_ptr(), storage.nbytes()) == (cache._buffer.data_ptr(), other.size_bytes)
+    assert (storage.data_ptr(), storage.nbytes()) == (cache.buffer.data_ptr(), other.size_bytes)

@@ -118,7 +118,7 @@ class Watched:
         self.check()
 
     def _note_adopted(self) -> None:
-        for slot in self.coming.difference(self.engine._host.inventory):
+        for slot in self.coming.difference(self.engine.host.inventory):
             self.coming.remove(slot)
             content = self.content.get(slot)
             if content is not None and not content.adopted:
@@ -221,7 +221,7 @@ class Watched:
         # What was found corrupt is kept no more, whoever stores the same key anew.
         kept = {
             (one.chunk.realm.realm_id, one.chunk.key)
-            for one in self.engine._kept
+            for one in self.engine.kept
             if not one.chunk.detached
         }
         assert set(self.policy.victims()) == set(self.host_ranks()) - kept, (

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar import reconcile
 from sidecar.demo.servers import s3_server
 from sidecar.protocol import Outcome
+from tests import places
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
@@ -366,7 +366,7 @@ def test_a_slow_pass_finds_what_nobody_announced(
         target.parent.mkdir(parents=True)
         target.write_bytes(one.read_bytes())
         # Only now that it is whole, and that what was written here is known.
-        monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+        places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
         sidecar.wait_until(holds(3))
         sidecar.wait_until(lambda now: catalog(now)["rows_waiting"] == 0)
         assert found(sidecar.status()) == 1

@@ -85,12 +85,12 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
     bucket.objects[aside] = b"damaged", bucket.now
     config = loads("store:\n  url: file:///not/used\n  ttl: 1d\n", environment={})
     collector = Collector(view, config, StoreHealth(creates=True), lambda: 0)
-    await collector._look()
+    await collector.look()
     assert collector.collected == Collected(rounds=3, logs_merged=3)
     bucket.now += 8 * 86_400.0
     bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
     with caplog.at_level("INFO", "kvlake.store"):
-        await collector._look()
+        await collector.look()
     assert collector.collected == Collected(
         rounds=5,
         rounds_failed=1,

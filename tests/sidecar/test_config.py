@@ -12,8 +12,9 @@ import yaml
 from sidecar.config import Config, ConfigError, load, loads, schema, show
 from sidecar.settings.runtime import Runtime
 from sidecar.settings.store import Store
+from tests import places
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = places.ROOT / "configs"
 
 
 def problem(text: str, **environment: str) -> str:

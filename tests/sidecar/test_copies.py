@@ -14,15 +14,16 @@ import anyio
 import numpy as np
 import pytest
 
-from sidecar import copies, copyqueue
 from sidecar.commands import (
     CopyOutcome,
     Gather,
     Scatter,
 )
-from sidecar.copies import Copies
+from sidecar.copies import Copies, gather_group
+from sidecar.copyqueue import Group
 from sidecar.memory import HostRegion
 from sidecar.protocol import Role
+from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of
 from tiers.fence import PAGE_BYTES
@@ -64,13 +65,13 @@ async def test_a_copy_does_not_stand_behind_others_where_work_for_the_store_does
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     found = list[int]()
-    gather = copies._gather
+    gather = gather_group
 
-    def noted(group: copyqueue.Group, pool: Any) -> Any:
+    def noted(group: Group, pool: Any) -> Any:
         found.append(niceness())
         return gather(group, pool)
 
-    monkeypatch.setattr(copies, "_gather", noted)
+    places.patch(monkeypatch, "gather_group", noted)
     async with running(bench) as work:
         # Its thread is free then, and would be the one to be used again.
         assert await run_to_end(niceness, anyio.CapacityLimiter(1)) > niceness()
@@ -93,7 +94,7 @@ async def test_fence_that_is_never_reached_expires_at_the_deadline(bench: Bench)
 async def test_loads_overtake_stores_but_do_not_starve_them(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copyqueue, "LOADS_IN_A_ROW_MAX", 2)
+    places.patch(monkeypatch, "LOADS_IN_A_ROW_MAX", 2)
     async with running(bench) as work:
         work.add(bench.group(bench.gather(0)))
         await bench.wait(1)
@@ -153,7 +154,7 @@ async def test_no_copy_starts_while_the_worker_waits_to_revoke(bench: Bench) -> 
 async def test_large_stores_are_cut_into_hops(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "HOP_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
+    places.patch(monkeypatch, "HOP_BYTES_MAX", 2 * LAYOUT.chunk(4).payload_bytes(4))
     async with running(bench) as work:
         work.add(bench.group(*(bench.gather(number) for number in range(5))))
         assert work.pending == 3

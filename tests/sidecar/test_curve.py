@@ -15,10 +15,11 @@ import zmq
 
 from connector.client import Attempt
 from connector.client import Client as ConnectorClient
-from sidecar import curve, protocol
+from sidecar import protocol
 from sidecar.attach import StartError
 from sidecar.config import ConfigError, loads
 from sidecar.protocol import Outcome, Role, Submit
+from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,
@@ -213,7 +214,7 @@ def test_what_is_no_key_is_refused(sidecar: RunningSidecar, key: bytes) -> None:
 def test_garbage_and_silence_disturb_nobody(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curve, "HANDSHAKE_MILLISECONDS_MAX", 300)
+    places.patch(monkeypatch, "HANDSHAKE_MILLISECONDS_MAX", 300)
     with tcp(short_directory) as sidecar:
         host, port = sidecar.info.endpoint.removeprefix("tcp://").rsplit(":", 1)
         garbage = [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(4096), b""]

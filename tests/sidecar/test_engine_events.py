@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import zmq
 
-from sidecar import engineblocks, enginefeed, eventstream, kvevents
-from sidecar.engineblocks import EngineBlocks
-from sidecar.eventstream import EventStream
+from sidecar import kvevents
+from sidecar.engineblocks import EngineBlocks, event_of_block
+from sidecar.eventstream import EVENTS_PER_BATCH_MAX, EventStream
 from sidecar.kvevents import name_of
 from sidecar.protocol import HITS_OWNER, Outcome
+from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,
@@ -57,7 +58,7 @@ def removed(*names: int, **fields: Any) -> Any:
 @pytest.fixture
 def publisher(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's own publisher, in this process; what it replays may come as late as it likes."""
-    monkeypatch.setattr(enginefeed, "REPLAY_SECONDS_MAX", WAIT_SECONDS_MAX)
+    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", WAIT_SECONDS_MAX)
     made = kv_events.ZmqEventPublisher(
         0,
         endpoint=f"ipc://{short_directory}/engine",
@@ -161,8 +162,8 @@ def test_an_idle_engines_blocks_are_known_at_once(
 def test_an_idle_engine_that_answers_late_is_asked_again(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch, subscribe: Callable[..., Subscriber]
 ) -> None:
-    monkeypatch.setattr(enginefeed, "REPLAY_SECONDS_MAX", 0.1)
-    monkeypatch.setattr(enginefeed, "PAUSE_SECONDS", 0.1)
+    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 0.1)
+    places.patch(monkeypatch, "PAUSE_SECONDS", 0.1)
     attach = {
         "events_endpoint": f"ipc://{short_directory}/engine",
         "events_replay": f"ipc://{short_directory}/again",
@@ -195,7 +196,7 @@ def test_an_engine_that_cannot_be_followed_is_served(
         raise zmq.ZMQError(errno.EMFILE)
 
     with RunningSidecar(with_events(short_directory)) as sidecar:
-        monkeypatch.setattr("sidecar.eventstream.EngineFeed", no_sockets)
+        places.patch(monkeypatch, "EngineFeed", no_sockets)
         attach = {"events_endpoint": f"ipc://{short_directory}/engine"}
         with Scheduler(sidecar.path, **attach), Worker(sidecar.path) as worker:
             assert worker.store(1, key_of("chunk"), [0, 1]) is Outcome.OK
@@ -299,13 +300,13 @@ def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
 ) -> None:
     """They may be a million, and the event loop turns between two parts."""
     made: list[int] = []
-    one_of = engineblocks._one_of
+    one_of = event_of_block
 
     def counting(event: kvevents.BlockStored, position: int) -> kvevents.BlockStored:
         made.append(position)
         return one_of(event, position)
 
-    monkeypatch.setattr(engineblocks, "_one_of", counting)
+    places.patch(monkeypatch, "event_of_block", counting)
     nobody = SimpleNamespace(realms={}, publish=lambda _: None)
     stream = EventStream(
         cast("Any", nobody),
@@ -317,12 +318,12 @@ def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
         bytes_max=1 << 20,
     )
     blocks = EngineBlocks("e")
-    applied(blocks, stored(*range(3 * eventstream.EVENTS_PER_BATCH_MAX)))
+    applied(blocks, stored(*range(3 * EVENTS_PER_BATCH_MAX)))
     stream.engines[1] = cast("Any", SimpleNamespace(blocks=blocks))
     payloads = stream.snapshot()
     next(payloads)
     assert not made
     for parts in range(1, 4):
         next(payloads)
-        assert len(made) == parts * eventstream.EVENTS_PER_BATCH_MAX
+        assert len(made) == parts * EVENTS_PER_BATCH_MAX
     assert not list(payloads)

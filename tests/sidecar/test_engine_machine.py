@@ -11,12 +11,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule
 
-from sidecar import tenants
 from sidecar.bounds import BoundLimits
 from sidecar.breaker import BreakerRules
 from sidecar.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome, Tick, Write
 from sidecar.protocol import Role
-from sidecar.tenants import TenantRules, Tenants
+from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WritePolicy
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
 from tests.sidecar.engine_names import GROUP_NUMBERS, layout
@@ -86,7 +85,7 @@ class EngineMachine(EngineModel):
         adopted: int,
     ) -> None:
         slot_bytes = layout(0).payload_bytes(2)
-        limit = tenants.Quota(None if quota is None else quota * slot_bytes)
+        limit = Quota(None if quota is None else quota * slot_bytes)
         rules = TenantRules(named={TENANT: ("named", limit)})
         self.new_policy = lambda: make(policy)
         self.new_tenants = lambda: Tenants(rules, self.new_policy)

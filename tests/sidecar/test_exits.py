@@ -18,12 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar import exits
-from sidecar.exits import Exit
+from sidecar.exits import LEAVE_SECONDS_MAX, Exit
+from tests import places
 from tests.sidecar.client import Worker, key_of
 from tests.sidecar.test_lives import wait_until
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def config_of(directory: Path, **more: dict[str, Any]) -> Path:
@@ -43,8 +41,8 @@ def config_of(directory: Path, **more: dict[str, Any]) -> Path:
 def script_of(patch: str) -> str:
     return textwrap.dedent(patch) + textwrap.dedent("""
         import sys
-        from sidecar import cli
-        sys.exit(cli.main())
+        from sidecar.cli import main
+        sys.exit(main())
     """)
 
 
@@ -57,7 +55,7 @@ class Process:
             pass_fds=(writer,),
             stderr=subprocess.PIPE,
             text=True,
-            cwd=REPOSITORY,
+            cwd=places.ROOT,
         )
         os.close(writer)
         with os.fdopen(reader) as ready:
@@ -113,12 +111,11 @@ def test_a_failed_start_is_3(short_directory: Path, what: str) -> None:
 
 
 STUCK = """
-    from sidecar import storage
-    from tiers.wrap import Faulty, FaultRates
-    whole = storage.Limited
-    storage.Limited = lambda tier, **limits: whole(
+    from tests import places
+    from tiers.wrap import Faulty, FaultRates, Limited
+    places.replace("Limited", lambda tier, **limits: Limited(
         Faulty(tier, seed=1, rates=FaultRates(stall=1.0, stall_seconds=3600)), **limits
-    )
+    ))
 """
 
 
@@ -155,8 +152,8 @@ def test_a_second_signal_is_5(short_directory: Path) -> None:
 
 def test_a_bug_is_70_with_its_traceback(short_directory: Path) -> None:
     patch = """
-        from sidecar import hub
-        hub.Hub.connect = lambda *_: 1 / 0
+        from tests import places
+        places.replace("Hub.connect", lambda *_: 1 / 0)
     """
     code, errors = Process(config_of(short_directory), patch).end()
     assert code == Exit.INTERNAL
@@ -209,7 +206,7 @@ def test_a_listing_that_never_comes_back_keeps_no_sidecar(short_directory: Path)
 
 def test_a_listing_that_never_comes_back_keeps_no_command(short_directory: Path) -> None:
     command = [sys.executable, "-c", script_of(HUNG), "du", "--config", str(hung(short_directory))]
-    done = subprocess.run(command, capture_output=True, timeout=60, text=True, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, timeout=60, text=True, cwd=places.ROOT)
     assert done.returncode == Exit.USAGE
     assert done.stderr.startswith("kvlake: "), "a sentence, not a traceback"
     assert "whose calls do not come back" in done.stderr
@@ -218,31 +215,32 @@ def test_a_listing_that_never_comes_back_keeps_no_command(short_directory: Path)
 LEAVING = """
     import atexit, sys, time
     from concurrent.futures import ThreadPoolExecutor
-    from sidecar import exits
+    from sidecar.exits import leave
+    from tests import places
 
     atexit.register(print, ", and ended in order", end="")
     threads = ThreadPoolExecutor(1)
     threads.submit(time.sleep, float(sys.argv[1]))
     print("told", end="")
-    exits.LEAVE_SECONDS_MAX = float(sys.argv[2])
-    sys.exit(exits.leave(7))
+    places.replace("LEAVE_SECONDS_MAX", float(sys.argv[2]))
+    sys.exit(leave(7))
 """
 
 
 @pytest.mark.parametrize(
     ("seconds", "patience", "told"),
-    [(0, 3600, "told, and ended in order"), (3600, exits.LEAVE_SECONDS_MAX, "told")],
+    [(0, 3600, "told, and ended in order"), (3600, LEAVE_SECONDS_MAX, "told")],
     ids=["idle", "hung"],
 )
 def test_threads_of_an_executor_that_hang_are_left(
     seconds: float, patience: float, told: str
 ) -> None:
     command = [sys.executable, "-c", textwrap.dedent(LEAVING), str(seconds), str(patience)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, text=True, cwd=REPOSITORY)
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, text=True, cwd=places.ROOT)
     assert (done.returncode, done.stdout) == (7, told)
 
 
 def test_the_docs_have_every_code() -> None:
-    table = (REPOSITORY / "docs" / "operations.md").read_text()
+    table = places.page("operations.md").read_text()
     rows = {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert rows == {int(code) for code in Exit}

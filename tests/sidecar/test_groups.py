@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from sidecar import realms
 from sidecar.attach import AttachRefused
 from sidecar.protocol import (
     Events,
@@ -29,6 +28,7 @@ from sidecar.protocol import (
     StoreJob,
 )
 from sidecar.session import check_shape
+from tests import places
 from tests.sidecar.client import (
     LAYERS,
     NAMESPACE,
@@ -336,7 +336,7 @@ def test_groups_say_what_they_are_of(sidecar: RunningSidecar) -> None:
 def test_the_index_grows_for_every_group(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(realms, "INDEX_ENTRIES_FIRST", 8)
+    places.patch(monkeypatch, "INDEX_ENTRIES_FIRST", 8)
     keys = [key_of("many", number) for number in range(40)]
     with (
         RunningSidecar(config_in(short_directory)) as sidecar,

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar import admission, realms
 from sidecar.protocol import Attach, Group, Memory, Outcome, Role
+from sidecar.realms import Realms
+from tests import places
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     BLOCKS_PER_CHUNK,
@@ -109,7 +110,7 @@ def test_groups_of_one_identity_are_refused(sidecar: RunningSidecar, other: KVLa
 
 
 def test_realms_may_be_forgotten_twice() -> None:
-    known = realms.Realms()
+    known = Realms()
     message = attach_message(Role.SCHEDULER)
     joined = known.join(message.parts)
     known.forget([*joined, *joined])
@@ -150,10 +151,10 @@ def test_a_bug_in_a_check_is_one_clients_end(
         raise raised
 
     serves(sidecar)
-    monkeypatch.setattr(admission, "check_shape", fails)
+    places.patch(monkeypatch, "check_shape", fails)
     assert refused(lambda: Scheduler(sidecar.path)).code == "internal"
     monkeypatch.undo()
-    monkeypatch.setattr(realms.Realm, "learn", fails)
+    places.patch(monkeypatch, "Realm.learn", fails)
     error = refused(lambda: Worker(sidecar.path, topology="other"))
     assert (error.code, type(raised).__name__ in error.message) == ("internal", True), error
     monkeypatch.undo()

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from sidecar import cli, http
+from sidecar import cli
 from sidecar.attach import StartError
 from sidecar.config import ConfigError, load, loads
+from tests import places
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in, open_fds
 
 TOKEN = "t0ken-of-this-test"
@@ -214,8 +215,8 @@ def test_connections_that_ended_do_not_count(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They did until the next sweep, so that a client that asked often was turned away."""
-    monkeypatch.setattr(http, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(http, "SWEEP_SECONDS", 3600.0)
+    places.patch(monkeypatch, "CONNECTIONS_MAX", 8, package="sidecar")
+    places.patch(monkeypatch, "SWEEP_SECONDS", 3600.0)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         for _ in range(100):
             assert sidecar.get("/healthz") == b"ok\n"
@@ -234,9 +235,9 @@ def at_end(sock: socket.socket) -> bool:
 def test_slow_clients_do_not_use_up_descriptors(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(http, "CONNECTION_SECONDS_MAX", 3600.0)
-    monkeypatch.setattr(http, "SWEEP_SECONDS", 0.1)
+    places.patch(monkeypatch, "CONNECTIONS_MAX", 8, package="sidecar")
+    places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 3600.0)
+    places.patch(monkeypatch, "SWEEP_SECONDS", 0.1)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         sidecar.get("/healthz")
         before = open_fds()
@@ -250,12 +251,12 @@ def test_slow_clients_do_not_use_up_descriptors(
             assert at_end(sock), "one too many is turned away"
         # The test's own ends count too; of the sidecar's there are never more than allowed.
         assert open_fds() <= before + 40 + 8 + 1
-        monkeypatch.setattr(http, "CONNECTION_SECONDS_MAX", 0.1)
+        places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 0.1)
         for sock in slow[:8]:
             assert at_end(sock), "a request that is not over in time is cut off"
         for sock in slow:
             sock.close()
         # Whoever is served now is not to be cut off for a pause of the machine.
-        monkeypatch.setattr(http, "CONNECTION_SECONDS_MAX", 3600.0)
+        places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 3600.0)
         assert sidecar.get("/healthz") == b"ok\n"
         assert b'why="connection"' in sidecar.get("/metrics")

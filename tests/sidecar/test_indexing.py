@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sidecar import indexing
 from sidecar.commands import IndexOffer, IndexSet
 from sidecar.indexing import Indexing
 from sidecar.protocol import Role
 from sidecar.realms import Realm, Realms
+from tests import places
 from tests.sidecar.client import attach_message
 from tiers.index import FLAG_HOST, FLAG_STORE, SLOTS_PER_PASS, IndexReader, IndexWriter, tags_in
 from tiers.index_growth import IndexGrowth
@@ -67,7 +67,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(indexing, "SLOTS_AT_ONCE_MAX", SLOTS_AT_ONCE_MAX)
+    places.patch(monkeypatch, "SLOTS_AT_ONCE_MAX", SLOTS_AT_ONCE_MAX)
     realms = Realms()
     (realm,) = realms.join(attach_message(Role.SCHEDULER).parts)
     made = Bench(
@@ -155,7 +155,7 @@ async def test_a_large_index_grows_while_entries_come_and_go(
             turn += 1
             await anyio.lowlevel.checkpoint()
 
-    monkeypatch.setattr(indexing, "IndexGrowth", Watched)
+    places.patch(monkeypatch, "IndexGrowth", Watched)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(come_and_go)
@@ -197,7 +197,7 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(indexing, "RETRY_SECONDS", 0.01)
+    places.patch(monkeypatch, "INDEX_RETRY_SECONDS", 0.01)
     smaller, reader = indexed(bench, entries), bench.read()
     before = mappings()
     with no_memory(), caplog.at_level(logging.ERROR), anyio.fail_after(120):

@@ -84,7 +84,7 @@ def test_a_second_wish_only_makes_it_longer() -> None:
     for now, kept in ((10.0, True), (29.9, True), (30.0, False)):
         world.now = now
         world.send(Tick())
-        assert bool(list(world.engine._kept)) is kept
+        assert bool(list(world.engine.kept)) is kept
 
 
 def test_two_sessions_keep_the_same_chunk() -> None:
@@ -125,7 +125,7 @@ def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     counters = world.engine.counters
     assert (counters.chunks_pinned, counters.pins_refused) == (14, 16)
     assert world.engine.bounds.refused == {("pin", "kept"): 1}
-    assert {one.chunk.key for one in world.engine._kept} == {key(n) for n in range(1, 15)}
+    assert {one.chunk.key for one in world.engine.kept} == {key(n) for n in range(1, 15)}
     # Loads still get their leases.
     world.lease(scheduler, 7, range(20, 30))
     assert world.engine.snapshot().leases == 1

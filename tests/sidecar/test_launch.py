@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 
-from sidecar import launch, server
 from sidecar.config import Config, loads
 from sidecar.exits import LEAVE_SECONDS_MAX
 from sidecar.launch import (
+    DRAIN_GRACE_SECONDS,
     LaunchError,
     serve_command,
     transfer_config,
     with_connector,
     with_events,
 )
+from sidecar.server import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
 from sidecar.settings.watching import Events
 
 SOCKET = "/run/kvlake/a/attach.sock"
@@ -189,17 +190,18 @@ while os.getppid() == PARENT:
 # with SIGINT: what is ignored here is what the test says.
 LAUNCH = """
 import signal, sys
-from sidecar import launch
-IGNORED = [int(number) for number in sys.argv.pop(1).split()]
-for number in launch.FORWARDED:
-    signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
 from sidecar.config import loads
-launch.RESTART_SECONDS_FIRST = 0.05
+from sidecar.launch import FORWARDED, LaunchError, run
+from tests import places
+IGNORED = [int(number) for number in sys.argv.pop(1).split()]
+for number in FORWARDED:
+    signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
+places.replace("RESTART_SECONDS_FIRST", 0.05)
 config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: false}\\n"
                "limits: {drain_seconds_max: 5s}")
 try:
-    sys.exit(launch.run(config, sys.argv[1:3], sys.argv[3:]))
-except launch.LaunchError as error:
+    sys.exit(run(config, sys.argv[1:3], sys.argv[3:]))
+except LaunchError as error:
     sys.exit(f"refused: {error}")
 """
 
@@ -308,9 +310,9 @@ def test_signals_go_to_the_engine_and_its_exit_code_comes_back(launched: Launche
 
 
 def test_the_sidecar_may_end_by_itself_however_long_that_takes() -> None:
-    hanging = server.ANNOUNCE_SECONDS_MAX + server.HANGING_SECONDS_MAX
-    closing = server.STORE_CLOSE_SECONDS_MAX + LEAVE_SECONDS_MAX
-    assert hanging + closing < launch.DRAIN_GRACE_SECONDS
+    hanging = ANNOUNCE_SECONDS_MAX + HANGING_SECONDS_MAX
+    closing = STORE_CLOSE_SECONDS_MAX + LEAVE_SECONDS_MAX
+    assert hanging + closing < DRAIN_GRACE_SECONDS
 
 
 def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: Launched) -> None:

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
+from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.fence import WorkerFence
-
-REPOSITORY = Path(__file__).parents[2]
 
 SIDECAR = """
 import json, sys
@@ -62,7 +61,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-c", script, *map(str, arguments)],
             stdout=subprocess.PIPE,
-            cwd=REPOSITORY,
+            cwd=places.ROOT,
             text=True,
         )
         assert self._process.stdout is not None

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
-from sidecar import indexing
 from sidecar.catalogs import Catalogs
 from sidecar.commands import (
     Copied,
@@ -31,6 +30,7 @@ from sidecar.commands import (
 from sidecar.copies import Copies
 from sidecar.mover import Mover
 from sidecar.realms import Rank
+from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import key_of
 from tiers.arrow import SlotTemplates
@@ -289,7 +289,7 @@ async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_pa
 async def test_a_large_index_grows_beside_the_other_commands(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexing, "SLOTS_AT_ONCE_MAX", 1024)
+    places.patch(monkeypatch, "SLOTS_AT_ONCE_MAX", 1024)
     bench.realm.index.close()
     smaller = bench.realm.index = IndexWriter(1000)
     count = smaller.capacity_entries + 1

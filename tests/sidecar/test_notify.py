@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from sidecar.notify import Notifier, without_notify
+from tests import places
 from tests.sidecar.client import Worker, key_of
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 class Manager:
@@ -70,9 +69,9 @@ def config_file(directory: Path, **more: object) -> Path:
 
 
 def serve(directory: Path, env: dict[str, str], **more: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "sidecar.cli", "serve", "--config"]
+    command = [sys.executable, *places.program(), "serve", "--config"]
     return subprocess.Popen(
-        [*command, str(config_file(directory, **more))], env=env, cwd=REPOSITORY
+        [*command, str(config_file(directory, **more))], env=env, cwd=places.ROOT
     )
 
 
@@ -102,14 +101,15 @@ def test_the_watchdog_is_not_fed_while_engines_cannot_be_served(
 ) -> None:
     script = """
         import sys
-        from sidecar import cli, copies
-        copies.Copies.stuck_seconds = lambda *_: 60.0
-        sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
+        from sidecar.cli import main
+        from tests import places
+        places.replace("Copies.stuck_seconds", lambda *_: 60.0)
+        sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(config_file(short_directory))],
         env=environment(manager, watchdog_seconds=0.5),
-        cwd=REPOSITORY,
+        cwd=places.ROOT,
     )
     try:
         manager.wait_for("STATUS=every copy thread")
@@ -130,11 +130,11 @@ def test_under_run_only_the_main_process_speaks(short_directory: Path, manager: 
         "sys.stdin.read()\n"
     )
     engine.chmod(0o755)
-    command = [sys.executable, "-m", "sidecar.cli", "run", "--config"]
+    command = [sys.executable, *places.program(), "run", "--config"]
     process = subprocess.Popen(
         [*command, str(config_file(short_directory)), "--", str(engine), "serve", "m"],
         env=environment(manager, watchdog_seconds=1),
-        cwd=REPOSITORY,
+        cwd=places.ROOT,
         stdin=subprocess.PIPE,
     )
     assert process.stdin is not None

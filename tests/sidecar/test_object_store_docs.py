@@ -9,11 +9,12 @@ import pytest
 
 from sidecar.config import loads
 from sidecar.storage import open_store
+from tests import places
 from tiers import errors, object_errors
 from tiers.errors import TierError
 from tiers.object_errors import Verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "object-stores.md"
+PAGE = places.page("object-stores.md")
 EXAMPLES = re.findall(r"```yaml\n(store:\n.*?)```", PAGE.read_text(), re.DOTALL)
 SECRETS = {
     "KVLAKE_S3_KEY": "key", "KVLAKE_S3_SECRET": "secret",

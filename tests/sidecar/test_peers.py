@@ -16,9 +16,9 @@ from sidecar.config import ConfigError, loads
 from sidecar.protocol import Outcome
 from sidecar.runtimedir import RuntimeDirectory
 from sidecar.upkeep import Upkeep
+from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
 
-REPOSITORY = Path(__file__).parents[2]
 OTHER, STRANGER = 61_001, 61_002
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
@@ -193,7 +193,7 @@ except OSError: print("cut")
 def run_as(uid: int, script: str, where: object) -> str:
     done = subprocess.run(
         [sys.executable, "-c", BECOME + script, str(uid), str(where)],
-        cwd=REPOSITORY,
+        cwd=places.ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,14 +21,14 @@ import anyio
 import pytest
 import zmq
 
-from sidecar import server, upkeep, watchdog
 from sidecar.attach import StartError
 from sidecar.copies import Copies
 from sidecar.protocol import Outcome
 from sidecar.report import Reporter
 from sidecar.router import Router
-from sidecar.server import ServerInfo
-from sidecar.watchdog import PROBLEMS
+from sidecar.server import ServerInfo, serve
+from sidecar.watchdog import PROBLEMS, Problem, Watchdog
+from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RunningSidecar,
@@ -43,7 +43,7 @@ from tiers.pool import HostPool
 @pytest.fixture(autouse=True)
 def lag_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that pauses makes the loop late: a problem of its own, beside what is tested."""
-    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", math.inf)
+    places.patch(monkeypatch, "LAG_SECONDS_MAX", math.inf)
 
 
 def readyz(url: str) -> tuple[int, dict[str, Any]]:
@@ -101,9 +101,7 @@ def test_not_ready_while_the_host_memory_is_made_ready(
     monkeypatch.setattr(HostPool, "open", open_slowly)
     told: list[ServerInfo] = []
     config = config_in(short_directory, http={"port": port})
-    thread = threading.Thread(
-        target=lambda: anyio.run(lambda: server.serve(config, ready=told.append))
-    )
+    thread = threading.Thread(target=lambda: anyio.run(lambda: serve(config, ready=told.append)))
     thread.start()
 
     def answers() -> bool:
@@ -140,7 +138,7 @@ def test_a_removed_socket_is_made_again(sidecar: RunningSidecar, name: str) -> N
 def test_a_socket_that_cannot_be_made_again_is_unready(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep.Upkeep, "mend", lambda _: None)
+    places.patch(monkeypatch, "Upkeep.mend", lambda _: None)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         sidecar.path.unlink()
         status, document = readyz(sidecar.info.http_url)
@@ -200,7 +198,7 @@ def test_an_engine_that_lacks_ranks_is_told(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one over two nodes would: no chunk of it is ever whole, and it has no other way to say."""
-    monkeypatch.setattr(upkeep, "RANKS_SECONDS_MAX", 0.0)
+    places.patch(monkeypatch, "RANKS_SECONDS_MAX", 0.0)
     with Worker(sidecar.path, engine_id="half", world_size=2, rank=1):
         status, document = readyz(sidecar.info.http_url)
         assert (status, document["state"], codes(document)) == (200, "degraded", ["ranks"])
@@ -234,16 +232,16 @@ def test_copies_that_hang_are_unready(
 def test_a_loop_that_stood_still_is_unready_until_it_turns(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", 0.2)
+    places.patch(monkeypatch, "LAG_SECONDS_MAX", 0.2)
     seen: list[float] = []
-    whole = watchdog.Watchdog.problems
+    whole = Watchdog.problems
 
-    def note(self: watchdog.Watchdog) -> list[watchdog.Problem]:
+    def note(self: Watchdog) -> list[Problem]:
         found = whole(self)
         seen.extend(self.lag_seconds for problem in found if problem.code == "loop")
         return found
 
-    monkeypatch.setattr(watchdog.Watchdog, "problems", note)
+    places.patch(monkeypatch, "Watchdog.problems", note)
 
     # Whatever holds the loop: here, an answer that takes its time.
     def slowly(_: Reporter) -> dict[str, object]:

@@ -10,8 +10,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from sidecar import reconcile
 from sidecar.reconcile import Reconciler
+from tests import places
 from tiers.catalog.names import namespace_prefix
 from tiers.errors import TierUnavailable
 
@@ -26,8 +26,8 @@ class Store:
         self.fails: set[tuple[str, int]] = set()
         self.failed = 0
         self.listed: list[tuple[str, int]] = []
-        monkeypatch.setattr(reconcile, "slices_there", self.slices_there)
-        monkeypatch.setattr(reconcile, "objects_in", self.objects_in)
+        places.patch(monkeypatch, "slices_there", self.slices_there)
+        places.patch(monkeypatch, "objects_in", self.objects_in)
 
     async def slices_there(self, _: object, prefix: str) -> list[int]:
         self._fail(prefix, 0)
@@ -49,7 +49,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(reconcile, "RETRY_SECONDS", 0.01)
+    places.patch(monkeypatch, "RECONCILE_RETRY_SECONDS", 0.01)
     return Store(monkeypatch)
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sidecar import cli, hub
+from sidecar import cli
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.engine import Engine
 from sidecar.protocol import Outcome, StoreJob
+from tests import places
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
@@ -40,9 +41,7 @@ class Lives:
         (directory / "pool").mkdir()
         self.process: SidecarProcess | None = None
 
-    def begin(
-        self, program: Sequence[str] = ("-m", "sidecar.cli"), **sections: dict[str, Any]
-    ) -> Path:
+    def begin(self, program: Sequence[str] = (), **sections: dict[str, Any]) -> Path:
         """Start one; where to attach."""
         host = {
             "size": SIZE_BYTES,
@@ -50,7 +49,9 @@ class Lives:
             "after_stop": "keep",
             **sections.pop("host", {}),
         }
-        self.process = SidecarProcess(self.directory, {"host": host, **sections}, program=program)
+        self.process = SidecarProcess(
+            self.directory, {"host": host, **sections}, program=program or places.program()
+        )
         self.process.start()
         return Path(self.process.socket)
 
@@ -165,7 +166,7 @@ def test_store_that_was_under_way_is_not_there(lives: Lives) -> None:
 def test_many_chunks_come_back_over_many_turns(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "ADOPTED_MAX", 1)
+    places.patch(monkeypatch, "ADOPTED_MAX", 1)
     keys = [key_of("many", number) for number in range(50)]
     config = config_in(short_directory, host={"after_stop": "keep"})
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:
@@ -185,9 +186,10 @@ def test_many_chunks_come_back_over_many_turns(
 
 # Whether a chunk's short time is over before the kill is the machine's business.
 FORGETS_NOTHING = """
-from sidecar import cli, host
-host.HostTier.expire = lambda *_: None
-cli.main()
+from sidecar.cli import main
+from tests import places
+places.replace("HostTier.expire", lambda *_: None)
+main()
 """
 
 
@@ -359,7 +361,7 @@ def test_second_sidecar_on_a_pool_is_refused(lives: Lives) -> None:
         if stopped:
             os.kill(pid, signal.SIGSTOP)
         done = subprocess.run(
-            [sys.executable, "-m", "sidecar.cli", "serve", "--config", str(other)],
+            [sys.executable, *places.program(), "serve", "--config", str(other)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar import redaction
 from sidecar.config import loads
-from sidecar.redaction import conceal, redacted
+from sidecar.redaction import Redactor
+from tests import places
 from tests.sidecar.client import Worker, key_of
 
-REPOSITORY = Path(__file__).parents[2]
 PLANTED = {
     "PLANT_KEY": "plantedAccessKey01",
     "PLANT_SECRET": "planted/Secret+Key=02",
@@ -41,21 +40,21 @@ WORDS = ("planted", "Secret+Key", "Secret%2BKey", "Pass:04", "Pass%3A04")
 SPILL = """
     import dataclasses
     import sys
-    from sidecar import cli, storage
-    from tiers import wrap
+    from sidecar.cli import main
+    from tests import places
     from tiers.errors import TierUnavailable
+    from tiers.objects import UrlObjects
 
-    whole = storage.UrlObjects
     def spilling(url, access, *, storage_options, **more):
-        tier = whole("file://" + sys.argv[2] + "/bucket", **more)
+        tier = UrlObjects("file://" + sys.argv[2] + "/bucket", **more)
         told = f"401 for {url} with {storage_options!r} {dataclasses.asdict(access)!r}"
         async def fail(*a, **k):
             raise TierUnavailable(told, retryable=False)
         for verb in ("probe", "write", "read", "list", "delete"):
             setattr(tier, verb, fail)
         return tier
-    storage.UrlObjects = spilling
-    sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
+    places.replace("UrlObjects", spilling)
+    sys.exit(main(["serve", "--config", sys.argv[1]]))
 """
 
 
@@ -129,7 +128,7 @@ def test_no_output_of_a_running_sidecar_repeats_a_secret(short_directory: Path, 
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SPILL), str(file), str(short_directory)],
-            env=environment, cwd=REPOSITORY, stdout=stream, stderr=stream,
+            env=environment, cwd=places.ROOT, stdout=stream, stderr=stream,
         )  # fmt: skip
     url, token = f"http://127.0.0.1:{port}", PLANTED["PLANT_HTTP"]
     try:
@@ -169,8 +168,8 @@ def test_no_command_repeats_a_secret(short_directory: Path, command: str) -> Non
             continue
         given = [str(one)] if command.startswith("config") else ["--config", str(one)]
         done = subprocess.run(
-            [sys.executable, "-m", "sidecar.cli", *command.split(), *given],
-            env={**os.environ, **PLANTED}, cwd=REPOSITORY, capture_output=True, text=True,
+            [sys.executable, *places.program(), *command.split(), *given],
+            env={**os.environ, **PLANTED}, cwd=places.ROOT, capture_output=True, text=True,
         )  # fmt: skip
         clean(done.stdout + done.stderr, command)
 
@@ -178,16 +177,17 @@ def test_no_command_repeats_a_secret(short_directory: Path, command: str) -> Non
 def test_a_traceback_is_masked(short_directory: Path) -> None:
     patch = """
         import sys
-        from sidecar import cli, hub
+        from sidecar.cli import main
+        from tests import places
         def spill(self, *_):
             raise RuntimeError(f"{self.config.store.url} {self.config.store.storage_options}")
-        hub.Hub.connect = spill
-        sys.exit(cli.main(["serve", "--config", sys.argv[1]]))
+        places.replace("Hub.connect", spill)
+        sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
     file = config_file(short_directory, free_port())
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(patch), str(file)],
-        env={**os.environ, **PLANTED}, cwd=REPOSITORY, capture_output=True, text=True,
+        env={**os.environ, **PLANTED}, cwd=places.ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 70, done.stderr
     assert "RuntimeError" in done.stderr
@@ -201,10 +201,9 @@ def test_every_planted_secret_is_known(short_directory: Path) -> None:
     clean(repr(config), "repr")
 
 
-def test_a_secret_is_masked_as_it_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_known", set())
-    monkeypatch.setattr(redaction, "_ordered", [])
-    conceal(["a/b+c d\"e'", "short", "longer-one", "longer"])
+def test_a_secret_is_masked_as_it_looks_elsewhere() -> None:
+    secrets = Redactor()
+    secrets.conceal(["a/b+c d\"e'", "short", "longer-one", "longer"])
     for text in ("a/b+c d\"e'", "a%2Fb%2Bc%20d%22e%27", "a/b+c d\\\"e'"):
-        assert redacted(f"<{text}>") == "<***>"
-    assert redacted("short longer-one") == "short ***", "what is too short is in every word"
+        assert secrets.redacted(f"<{text}>") == "<***>"
+    assert secrets.redacted("short longer-one") == "short ***", "what is too short is in every word"

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sidecar import realms, watchdog
 from sidecar.protocol import (
     LoadChunk,
     LoadJob,
     Outcome,
     StoreJob,
 )
+from tests import places
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
@@ -153,7 +153,7 @@ def test_load_with_a_corrupt_slot_is_a_miss(sidecar: RunningSidecar, short_direc
 def test_index_grows_under_its_readers(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(realms, "INDEX_ENTRIES_FIRST", 8)
+    places.patch(monkeypatch, "INDEX_ENTRIES_FIRST", 8)
     keys = [key_of("many", number) for number in range(40)]
     with (
         RunningSidecar(config_in(short_directory)) as sidecar,
@@ -172,7 +172,7 @@ def test_index_grows_under_its_readers(
 
 def test_pages(sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     # A machine that pauses makes the loop late, which is a problem of its own.
-    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", math.inf)
+    places.patch(monkeypatch, "LAG_SECONDS_MAX", math.inf)
     with Worker(sidecar.path) as worker, Scheduler(sidecar.path):
         assert worker.store(1, key_of(1), range(4)) is Outcome.OK
         assert sidecar.get("/healthz") == b"ok\n"

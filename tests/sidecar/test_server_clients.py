@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from sidecar import protocol, router
+from sidecar import protocol
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     LoadChunk,
@@ -25,6 +25,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
+from tests import places
 from tests.sidecar.client import (
     BLOCKS_PER_CHUNK,
     WAIT_SECONDS_MAX,
@@ -39,8 +40,6 @@ from tests.sidecar.client import (
     layout_of,
     open_fds,
 )
-
-ROOT_OF_REPOSITORY = Path(__file__).parents[2]
 
 
 def junk(worker: Worker) -> list[tuple[bytes, str]]:
@@ -91,7 +90,7 @@ def test_bad_frames_are_answered_and_disturb_nobody(sidecar: RunningSidecar) -> 
 def test_burst_of_one_client_is_drained_whole_and_starves_nobody(
     sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "FRAMES_PER_WAKE_MAX", 2)
+    places.patch(monkeypatch, "FRAMES_PER_WAKE_MAX", 2)
     with Worker(sidecar.path) as noisy, Worker(sidecar.path, engine_id="quiet") as quiet:
         empty = protocol.encode(Submit(noisy.epoch, 0, [], []))
         for _ in range(500):
@@ -170,7 +169,7 @@ def test_killed_client_leaves_nothing_behind(sidecar: RunningSidecar) -> None:
             [sys.executable, "-c", VICTIM, str(sidecar.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=ROOT_OF_REPOSITORY,
+            cwd=places.ROOT,
         )
         assert child.stdin is not None
         assert child.stdout is not None

@@ -19,14 +19,13 @@ from sidecar.protocol import (
     Outcome,
     StoreJob,
 )
+from tests import places
 from tests.sidecar.client import (
     RunningSidecar,
     Worker,
     config_in,
     key_of,
 )
-
-ROOT_OF_REPOSITORY = Path(__file__).parents[2]
 
 PROCESS = """
 import sys, json
@@ -62,9 +61,10 @@ HANGING = (
         """
 def hang():
     import os, time
-    from sidecar import server
+    from tests import places
 
-    server.ANNOUNCE_SECONDS_MAX = server.HANGING_SECONDS_MAX = 0.5
+    places.replace("ANNOUNCE_SECONDS_MAX", 0.5)
+    places.replace("HANGING_SECONDS_MAX", 0.5)
     os.replace = lambda *paths: time.sleep(3600)
 
 async def main""",
@@ -77,7 +77,7 @@ class SidecarProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program), str(directory), str(stall_seconds)],
             stdout=subprocess.PIPE,
-            cwd=ROOT_OF_REPOSITORY,
+            cwd=places.ROOT,
             text=True,
         )
         assert self.process.stdout is not None

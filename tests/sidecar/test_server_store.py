@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import pytest
 
-from sidecar import server, watchdog
 from sidecar.exits import Exit
 from sidecar.protocol import (
     LoadChunk,
     LoadJob,
     Outcome,
 )
+from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RunningSidecar,
@@ -120,7 +120,7 @@ def test_unwell_store_leaves_the_host_tier_working(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine that pauses makes the loop late, which is a problem of its own.
-    monkeypatch.setattr(watchdog, "LAG_SECONDS_MAX", math.inf)
+    places.patch(monkeypatch, "LAG_SECONDS_MAX", math.inf)
     store = folder_store(short_directory, retries_max=0)
     with (
         RunningSidecar(config_in(short_directory, store=store), faulty(unavailable=1.0)) as sidecar,
@@ -192,7 +192,7 @@ def test_drain_waits_for_loads_that_came_while_it_announced(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It announces for as long as it is held, and the load waits for its fence as long.
-    monkeypatch.setattr(server, "ANNOUNCE_SECONDS_MAX", WAIT_SECONDS_MAX)
+    places.patch(monkeypatch, "ANNOUNCE_SECONDS_MAX", WAIT_SECONDS_MAX)
     limits = {"load_deadline": WAIT_SECONDS_MAX, "lease_ttl": WAIT_SECONDS_MAX}
     held: list[Held] = []
     store = folder_store(short_directory, catalog_flush=3600)

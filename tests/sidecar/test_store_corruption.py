@@ -163,7 +163,7 @@ def test_a_thousand_corruptions_are_all_found(seaweed: S3Server, short_directory
     with sidecar("writer") as writer:
         save_all(writer.path, [*keys, intact])
         writer.wait_until(lambda now: now["counters"]["chunks_written"] == CHUNKS + 1)
-    client = CloudStore(f"{seaweed.url}/{prefix}", seaweed.access_at())._client
+    client = CloudStore(f"{seaweed.url}/{prefix}", seaweed.access_at()).client
 
     async def damage() -> None:
         import obstore

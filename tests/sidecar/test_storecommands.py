@@ -15,13 +15,12 @@ import anyio
 import pytest
 import yaml
 
-from sidecar import collector, server, storecommands
 from sidecar.cli import main
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from sidecar.settings.store import Store
 from sidecar.storage import WrapStore, open_store
+from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
-from tiers.catalog import shards
 from tiers.index import FLAG_STORE
 from tiers.objects import UrlObjects
 from tiers.wrap import Metered
@@ -40,8 +39,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         longer = settings.model_copy(update={"deadline_seconds_max": 60.0})
         return open_store(longer, wrap_store)
 
-    for module in (server, storecommands):
-        monkeypatch.setattr(module, "open_store", patient)
+    places.patch(monkeypatch, "open_store", patient)
 
 
 @pytest.fixture
@@ -189,8 +187,8 @@ def test_they_go_on_where_more_is_not_merged_than_fits_in_memory(
         fill(short_directory, {**store, "gc": {"enabled": False}}, 10, first=10 * life)
     logs = list((short_directory / "bucket").glob("v1/*/catalog/log/*/*.arrow"))
     for limit in ("FRESH_ROWS_MAX", "PASS_ROWS_MAX"):
-        monkeypatch.setattr(shards, limit, 8)
-    monkeypatch.setattr(shards, "READS_MAX", 1)
+        places.patch(monkeypatch, limit, 8)
+    places.patch(monkeypatch, "READS_MAX", 1)
     [told] = kvlake.json(store, "du")["namespaces"]
     assert (told["chunks"], told["objects"]) == (30, 30)
     keys = sorted(key_of(number).hex() for number in range(30))
@@ -317,7 +315,7 @@ def test_sidecars_collect_by_themselves(
     short_directory: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two on one folder: what is too much goes from both, and from the folder."""
-    monkeypatch.setattr(collector, "KEEP_SECONDS_MIN", 0.5)
+    places.patch(monkeypatch, "KEEP_SECONDS_MIN", 0.5)
     store = {**store, "objects_max": 3, **SOON}
     first = config_in(short_directory, store=store, runtime={"name": "first"})
     second = config_in(short_directory, store=store, runtime={"name": "second"})

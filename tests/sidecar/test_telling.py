@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from sidecar import telling
 from sidecar.commands import Command, Event, Released, Reply
 from sidecar.protocol import Events, Role
+from sidecar.telling import UNREAD_MAX
+from tests import places
 from tests.sidecar.engine_names import RANK_0, key
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world
@@ -97,9 +98,10 @@ def test_one_that_comes_late_is_told_what_there_is() -> None:
 @pytest.mark.promise("events-vllm-stream")
 @pytest.mark.parametrize("seed", range(2))
 def test_whoever_reads_all_has_what_there_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "UNREAD_MAX", 3)
-    monkeypatch.setattr(telling, "WAITING_MAX", 5)
-    monkeypatch.setattr(telling, "SLICE_CHUNKS", 2)
+    unread_max = 3
+    places.patch(monkeypatch, "UNREAD_MAX", unread_max)
+    places.patch(monkeypatch, "WAITING_MAX", 5)
+    places.patch(monkeypatch, "SLICE_CHUNKS", 2)
     chooser = random.Random(seed)
     world = make_world(slabs=2)
     told = Told(world)
@@ -113,7 +115,7 @@ def test_whoever_reads_all_has_what_there_is(seed: int, monkeypatch: pytest.Monk
             world.written(next(iter(world.writes)))
         else:
             world.stored(worker, job_id, [number])
-        assert len(listener.unread) <= telling.UNREAD_MAX + 1
+        assert len(listener.unread) <= unread_max + 1
         if chooser.random() < 0.1:
             listener.read()
             assert set(listener.holds) == there(world)
@@ -128,17 +130,17 @@ def test_one_that_does_not_read_is_sent_no_more_than_so_much() -> None:
     world.open(Role.WORKER)
     listener = Listener(world, told)
     listener.read()
-    names = range(1000, 1000 + 4 * telling.UNREAD_MAX)
+    names = range(1000, 1000 + 4 * UNREAD_MAX)
     for number in names:
         world.listed({number: RANK_0})
-    assert len(listener.unread) <= telling.UNREAD_MAX
+    assert len(listener.unread) <= UNREAD_MAX
     listener.read()
     assert {(key(number)[:16], "store") for number in names} <= set(listener.holds)
     assert listener.begun == 1, "what waited was enough"
 
 
 def test_of_what_is_only_listed_so_much_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "LISTED_MAX", 10)
+    places.patch(monkeypatch, "LISTED_MAX", 10)
     world = make_world()
     told = Told(world)
     worker = world.open(Role.WORKER)
@@ -157,7 +159,7 @@ def test_what_is_withdrawn_while_the_rest_is_told_is_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Names lie together in parts of a table, and a part of many chunks is told in many slices."""
-    monkeypatch.setattr(telling, "SLICE_CHUNKS", 2)
+    places.patch(monkeypatch, "SLICE_CHUNKS", 2)
     world = make_world()
     told = Told(world)
     world.open(Role.WORKER)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sidecar import tenants
 from sidecar.cli import main
 from sidecar.commands import Gather, Read, StoreOutcome, Write
 from sidecar.config import ConfigError, loads, show
 from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
-from sidecar.tenants import TenantRules, Tenants
+from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WritePolicy
+from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_answers import messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
@@ -30,9 +30,7 @@ def world_of(**quotas: int | None) -> World:
     """Eight slots; tenant A is named, `a` is its limit in slots, `default` everybody's."""
     default = None if quotas.get("default") is None else SLOT * (quotas["default"] or 0)
     own = None if quotas.get("a") is None else SLOT * (quotas["a"] or 0)
-    rules = TenantRules(
-        tenants.Quota(default), {A: ("team-a", tenants.Quota(own if own is not None else default))}
-    )
+    rules = TenantRules(Quota(default), {A: ("team-a", Quota(own if own is not None else default))})
     return make_world(tenants=Tenants(rules, StrictLRU), write=WritePolicy.OFF)
 
 
@@ -72,7 +70,7 @@ class TestHostQuota:
 
     def test_a_limit_below_one_slot_stores_nothing(self) -> None:
         world = make_world(
-            tenants=Tenants(TenantRules(tenants.Quota(SLOT - 1)), StrictLRU), write=WritePolicy.OFF
+            tenants=Tenants(TenantRules(Quota(SLOT - 1)), StrictLRU), write=WritePolicy.OFF
         )
         worker = world.open(Role.WORKER)
         assert not only(world.store(worker, 1, [1], tenant=A), Gather)
@@ -171,7 +169,7 @@ class TestStoreQuota:
     def test_written_bytes_are_kept_for_a_bounded_number(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tenants, "WRITERS_KEPT_MAX", 2)
+        places.patch(monkeypatch, "WRITERS_KEPT_MAX", 2)
         ledger = Tenants()
         for name in (b"1", b"2", b"1", b"3"):
             ledger.wrote(name, 5)
@@ -190,9 +188,9 @@ tenants:
         config = loads(text, environment={"SALT": SALT})
         rules = config.tenants.rules()
         day = 86_400.0
-        assert rules.default == tenants.Quota(1 << 30, None, 1000, 30 * day)
+        assert rules.default == Quota(1 << 30, None, 1000, 30 * day)
         assert rules.named == {
-            A: ("team-a", tenants.Quota(2 << 30, 3 << 30, 1000, day)),
+            A: ("team-a", Quota(2 << 30, 3 << 30, 1000, day)),
             B: ("team-b", rules.default),
         }
         for told in (show(config), repr(config), str(config.tenants)):

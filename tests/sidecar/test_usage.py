@@ -51,7 +51,7 @@ def catalogs() -> Catalogs:
 
 
 def goes_by(catalogs: Catalogs, realm: Realm, manifest: Manifest) -> None:
-    catalogs.reader(realm)._manifest = manifest  # pyright: ignore[reportPrivateUsage]
+    catalogs.reader(realm)._manifest = manifest  # noqa: SLF001 (a manifest without a store to read it from)
 
 
 def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:

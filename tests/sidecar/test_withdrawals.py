@@ -9,16 +9,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sidecar import reconcile
 from sidecar.commands import Listed
 from sidecar.listed import ListedRow, listed_rows
 from sidecar.protocol import Outcome, Role
+from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
-from tiers.catalog import sweep
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.log import LogWriter, new_writer
@@ -26,6 +25,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, Rows
+from tiers.catalog.sweep import objects_in
 from tiers.layout import Segment
 from tiers.objects import ObjectTier, UrlObjects
 
@@ -85,16 +85,16 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
 def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "YOUNG_SECONDS", 0.0)
+    places.patch(monkeypatch, "YOUNG_SECONDS", 0.0, package="sidecar")
     looks: list[int] = []
     """At the slice of the two."""
 
-    async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:
+    async def noted(tier: ObjectTier, prefix: str, number: int) -> Rows:
         if number == key_of("one")[0]:
             looks.append(number)
-        return await sweep.objects_in(tier, prefix, number)
+        return await objects_in(tier, prefix, number)
 
-    monkeypatch.setattr(reconcile, "objects_in", objects_in)
+    places.patch(monkeypatch, "objects_in", noted)
     bucket = short_directory / "bucket"
     store = {"url": f"file://{bucket}", "refresh_seconds": 0.05, "catalog_flush": 0.05}
     config = config_in(short_directory, store={**store, "reconcile_every": 4.0})

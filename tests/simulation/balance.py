@@ -117,7 +117,7 @@ class Balance:
 
     def _ledger_is_balanced(self, process: SidecarProcess) -> None:
         used = sum(one.slots_used for one in process.pool.stats().classes)
-        allocated = process.hub.engine._host.allocated
+        allocated = process.hub.engine.host.allocated
         if used != len(allocated) or allocated != self.tenants.keys():
             raise Violation(
                 "the ledger of slots is balanced",
@@ -130,7 +130,7 @@ class Balance:
         held: Counter[bytes] = Counter()
         pool = process.pool
         # What nobody has come for yet is nobody's.
-        unclaimed = set(process.hub.engine._host.inventory)
+        unclaimed = set(process.hub.engine.host.inventory)
         for slot, tenant in self.tenants.items():
             if slot in unclaimed:
                 continue
@@ -147,7 +147,7 @@ class Balance:
                 raise Violation("a pinned chunk stays", chunk.key.hex()[:12])
         self._held = {
             chunk: chunk.pins
-            for realm in process.hub.engine._directory.realms.values()
+            for realm in process.hub.engine.directory.realms.values()
             for chunk in realm.chunks.values()
             if chunk.pins and chunk.loadable
         }
@@ -156,17 +156,17 @@ class Balance:
 
     def _leases_end(self, process: SidecarProcess, event: Event, now: float) -> None:
         engine = process.hub.engine
-        for lease in engine._leases:
-            if lease.session_id not in engine._sessions:
+        for lease in engine.leases:
+            if lease.session_id not in engine.sessions:
                 raise Violation("a lease ends with its session", f"lease {lease.lease_id}")
             if isinstance(event, Tick) and lease.deadline <= now:
                 raise Violation("a lease ends at its deadline", f"lease {lease.lease_id}")
 
     def _lookups_end(self, process: SidecarProcess, event: Event, now: float) -> None:
         engine = process.hub.engine
-        for lookup in engine._lookups:
+        for lookup in engine.lookups:
             name = f"lookup {lookup.lookup_id}"
-            if lookup.session_id not in engine._sessions:
+            if lookup.session_id not in engine.sessions:
                 raise Violation("a lookup ends with its session", name)
             if lookup.answered:
                 # Where time jumped, it is answered by one tick and ended by the next.
@@ -179,33 +179,33 @@ class Balance:
                 self._comes(engine, chunk)
             if all(self.is_there(chunk) for chunk in lookup.chunks):
                 raise Violation("a lookup is answered when all is there", name)
-        self._answered = {lookup for lookup in engine._lookups if lookup.answered}
+        self._answered = {lookup for lookup in engine.lookups if lookup.answered}
 
     @staticmethod
     def _comes(engine: Engine, chunk: Chunk) -> None:
         for segment in chunk.segments:
             absent = segment.state is SegmentState.ABSENT
-            if chunk.detached or (absent and segment not in engine._reads.queued()):
+            if chunk.detached or (absent and segment not in engine.reads.queued()):
                 raise Violation("a lookup waits only for what comes", chunk.key.hex()[:12])
 
     def _queues_are_bounded(self, process: SidecarProcess) -> None:
         engine = process.hub.engine
-        limits, work = engine._limits, engine.pending_work()
-        held = Counter(lease.session_id for lease in engine._leases)
-        asked = [len(own) for own in engine._lookups._by_session.values()]
-        writes = engine._writes
+        limits, work = engine.limits, engine.pending_work()
+        held = Counter(lease.session_id for lease in engine.leases)
+        asked = Counter(lookup.session_id for lookup in engine.lookups)
+        writes = engine.writes
         over = writes.pending_bytes > limits.write_queue_bytes_max
         # One chunk may wait in any case, and at the end everything.
-        if over and len(writes._pending) > 1 and not engine._draining:
+        if over and len(writes.pending_chunks) > 1 and not engine.draining:
             raise Violation("queues are bounded", f"writes: {writes.pending_bytes} bytes")
         for name, value, most in (
             ("writes running", work.writes_running, limits.writes_inflight_max),
             ("reads running", work.reads_running, limits.reads_inflight_max),
-            ("gone", len(engine._store._gone), limits.quarantine_keys_max),
+            ("gone", engine.store.quarantined_keys, limits.quarantine_keys_max),
             ("leases", max(held.values(), default=0), limits.leases_max_per_session),
-            ("lookups", max(asked, default=0), limits.lookups_max_per_session),
-            ("all leases", len(engine._leases), limits.bounds.leases_max),
-            ("all lookups", sum(asked), limits.bounds.lookups_max),
+            ("lookups", max(asked.values(), default=0), limits.lookups_max_per_session),
+            ("all leases", len(engine.leases), limits.bounds.leases_max),
+            ("all lookups", asked.total(), limits.bounds.lookups_max),
             ("copies", work.copies_running, limits.bounds.copies_queued_max),
             ("sessions", len(process.hub.sessions), process.config.limits.sessions_max),
         ):
@@ -216,7 +216,7 @@ class Balance:
 
     def index_is_true(self, process: SidecarProcess) -> None:
         """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
-        directory: Directory = process.hub.engine._directory
+        directory: Directory = process.hub.engine.directory
         expected: dict[Realm, npt.NDArray[np.uint8]] = {}
         numbers = self._truth.numbers
         for realm in process.hub.realms.all():
@@ -250,7 +250,7 @@ class Balance:
 
     def _differs(self, realm: Realm, number: int, flags: int, expected: int) -> None:
         key = self._truth.keys[number]
-        if tag_of(key, realm.index_salt) in realm.index._overflow and not flags:
+        if tag_of(key, realm.index_salt) in realm.index.overflow and not flags:
             self._world.saw("index entry waits for growth")
             return
         raise Violation(

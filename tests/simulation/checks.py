@@ -127,7 +127,7 @@ class Checks:
 
     def died(self, process: SidecarProcess, *, kept: bool) -> None:
         """Its life is over: nothing that it promised holds; its memory may be there still."""
-        self.images.died({zombie.slot for zombie in process.hub.engine._host.zombies}, kept=kept)
+        self.images.died({zombie.slot for zombie in process.hub.engine.host.zombies}, kept=kept)
         self._clear()
         engine = process.hub.engine
         for name, count in vars_of(engine.counters).items():
@@ -305,7 +305,7 @@ class Checks:
         question = asked.pop(message.lookup_id, None)
         if question is None:
             raise Violation("a lookup is answered once", f"lookup {message.lookup_id}")
-        realms = process.hub.engine._directory.realms
+        realms = process.hub.engine.directory.realms
         groups = question.groups or [0] * len(question.keys)
         for key, group in list(zip(question.keys, groups, strict=True))[: message.ready]:
             chunk = realms[session.realms[group].realm_id].chunks.get(key)
@@ -322,7 +322,7 @@ class Checks:
         self.images.all_sealed_right(process)
         if self._work or not snapshot.pending.idle:
             raise Violation("everything ends", f"{snapshot.pending}, {self._work}")
-        if engine._host.adopting:
+        if engine.host.adopting:
             raise Violation("what a rank stored comes back to it", f"{snapshot}")
         if snapshot.leases or snapshot.lookups or snapshot.sessions or snapshot.slots_zombie:
             raise Violation("everything is released", f"{snapshot}")

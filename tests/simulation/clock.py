@@ -7,6 +7,7 @@ Invariants: one `random.Random(seed)` decides everything; time moves only when n
 do at its present value; nothing here depends on hashes of objects, on addresses or on real time.
 """
 
+# ruff: noqa: SLF001 (asyncio and anyio have no public way to run a loop in virtual time)
 from __future__ import annotations
 
 import asyncio
@@ -34,16 +35,7 @@ import sniffio
 from anyio._backends._asyncio import CancelScope as BackendScope
 from greenlet import GreenletExit, getcurrent, greenlet
 
-import connector.rate
-import sidecar.copies
-import sidecar.planner
-import sidecar.realms
-import sidecar.reconcile
-import sidecar.server
-import tiers.arrow
-import tiers.copy
-import tiers.turns
-import tiers.wrap
+from tests import places
 from tiers.arrow import payload_hasher
 from tiers.arrow_file import learn
 
@@ -332,21 +324,26 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         (secrets, "token_hex", lambda count=32: world.random.randbytes(count).hex()),
         (secrets, "randbelow", world.random.randrange),
         (anyio.to_thread, "run_sync", run_sync),
-        (tiers.turns.OwnThreads, "run_sync", staticmethod(run_sync)),
         (BackendScope, "__init__", _make_scope),
-        (tiers.wrap, "random", SimpleNamespace(Random=seeded)),
-        (tiers.arrow, "learn", _learn_once),
-        (tiers.copy, "PIECE_BYTES_MAX", PIECE_BYTES),
-        (sidecar.realms, "INDEX_ENTRIES_FIRST", INDEX_ENTRIES_FIRST),
-        (sidecar.reconcile, "SWEEP_PAUSE_SECONDS", SWEEP_PAUSE_SECONDS),
-        (sidecar.copies, "payload_hasher", PausingHasher),
-        (sidecar.server, "threading", outside_threads),
-        (connector.rate, "TOKENS_MIN", RATE_TOKENS_MIN),
-        (sidecar.planner, "CREDIT_COMPUTE_SECONDS", CREDIT_COMPUTE_SECONDS),
+        # In the modules of these alone, and not wherever else it is used.
+        (places.find("Retrying").module, "random", SimpleNamespace(Random=seeded)),
+        (places.find("gather_group").module, "payload_hasher", PausingHasher),
+        (places.find("Server").module, "threading", outside_threads),
     ]
+    ours: dict[str, object] = {
+        "OwnThreads.run_sync": staticmethod(run_sync),
+        "learn": _learn_once,
+        "PIECE_BYTES_MAX": PIECE_BYTES,
+        "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
+        "SWEEP_PAUSE_SECONDS": SWEEP_PAUSE_SECONDS,
+        "TOKENS_MIN": RATE_TOKENS_MIN,
+        "CREDIT_COMPUTE_SECONDS": CREDIT_COMPUTE_SECONDS,
+    }
     with contextlib.ExitStack() as stack:
         for target, name, value in patches:
             stack.enter_context(mock.patch.object(target, name, value))
+        for name, value in ours.items():
+            stack.enter_context(places.patched(name, value))
         # As `anyio.run` does; callbacks that are no tasks are told by it where they run.
         library = sniffio.current_async_library_cvar
         stack.callback(library.reset, library.set("asyncio"))

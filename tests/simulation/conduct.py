@@ -146,10 +146,10 @@ class Conduct:
                 pass
 
     def _submitted(self, process: SidecarProcess, event: Submitted) -> None:
-        session = process.hub.engine._sessions.get(event.session_id)
+        session = process.hub.engine.sessions.get(event.session_id)
         if session is None:
             return
-        realms = process.hub.engine._directory.realms
+        realms = process.hub.engine.directory.realms
         jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
         for job in jobs:
             asked = self._jobs[event.session_id, job.job_id] = _Asked(job)
@@ -189,13 +189,13 @@ class Conduct:
 
     @staticmethod
     def _is_known(process: SidecarProcess, work: Gather) -> bool:
-        realm = process.hub.engine._directory.realms[work.realm_id]
+        realm = process.hub.engine.directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
         return chunk is not None and chunk.segments[work.rank].slot == work.slot
 
     @staticmethod
     def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
-        realm = process.hub.engine._directory.realms[work.realm_id]
+        realm = process.hub.engine.directory.realms[work.realm_id]
         return realm.stored_rank(work.key, work.rank)
 
     # --- its commands --------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Conduct:
         for name in withdrawn.keys() & self._quarantined.keys():
             self._quarantined[name] = max(self._quarantined[name], withdrawn[name])
         match event:
-            case Submitted() if event.session_id in engine._sessions:
+            case Submitted() if event.session_id in engine.sessions:
                 for load in event.message.loads:
                     asked = self._jobs.get((event.session_id, load.job_id))
                     if asked is not None and not asked.running:
@@ -292,7 +292,7 @@ class Conduct:
             raise Violation("nothing new is stored while draining", f"{command}")
         name = (command.session_id, command.job_id)
         self._job_of[command.copy_id] = name
-        realm = process.hub.engine._directory.realms[command.realm_id]
+        realm = process.hub.engine.directory.realms[command.realm_id]
         self._chunk_of[command.copy_id] = realm.chunks[command.key]
         asked = self._jobs[name]
         asked.running += 1
@@ -308,10 +308,10 @@ class Conduct:
 
     def _released(self, process: SidecarProcess, event: Released) -> None:
         engine, session_id = process.hub.engine, event.session_id
-        for lease in engine._leases:
+        for lease in engine.leases:
             if lease.session_id == session_id and lease.lease_id in event.lease_ids:
                 raise Violation("a lease ends with its release", f"{lease.lease_id}")
-        for lookup in engine._lookups:
+        for lookup in engine.lookups:
             if lookup.session_id == session_id and lookup.lookup_id in event.lookup_ids:
                 raise Violation("a lookup ends with its release", f"{lookup.lookup_id}")
 
@@ -321,13 +321,13 @@ class Conduct:
             if name[0] == event.realm_id and written.get(name[2], 0) > newest:
                 del self._quarantined[name]
         for realm_id, bit, key in self._quarantined:
-            if process.hub.engine._directory.realms[realm_id].stored_rank(key, bit):
+            if process.hub.engine.directory.realms[realm_id].stored_rank(key, bit):
                 raise Violation("what is in quarantine is not offered again", key.hex()[:12])
 
     def _work_ended(
         self, process: SidecarProcess, event: Copied | Written | ReadDone, work: Work
     ) -> None:
-        realm = process.hub.engine._directory.realms[work.realm_id]
+        realm = process.hub.engine.directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
         corrupt = event.outcome in (CopyOutcome.CORRUPT, StoreOutcome.CORRUPT)
         if corrupt and chunk is not None and chunk.segments[work.rank].slot == work.slot:
@@ -347,18 +347,16 @@ class Conduct:
             raise Violation("what is missing is not called stored", f"{work}")
 
     def _work_ends_with_its_session(self, process: SidecarProcess) -> None:
-        queue = process.hub.copies._queue
-        for turns in (queue._loads, queue._stores, *queue._waiting):
-            for session, _ in turns.heads():
-                if process.hub.sessions.get(session.session_id) is not session:
-                    raise Violation("what waits ends with its session", f"{session.session_id}")
+        for session, _ in process.hub.copies.queue.heads():
+            if process.hub.sessions.get(session.session_id) is not session:
+                raise Violation("what waits ends with its session", f"{session.session_id}")
 
     # --- leases --------------------------------------------------------------------------------
 
     def _leases_last(self, engine: Engine, event: Event, now: float) -> None:
         """A lease ends with its load, its release, its session or its time, and not before."""
-        held = {(lease.session_id, lease.lease_id): lease for lease in engine._leases}
-        if isinstance(event, LeaseTaken) and event.session_id in engine._sessions:
+        held = {(lease.session_id, lease.lease_id): lease for lease in engine.leases}
+        if isinstance(event, LeaseTaken) and event.session_id in engine.sessions:
             self._lease_was_taken(engine, event, held)
         for name, lease in held.items():
             if self._is_loaded(lease.name):
@@ -394,7 +392,7 @@ class Conduct:
         if name in self._leases:
             # Replaced: what ended for the one before does not count for this one.
             self._loads_ended.pop(load, None)
-        realms = [engine._directory.realms[group.realm_id] for group in session.groups]
+        realms = [engine.directory.realms[group.realm_id] for group in session.groups]
         found = (realm.chunks.get(key) for realm in realms for key in event.keys)
         named = {chunk for chunk in found if chunk is not None}
         if name in held and set(held[name].chunks) != named:

@@ -6,10 +6,10 @@ Owns which copies stand in the middle of their work. Does not own what they copy
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import sidecar.copies
+from tests import places
 from tests.simulation.clock import Violation
 
 if TYPE_CHECKING:
@@ -26,25 +26,20 @@ class Copying:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Know which copies stand in the middle of their work."""
-        real = {name: getattr(sidecar.copies, name) for name in ("_gather", "_scatter")}
-
-        def watched_copy(name: str) -> Any:
-            def copy(group: Group, pool: Any) -> Any:
-                self._running.append(group)
-                try:
-                    return real[name](group, pool)
-                finally:
-                    self._running.remove(group)
-
-            return copy
-
-        try:
-            for name in real:
-                setattr(sidecar.copies, name, watched_copy(name))
+        with contextlib.ExitStack() as stack:
+            for name in ("gather_group", "scatter_group"):
+                stack.enter_context(places.patched(name, self._watched(places.find(name).value)))
             yield
-        finally:
-            for name, function in real.items():
-                setattr(sidecar.copies, name, function)
+
+    def _watched(self, copy: Callable[[Group, Any], Any]) -> Callable[[Group, Any], Any]:
+        def watched(group: Group, pool: Any) -> Any:
+            self._running.append(group)
+            try:
+                return copy(group, pool)
+            finally:
+                self._running.remove(group)
+
+        return watched
 
     def blocks_taken(self, engine: SimEngine, block_ids: list[int]) -> None:
         """Blocks got a new owner, or new content: nobody may be copying from or to them."""

@@ -96,8 +96,8 @@ class SimEngine:
             model.ranks,
             clock=world.clock,
         )
-        self._really_plan_store: Callable[..., Store | None] = self.role._stores.plan
-        setattr(self.role._stores, "plan", self._plan_store)  # noqa: B010 (mypy)
+        self._really_plan_store: Callable[..., Store | None] = self.role.stores.plan
+        setattr(self.role.stores, "plan", self._plan_store)  # noqa: B010 (mypy)
         self.role.bind_block_pool(self.pool)
         checks.images.engines.append(self)
 
@@ -427,9 +427,9 @@ class SimEngine:
     def _is_forgotten(self, request: Request) -> None:
         """Nothing waits for an answer on behalf of a request that is over."""
         role: Any = self.role
-        lookups = role._waits._lookups
+        lookups = role.waits.lookups
         asked = [number for number, state in lookups.items() if state.request is request]
-        if asked or role._requests.get(request.request_id) is not None:
+        if asked or role.requests.get(request.request_id) is not None:
             raise Violation("a request is forgotten at its end", f"{request.request_id}: {asked}")
 
     # --- what may happen to it -----------------------------------------------------------------
@@ -450,10 +450,10 @@ class SimEngine:
             blocks = self.pool.allocate(num_blocks)
             ids = [block.block_id for block in blocks]
             self.checks.copying.blocks_taken(self, ids)
-            job_id = self.role._new_id()
+            job_id = self.role.new_id()
             self._freed_late[f"load {job_id}"] = blocks
             piece = LoadPiece(key, 0, ids, group)
-            self.role._plan.loads.append(Load(job_id, f"load {job_id}", [piece]))
+            self.role.plan.loads.append(Load(job_id, f"load {job_id}", [piece]))
         self._wake()
 
     def can_reset(self) -> bool:
@@ -497,11 +497,11 @@ class SimEngine:
         if self.pool.null.is_null and any((rank.kv[0] != POISON).any() for rank in self.ranks):
             raise Violation("nothing is written to the null block", self.name)
         left = (
-            role._stores._jobs,
-            role._stores._keys,
-            role._requests,
-            role._waits._lookups,
-            role._loading,
+            role.stores.jobs,
+            role.stores.keys,
+            role.requests,
+            role.waits.lookups,
+            role.loading,
         )
         if any(left) or self._waiting or self._running or self._freed_late:
             raise Violation("the connector is idle at the end", f"{self.name}: {left}")

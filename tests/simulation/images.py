@@ -209,7 +209,7 @@ class Images:
     def refused(self, process: SidecarProcess, work: Work) -> None:
         """An object was called corrupt: somebody must have seen to that."""
         assert process.objects is not None
-        tainted = process.objects._bucket.tainted
+        tainted = process.objects.bucket.tainted
         if not any(work.key.hex() in name for name in tainted):
             raise Violation("a sound object is taken", f"{work}")
 
@@ -242,5 +242,5 @@ class Images:
         return places
 
     def _chunk(self, process: SidecarProcess, realm: Realm, key: bytes) -> Chunk | None:
-        known = process.hub.engine._directory.realms.get(realm.realm_id)
+        known = process.hub.engine.directory.realms.get(realm.realm_id)
         return None if known is None else known.chunks.get(key)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sidecar import config as configuration
+from sidecar.config import Config
 from sidecar.directory import Cause, Directory, Segment
 from tests.simulation.checks import Checks
 from tests.simulation.clock import START_SECONDS, StepsOver, Violation, World, frozen
@@ -101,7 +101,7 @@ class Life:
         """The sidecar of now."""
         return self.node.process
 
-    def _configure(self) -> configuration.Config:
+    def _configure(self) -> Config:
         chance = self.random
         store: dict[str, Any] | None = None
         if self.bucket is not None:
@@ -126,7 +126,7 @@ class Life:
                 "retries_max": chance.choice((0, 1)),
             }
         load_deadline = chance.choice((0.3, 0.8))
-        config = configuration.Config.model_validate(
+        config = Config.model_validate(
             {
                 "runtime": {"directory": str(self.directory), "name": "sim"},
                 "chunk": {"tokens": 16},

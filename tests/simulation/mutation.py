@@ -10,18 +10,18 @@ from __future__ import annotations
 import __future__
 
 import contextlib
-import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
+
+from tests import places
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One promise broken: in `place` ("module:Class.function"), `old` becomes `new`.
+    """One promise broken: in `place` ("Class.function"), `old` becomes `new`.
 
     `often` names kinds of faults that bring it to light sooner, and `several groups` where models
     must have them. `seed` is a life in which it was noticed when this was written: where the code
@@ -38,16 +38,12 @@ class Mutation:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """While this lasts, the code is mutated."""
-        module_name, _, path = self.place.partition(":")
-        module: Any = importlib.import_module(module_name)
-        owner: Any = module
-        *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        with mock.patch.object(owner, name, self._mutated(module, vars(owner)[name], name)):
+        place = places.find(self.place)
+        with places.patched(self.place, self._mutated(place)):
             yield
 
-    def _mutated(self, module: Any, original: Any, name: str) -> Any:
+    def _mutated(self, place: places.Place) -> Any:
+        original = vars(place.owner)[place.attribute]
         if not callable(original) and not isinstance(original, property | staticmethod):
             raise TypeError(f"{self.place} is no function: {original!r}")
         function: Any = original.fget if isinstance(original, property) else original
@@ -65,5 +61,5 @@ class Mutation:
             dont_inherit=True,
         )
         made: dict[str, Any] = {}
-        exec(code, vars(module), made)
-        return made[name]
+        exec(code, vars(place.module), made)
+        return made[place.attribute]

@@ -65,7 +65,7 @@ class FaultyObjects:
 
     def __init__(self, world: World, bucket: Bucket, process: SidecarProcess) -> None:
         self._world = world
-        self._bucket = bucket
+        self.bucket = bucket
         self._process = process
 
     async def probe(self) -> Abilities:
@@ -76,7 +76,7 @@ class FaultyObjects:
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
         await self._begin("write")
-        if self._bucket.full:
+        if self.bucket.full:
             self._world.saw("store: full")
             raise TierFull("no space is left in the bucket")
         taken = bytearray()
@@ -84,7 +84,7 @@ class FaultyObjects:
         for start in range(0, len(image), step):
             taken += image[start : start + step].tobytes()
             await self._pass_time()
-        if create and name in self._bucket.objects:
+        if create and name in self.bucket.objects:
             raise ObjectExists(f"{name} is there")
         if parse_name(name) is not None:
             try:
@@ -93,23 +93,23 @@ class FaultyObjects:
                 # The sidecar would take it for a store that fails, and go on.
                 self._world.broken = self._world.broken or error
                 raise
-        self._bucket.put(name, bytes(taken), EPOCH_SECONDS + self._world.now)
+        self.bucket.put(name, bytes(taken), EPOCH_SECONDS + self._world.now)
         self._answer("write")
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`. It says nothing of pieces."""
         await self._begin("read")
-        found = self._bucket.objects.get(name)
+        found = self.bucket.objects.get(name)
         if found is None:
             self._world.saw("store: object missing")
             raise ChunkMissing(f"{name} is not there")
-        if self._world.random.random() < self._bucket.damage_rate:
+        if self._world.random.random() < self.bucket.damage_rate:
             self._world.saw("store: read damaged")
-            self._bucket.tainted.add(name)
+            self.bucket.tainted.add(name)
             found = damaged(self._world, found)
             if self._world.random.random() < 0.5:
                 # For good; else only on its way to this reader, who looks a second time.
-                self._bucket.objects[name] = found
+                self.bucket.objects[name] = found
         if not 0 < len(found) <= len(into):
             raise ImageTruncated(f"{name} has {len(found)} bytes")
         step = -(-len(found) // PIECES)
@@ -126,12 +126,12 @@ class FaultyObjects:
         """See `ObjectTier.list`. A listing is as old as its beginning."""
         folder = f"{prefix.rstrip('/')}/" if prefix else ""
         found: dict[str, Found] = {}
-        for name, image in self._bucket.objects.items():
+        for name, image in self.bucket.objects.items():
             if not name.startswith(folder) or name <= start_after:
                 continue
             below, slash, _ = name[len(folder) :].partition("/")
             if deep or not slash:
-                found[name] = Found(name, len(image), self._bucket.modified.get(name, 0.0))
+                found[name] = Found(name, len(image), self.bucket.modified.get(name, 0.0))
             else:
                 name = f"{folder}{below}/"
                 found[name] = Found(name, 0, 0.0)
@@ -143,34 +143,34 @@ class FaultyObjects:
         """See `ObjectTier.delete`."""
         await self._begin("delete")
         for name in names:
-            self._bucket.objects.pop(name, None)
+            self.bucket.objects.pop(name, None)
 
     async def quarantine(self, name: str) -> None:
         """See `ObjectTier.quarantine`."""
         await self._begin("quarantine")
-        image = self._bucket.objects.pop(name, None)
+        image = self.bucket.objects.pop(name, None)
         if image is not None:
             self._world.saw("store: object quarantined")
-            self._bucket.objects[f"quarantine/{name}"] = image
+            self.bucket.objects[f"quarantine/{name}"] = image
 
     async def close(self) -> None:
         """See `ObjectTier.close`."""
 
     def spoilt(self, name: str) -> None:
         """Its writer's memory was damaged while it was written."""
-        self._bucket.tainted.add(name)
+        self.bucket.tainted.add(name)
 
     async def _pass_time(self) -> None:
-        await anyio.sleep(self._world.random.random() * self._bucket.seconds_max)
+        await anyio.sleep(self._world.random.random() * self.bucket.seconds_max)
 
     async def _begin(self, verb: str) -> None:
         await self._pass_time()
-        if self._bucket.down or self._world.random.random() < self._bucket.failure_rate:
+        if self.bucket.down or self._world.random.random() < self.bucket.failure_rate:
             self._world.saw(f"store: {verb} failed")
-            raise TierUnavailable(f"{verb}: the service is away", retryable=not self._bucket.down)
+            raise TierUnavailable(f"{verb}: the service is away", retryable=not self.bucket.down)
 
     def _answer(self, verb: str) -> None:
-        if self._world.random.random() < self._bucket.failure_rate / 2:
+        if self._world.random.random() < self.bucket.failure_rate / 2:
             self._world.saw(f"store: answer to {verb} lost")
             raise TierUnavailable(f"{verb}: the answer was lost", retryable=True)
 

@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
-from unittest import mock
 
 import anyio
 
-import sidecar.admission
 from sidecar.admission import Admission
 from sidecar.attach import Peer
 from sidecar.commands import Command, Event
@@ -32,6 +30,7 @@ from sidecar.protocol import decode_server
 from sidecar.router import Router, Sent
 from sidecar.server import Server
 from sidecar.storage import open_store
+from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects
 
@@ -154,11 +153,11 @@ class SidecarProcess:
         nothing: Any = SimpleNamespace()
         # One at a time, for no life here has more than a few.
         with (
-            mock.patch("sidecar.hub.READS_BEGUN_MAX", 1),
-            mock.patch("sidecar.hub.ADOPTED_MAX", 1),
+            places.patched("READS_BEGUN_MAX", 1),
+            places.patched("ADOPTED_MAX", 1),
         ):
             self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
-        self.hub = self.server._hub
+        self.hub = self.server.hub
         self.epoch = self.hub.epoch
         self.router = SimRouter(self)
         self.hub.connect(cast("Router", self.router))
@@ -170,19 +169,19 @@ class SidecarProcess:
         """As `Server.run`, without sockets and signals."""
         hub = self.hub
         async with anyio.create_task_group() as tasks:
-            await self.server._start(tasks)
+            await self.server.start(tasks)
             self._tasks = tasks
             self._admission = Admission(hub, self.router.endpoint)
-            await self.server._stopping.wait()
+            await self.server.stopping.wait()
             self.stopping = True
-            if self.server._broken is None:
+            if self.server.broken is None:
                 await self._drain()
             hub.end()
             tasks.cancel_scope.cancel()
 
     async def _drain(self) -> None:
         began, written = self.world.now, self._written_when_announced()
-        await self.server._drain()
+        await self.server.drain()
         if self.world.now - began >= self.config.limits.drain_seconds_max - 1e-6:
             return
         left = self.hub.engine.pending_work()
@@ -249,7 +248,7 @@ class SidecarProcess:
     def terminate(self) -> None:
         """SIGTERM: drain and end."""
         self.told_to_stop = True
-        self.call(self.server._stopping.set)
+        self.call(self.server.stopping.set)
 
     def _stopped(self) -> None:
         """It ended by itself: as the rest of `Server.run` and `serve`."""
@@ -259,7 +258,7 @@ class SidecarProcess:
         self.hub.close()
         keep = self.config.host.after_stop == "keep"
         leaked = self.pool.close(keep=keep)
-        if leaked and not self.server._hub.draining:
+        if leaked and not self.server.hub.draining:
             raise Violation("every slot is freed", f"{len(leaked)} slots at the end")
         self._over(kept=keep)
 
@@ -279,7 +278,7 @@ class SidecarProcess:
         for session in self.hub.sessions.all():
             if session.memory is not None:
                 memory = cast("Any", session.memory)
-                memory._copies = 0
+                memory._copies = 0  # noqa: SLF001 (a process that dies runs no code)
                 memory.end()
         for wire in list(self.router.wires.values()):
             wire.sidecar_gone(self)
@@ -326,7 +325,7 @@ class SidecarProcess:
         if self._tasks is None or self.stopping:
             connection.close()
             return
-        self._tasks.start_soon(self._admission._serve, cast("Any", connection))
+        self._tasks.start_soon(self._admission.serve, cast("Any", connection))
 
     def forget(self, connection: SimConnection) -> None:
         """The connection is over on both sides."""
@@ -357,18 +356,18 @@ async def run_hop(world: World, process: SidecarProcess, hop: Hop) -> None:
 @contextlib.contextmanager
 def real_sockets_replaced() -> Iterator[None]:
     """`Admission` takes our connections as they are."""
-    with mock.patch.object(sidecar.admission, "Connection", lambda connection: connection):
+    with places.patched("Connection", lambda connection: connection):
         yield
 
 
 def _forget_index(index: Any) -> None:
     """The kernel unmaps it; readers keep theirs, and nothing says that it is over."""
-    if index._map.closed:
+    if index._map.closed:  # noqa: SLF001 (a process that dies runs no code)
         return
-    index._states.release()
-    index._tags.release()
-    del index._columns
-    index._map.close()
+    index._states.release()  # noqa: SLF001 (a process that dies runs no code)
+    index._tags.release()  # noqa: SLF001 (a process that dies runs no code)
+    del index._columns  # noqa: SLF001 (a process that dies runs no code)
+    index._map.close()  # noqa: SLF001 (a process that dies runs no code)
     os.close(index.fd)
 
 
@@ -378,8 +377,8 @@ def _deaf(event: Event, now: float) -> list[Command]:
 
 def _forget_pool(pool: Any) -> None:
     """The kernel unmaps it and drops its lock; the files stay."""
-    os.close(pool._lock_fd)
-    pool._memory = None
+    os.close(pool._lock_fd)  # noqa: SLF001 (a process that dies runs no code)
+    pool._memory = None  # noqa: SLF001 (a process that dies runs no code)
 
 
 def _root(error: BaseException) -> BaseException:

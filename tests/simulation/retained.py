@@ -81,7 +81,7 @@ class Retained:
         late = {slot for slot, (until, _) in self._slots.items() if until + SLACK_SECONDS <= now}
         if not late:
             return
-        for realm in engine._directory.realms.values():
+        for realm in engine.directory.realms.values():
             for chunk in realm.chunks.values():
                 for segment in chunk.segments:
                     if segment.state is SegmentState.HOST and segment.slot in late:
@@ -89,7 +89,7 @@ class Retained:
 
     def _pins_hold(self, engine: Engine, event: Event, now: float) -> None:
         match event:
-            case PinAsked() if event.session_id in engine._sessions and not engine._draining:
+            case PinAsked() if event.session_id in engine.sessions and not engine.draining:
                 self._pinned(engine, event, now)
             case SessionClosed():
                 self._end(event.session_id)
@@ -108,13 +108,13 @@ class Retained:
 
     def _pinned(self, engine: Engine, event: PinAsked, now: float) -> None:
         """All but those that were refused, which are the last ones, are kept from now on."""
-        message, session = event.message, engine._sessions[event.session_id]
+        message, session = event.message, engine.sessions[event.session_id]
         until = now + message.duration_ms / 1000
-        own = engine._kept._by_session.get(event.session_id, {})
+        own = {one.chunk for one in engine.kept if one.session_id == event.session_id}
         taken = len(message.keys) - (engine.counters.pins_refused - self._refused)
         groups = message.groups or [0] * len(message.keys)
         for key, group in list(zip(message.keys, groups, strict=True))[:taken]:
-            chunk = engine._directory.realms[session.groups[group].realm_id].chunks.get(key)
+            chunk = engine.directory.realms[session.groups[group].realm_id].chunks.get(key)
             if chunk is None or chunk not in own:
                 raise Violation("a pin is taken or refused", key.hex()[:12])
             name = (event.session_id, chunk)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests import places
 from tests.simulation import search
 from tests.simulation.__main__ import main
 from tests.simulation.clock import Violation
@@ -25,7 +25,6 @@ from tests.simulation.search import (
 )
 
 SEEDS = 60
-DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
 QUICK = "a job is answered twice"
 
 
@@ -59,7 +58,7 @@ def test_each_mutation_applies_and_goes() -> None:
 
 
 def test_a_mutation_of_code_that_is_not_there_is_an_error() -> None:
-    gone = Mutation("gone", "sidecar.leases:Leases.expire", "no such code", "pass")
+    gone = Mutation("gone", "Leases.expire", "no such code", "pass")
     with pytest.raises(LookupError, match=r"'gone'.*no such code"), gone.applied():
         pass
 
@@ -83,7 +82,7 @@ def test_a_life_that_breaks_a_rule_without_the_mutation_is_told(
 
 
 def test_the_mutations_are_those_of_the_docs() -> None:
-    text = DOCUMENT.read_text()
+    text = places.page("testing.md").read_text()
     told = [name for name in (mutation.name for mutation in MUTATIONS) if f"| {name} |" in text]
     assert told == [mutation.name for mutation in MUTATIONS]
 

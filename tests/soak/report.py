@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tests import places
 from tests.soak import plot
 from tests.soak.verdicts import Sample, Verdict
 
 if TYPE_CHECKING:
     from tests.soak.run import Soak
 
-ROOT: Final = Path(__file__).parents[2]
-PAGE: Final = ROOT / "docs" / "soak.md"
-PICTURE: Final = ROOT / "docs" / "soak.svg"
-DOCUMENT: Final = ROOT / "benchmarks" / "results" / "soak.json"
+PAGE: Final = places.page("soak.md")
+PICTURE: Final = PAGE.with_suffix(".svg")
+DOCUMENT: Final = places.ROOT / "benchmarks" / "results" / "soak.json"
 BEGIN: Final = "<!-- what `make soak SOAK_ARGS=--docs` says begins -->\n"
 END: Final = "<!-- what `make soak SOAK_ARGS=--docs` says ends -->\n"
 POINTS_MAX: Final = 240

@@ -354,7 +354,7 @@ def unexpected(log: Sequence[str]) -> list[str]:
 
 
 def soak(
-    folder: Path, seconds: float, seed: int, *, module: str = "sidecar.cli", chaos: bool = True
+    folder: Path, seconds: float, seed: int, *, program: Sequence[str] = (), chaos: bool = True
 ) -> tuple[Soak, list[Verdict]]:
     """Run and judge one soak in `folder`. Raises only where its processes do not start."""
     one: Soak | None = None
@@ -362,7 +362,7 @@ def soak(
     left: list[str] = []
     try:
         # Without kills a hit is missed for want of time alone, which says nothing of the sidecar.
-        with world(folder, module=module, limits={} if chaos else arms.PATIENT) as made:
+        with world(folder, program=program, limits={} if chaos else arms.PATIENT) as made:
             one = Soak(made, seconds, seed)
             one.run(chaos=chaos)
             found = one.judge()

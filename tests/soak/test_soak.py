@@ -27,7 +27,9 @@ TOO_SHORT_FOR = {
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_planted_leak_is_seen_and_nothing_else(short_directory: Path) -> None:
-    one, found = soak(short_directory, SECONDS, seed=3, module="tests.soak.leaky", chaos=False)
+    one, found = soak(
+        short_directory, SECONDS, seed=3, program=("-m", "tests.soak.leaky"), chaos=False
+    )
     bad = {verdict.name: verdict.said for verdict in found if not verdict.good}
     # What was said first: pytest cuts a long list.
     assert bad.keys() - TOO_SHORT_FOR == {"sidecar.descriptors"}, "; ".join(bad.values())

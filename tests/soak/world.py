@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from sidecar.demo.model import write_model
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
+from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tiers.objects import UrlObjects
 
@@ -47,7 +48,7 @@ class World:
         server: S3Server,
         proxy: FaultyProxy,
         portal: Any,
-        module: str,
+        program: Sequence[str],
         limits: dict[str, str],
     ) -> None:
         self._folder = folder
@@ -69,7 +70,7 @@ class World:
             },
             "limits": {"drain_seconds_max": "5s", **limits},
         }
-        self.sidecar = SidecarProcess(folder / "sidecar", config, program=("-m", module))
+        self.sidecar = SidecarProcess(folder / "sidecar", config, program=program)
         self._engine: Engine | None = None
         self._reference: Engine | None = None
         self._engines = 0
@@ -216,9 +217,9 @@ class World:
 
 @contextlib.contextmanager
 def world(
-    folder: Path, *, module: str = "sidecar.cli", limits: dict[str, str] | None = None
+    folder: Path, *, program: Sequence[str] = (), limits: dict[str, str] | None = None
 ) -> Generator[World]:
-    """A running world; `module` is what serves as the sidecar, `limits` what it has beside ours."""
+    """A running world; `program` serves as the sidecar, `limits` is what it has beside ours."""
     with (
         _environment(VLLM_RPC_BASE_PATH=str(folder)),
         s3_server(folder) as server,
@@ -227,7 +228,7 @@ def world(
     ):
         proxy.latency_seconds = LATENCY_SECONDS
         proxy.bytes_per_second_max = BYTES_PER_SECOND
-        made = World(folder, server, proxy, portal, module, limits or {})
+        made = World(folder, server, proxy, portal, program or places.program(), limits or {})
         try:
             made.start_sidecar()
             made.start_engines()

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import trustme
 
+from tests import places
 from tests.faulty_proxy import Exchange, Fault, FaultyProxy, faulty_proxy
 from tests.object_servers import ACCOUNT, place
 from tests.tiers.tier_suite import NAME, image_of, slot
-from tiers import aws
 from tiers.access import Access, Credentials, Encryption, Tls
 from tiers.errors import TierUnavailable
 from tiers.objects import UrlObjects
@@ -364,8 +364,8 @@ class TestS3:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
     ) -> None:
-        monkeypatch.setattr(aws, "REREAD_SECONDS", 0.2)
-        monkeypatch.setattr(aws, "REFRESH_SECONDS", 300.2)
+        places.patch(monkeypatch, "REREAD_SECONDS", 0.2)
+        places.patch(monkeypatch, "REFRESH_SECONDS", 300.2)
         keys = Credentials(kind, profile="default" if kind == "profile" else None)
         file = tmp_path / "credentials"
         async with faulty_proxy(moto.endpoint) as watch:

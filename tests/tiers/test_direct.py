@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from anyio.abc import SocketAttribute
 
+from tests import places
 from tests.tiers.tier_suite import image_of
-from tiers import cloud
 from tiers.access import Access, Credentials
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.filesystems import PIECE_BYTES
@@ -382,7 +382,7 @@ def test_which_stores_are_read_so(
     def make(base: str, **_: object) -> None:
         made.append(base)
 
-    monkeypatch.setattr(cloud, "DirectReads", make)
+    places.patch(monkeypatch, "DirectReads", make)
     UrlObjects(url, access)
     assert bool(made) is direct
 

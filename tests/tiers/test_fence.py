@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests import places
 from tiers.fence import PAGE_BYTES, SidecarFence, WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REPOSITORY = Path(__file__).parents[2]
 
 # A sidecar in a process of its own: one command a line, one answer a line.
 SIDECAR = """
@@ -41,10 +41,10 @@ for line in sys.stdin:
 
 # A worker that takes the lock to revoke, and is stopped in that very moment.
 WORKER = """
-import fcntl, sys, time
-from tiers import fence
+import fcntl, sys
+from tiers.fence import lock_page
 
-fence._lock(int(sys.argv[1]), fcntl.F_WRLCK, fence._F_OFD_SETLK)
+lock_page(int(sys.argv[1]), fcntl.F_WRLCK)
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -59,7 +59,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd],
-            cwd=REPOSITORY,
+            cwd=places.ROOT,
             text=True,
         )
         self.greeting = self.answer()
@@ -254,7 +254,7 @@ def test_revoking_less_does_not_bring_a_job_back(worker: WorkerFence) -> None:
 
 def test_the_sidecar_cannot_write_the_page(worker: WorkerFence) -> None:
     with local_sidecar(worker) as fence, pytest.raises(ValueError, match="read-only"):
-        fence._words[0] = 1
+        fence._words[0] = 1  # noqa: SLF001 (what is tested is that it cannot be written)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - 1])

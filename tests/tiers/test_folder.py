@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.tiers.tier_suite import NAME, image_of, sized, slot
-from tiers import folder
 from tiers.errors import ImageTruncated, TierFull, TierUnavailable
+from tiers.folder import TEMPORARY_SECONDS_MAX
 from tiers.objects import UrlObjects
 
 
@@ -75,10 +75,14 @@ class TestLocalFolder:
         self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The tests may run as root, for whom no mode forbids anything.
-        def refuse(path: str) -> int:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        opened = os.open
 
-        monkeypatch.setattr(folder, "_create", refuse)
+        def refuse(path: str, flags: int, *mode: int) -> int:
+            if flags & os.O_CREAT:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return opened(path, flags, *mode)
+
+        monkeypatch.setattr(os, "open", refuse)
         with pytest.raises(TierUnavailable, match="owner or mode") as info:
             await tier.probe()
         assert not info.value.retryable
@@ -161,7 +165,7 @@ class TestLocalFolder:
         young, old = (root / f"{NAME}.{word}.tmp" for word in ("young", "old"))
         young.write_bytes(b"x")
         old.write_bytes(b"x")
-        long_ago = time.time() - 2 * folder.TEMPORARY_SECONDS_MAX
+        long_ago = time.time() - 2 * TEMPORARY_SECONDS_MAX
         os.utime(old, (long_ago, long_ago))
         assert sized(await tier.list("")) == [(NAME, 10)]
         assert young.exists()

@@ -78,7 +78,7 @@ class TestDirectContract(TierSuite):
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> AsyncGenerator[UrlObjects]:
         tier = UrlObjects(f"file://{tmp_path}/direct")
-        tier._store = local(tmp_path / "direct", direct_bytes_min=PAGE)
+        tier.store = local(tmp_path / "direct", direct_bytes_min=PAGE)
         yield tier
         await tier.close()
 
@@ -226,7 +226,7 @@ async def test_another_error_is_an_error(
 
     tier = UrlObjects(f"file://{tmp_path}")
     store = local(tmp_path)
-    tier._store = store
+    tier.store = store
     image = filled(DIRECT_BYTES_MIN)
     monkeypatch.setattr(os, "write", failing)
     with pytest.raises(TierFull if code == errno.ENOSPC else TierUnavailable):

@@ -21,9 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers import index as index_module
 from tiers.errors import LayoutError
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, tag_of, tags_of
+from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, mix_words, tag_of, tags_of
 from tiers.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def test_colliding_tags_wait_aside_and_do_not_ask_for_growth() -> None:
     writer = IndexWriter(512)
     generator = np.random.default_rng(7)
     words = generator.integers(0, 2**64, size=(1 << 20, 2), dtype=np.uint64)
-    mixed = index_module._mix_words(words[:, 0], words[:, 1])
+    mixed = mix_words(words[:, 0], words[:, 1])
     mask = np.uint64(writer.slots // 8 - 1)
     crowded = words[((mixed & mask) == 0) & (((mixed >> np.uint64(32)) & mask) == 0)]
     tags = [row.tobytes() for row in crowded[:20]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
 from tests.tiers.tier_suite import NAME, image_of, sized
-from tiers.catalog import sweep
 from tiers.catalog.names import namespace_prefix, object_name
 from tiers.errors import TierExpired
 from tiers.layout import Segment
@@ -92,7 +92,7 @@ async def test_of_one_namespace_only() -> None:
 
 async def test_a_full_quarantine_is_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one listing it would never be done by the deadline, and only grow."""
-    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
     bucket = Bucket()
     bucket.late = lambda prefix, listing: len(listing) > 2
     for number in (*range(5), 1 << 248):

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiers import numa
+from tests import places
 from tiers.errors import PoolError
-from tiers.numa import Placement, gpu_nodes, memory_nodes, sample
+from tiers.numa import PAGES_SAMPLED, Placement, gpu_nodes, libc, memory_nodes, sample
 from tiers.pool import HostPool
 from tiers.prefault import Backing
 
@@ -77,7 +77,6 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    libc = numa._libc  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(libc, "syscall", answer)
 
 
@@ -124,7 +123,7 @@ def test_pages_of_a_pool_lie_where_they_should(tmp_path: Path, prefault: bool) -
     placement = _settled((node,))
     path = tmp_path / "pool"
     pool = HostPool.open(path, 1 << 20, prefault=prefault, placement=placement)
-    assert sample(pool.memory) == {node: numa.PAGES_SAMPLED}
+    assert sample(pool.memory) == {node: PAGES_SAMPLED}
     told = placement.describe(pool.memory)
     assert told == {"nodes": [node], "reason": "", "pages_sampled": {str(node): 64}}
     pool.close()
@@ -132,7 +131,7 @@ def test_pages_of_a_pool_lie_where_they_should(tmp_path: Path, prefault: bool) -
 
 def test_the_policy_is_that_of_the_threads_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(numa, "_prefer", asked.append)
+    places.patch(monkeypatch, "prefer_nodes", asked.append)
     memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), dtype=np.uint8)
     assert Backing(threads=1, placement=Placement((0, 1))).populate(memory)
     assert asked == [(0, 1)]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from sidecar.demo.servers import S3Server, free_ports
+from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.tiers.tier_suite import NAME, image_of, slot
-from tiers import fsspec_clients
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 from tiers.fsspec_clients import SlotBody
 from tiers.objects import UrlObjects
@@ -128,7 +128,7 @@ class TestFaultsOnTheWay:
                 super().__init__(image)
                 bodies.append(self)
 
-        monkeypatch.setattr(fsspec_clients, "SlotBody", Spied)
+        places.patch(monkeypatch, "SlotBody", Spied)
         await proxy.become(Fault.STALL)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(behind_proxy.write, NAME, image_of(100_000))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from sidecar.demo.servers import S3Server
+from tests import places
 from tests.faulty_proxy import FaultyProxy
 from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
-from tiers import access, filesystems, fsspec_clients
 from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierUnavailable
+from tiers.filesystems import fill
 from tiers.objects import UrlObjects
 from tiers.wrap import Retrying
 
@@ -124,13 +125,12 @@ class TestRequestsToS3:
     ) -> None:
         await behind_proxy.write(NAME, image_of(4 * 1024 * 1024))
         sizes: list[int] = []
-        fill = filesystems.fill
 
         def spy(body: bytes, into: Any, seen: Seen | None) -> int:
             sizes.append(len(body))
             return fill(body, into, seen)
 
-        monkeypatch.setattr(fsspec_clients, "fill", spy)
+        places.patch(monkeypatch, "fill", spy)
         with pytest.raises(ImageTruncated):
             await behind_proxy.read(NAME, np.zeros(1000, dtype=np.uint8))
         assert sizes == [1001]
@@ -163,7 +163,7 @@ def test_a_url_that_nobody_serves_is_refused_at_once(url: str, words: str) -> No
 def test_a_package_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, url: str, package: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(access, "installed", lambda name: False)
+    places.patch(monkeypatch, "installed", lambda name: False)
     with pytest.raises(TierUnavailable, match=remedy) as info:
         UrlObjects(url, Access(account="a" if url.startswith("az") else None))
     assert package in str(info.value)

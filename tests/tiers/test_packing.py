@@ -46,7 +46,7 @@ def written(keys: torch.Tensor, values: torch.Tensor, block_tokens: int, isa: st
 def test_kernels_pack_as_the_table_says(
     isa: str, dtype: str, dimensions: int, block_tokens: int
 ) -> None:
-    if isa == "amx" and not torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():  # noqa: SLF001 (of torch)
         pytest.skip("this CPU has no AMX: its kernels cannot run")
     torch.manual_seed(1)
     num_tokens = 2 * block_tokens

@@ -27,10 +27,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tiers import prefault as prefault_module
+from tests import places
 from tiers.errors import PoolError
 from tiers.pool import HostPool
 from tiers.pool_table import TableShape
+from tiers.prefault import populate
 
 PAGE = 4096
 MIB = 1 << 20
@@ -71,22 +72,22 @@ def test_all_of_the_file_is_backed(path: Path, prefault: bool) -> None:
 def test_kernel_without_populate_touches_the_pages(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefault_module, "_MADV_POPULATE_WRITE", 12345)
+    places.patch(monkeypatch, "MADV_POPULATE_WRITE", 12345)
     pool = HostPool.open(path, MIB)
     assert not pool.memory.any()
     pool.close()
 
 
 def test_several_threads_touch_a_new_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault_module, "PIECE_BYTES", 16 * PAGE)
+    places.patch(monkeypatch, "PREFAULT_PIECE_BYTES", 16 * PAGE)
     touched: list[int] = []
-    real = prefault_module.populate
+    real = populate
 
     def touch(piece: npt.NDArray[np.uint8]) -> bool:
         touched.append(piece.size)
         return real(piece)
 
-    monkeypatch.setattr(prefault_module, "populate", touch)
+    places.patch(monkeypatch, "populate", touch)
     pool = HostPool.open(path, 100 * PAGE, threads=4)
     assert sum(touched) == path.stat().st_size
     assert len(touched) == -(-path.stat().st_size // (16 * PAGE))
@@ -321,7 +322,7 @@ def test_room_that_is_gone_between_question_and_reservation(
     def full(piece: object) -> bool:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
-    monkeypatch.setattr(prefault_module, "populate", full)
+    places.patch(monkeypatch, "populate", full)
     with pytest.raises(PoolError, match=r"bytes left; lower host\.size"):
         HostPool.open(path, 4 * PAGE, threads=3)
     assert list(path.parent.iterdir()) == []
@@ -377,7 +378,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def no_room_for(self, kind: int) -> None:
         assert self.pool.stats().classes[kind].slots_free == 0
-        assert max(self.pool._extents.sizes, default=0) < SLOT_PAGES[kind] * PAGE
+        assert max(self.pool.extents.sizes, default=0) < SLOT_PAGES[kind] * PAGE
 
     @rule(offset=consumes(slots))
     def free(self, offset: int) -> None:
@@ -415,9 +416,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.used_bytes == sum(SLOT_PAGES[kind] * PAGE for kind in held)
         cut = sum((one.slots_used + one.slots_free) * one.slot_bytes for one in stats.classes)
         assert stats.slab_bytes == cut
-        assert stats.slab_bytes + sum(self.pool._extents.sizes) == stats.size_bytes
+        assert stats.slab_bytes + sum(self.pool.extents.sizes) == stats.size_bytes
         if not held:
-            assert self.pool._extents.sizes == [stats.size_bytes]
+            assert self.pool.extents.sizes == [stats.size_bytes]
 
     def teardown(self) -> None:
         assert self.pool.close() == tuple(sorted(self.model))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiers import pool_file
+from tests import places
 from tiers.errors import PoolError
 from tiers.pool import HostPool
 from tiers.pool_lock import Owner, read_boot_id, read_owner
@@ -315,7 +315,7 @@ def test_pool_from_before_a_reboot_is_emptied(path: Path, monkeypatch: pytest.Mo
     left_pool(path)
     assert read_boot_id() != bytes(16)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_file, "read_boot_id", lambda: b"another boot, ok")
+        places.patch(patch, "read_boot_id", lambda: b"another boot, ok")
         pool = open_pool(path)
         assert "before the machine was started last" in pool.emptied
         pool.close()

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tiers import rescan as rescan_module
+from tests import places
 from tiers.arrow import SlotTemplate, SlotTemplates
 from tiers.layout import ChunkLayout, Segment
 from tiers.pool import HostPool
@@ -138,7 +138,7 @@ def test_claims_that_cannot_be_are_refused(filled: Filled) -> None:
 
 
 def test_number_of_claims_is_bounded(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescan_module, "TEMPLATES_MAX", 2)
+    places.patch(monkeypatch, "TEMPLATES_MAX", 2)
     common = [filled.store(f"whole {number}") for number in range(3)]
     twice = [filled.store(f"half {number}", blocks=2) for number in range(2)]
     once = filled.store("tail", blocks=1)

@@ -10,8 +10,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from tests import places
 from tests.tiers.test_direct import IMAGE, OK, slot, telling
-from tiers import direct, resolving
 from tiers.direct import DirectReads
 from tiers.resolving import ANSWER_SECONDS_MAX, Address, Addresses
 
@@ -127,9 +127,9 @@ async def test_reads_try_the_next_address_and_a_socket_that_cannot_be_made_is_no
 ) -> None:
     """IPv6 is not there, then an address where nobody listens, then the server."""
     resolver.hosts = [(-1, "::1"), (FOUR, "127.0.0.2"), (FOUR, "127.0.0.1")]
-    monkeypatch.setattr(direct, "IDLE_SECONDS_MAX", -1.0)
+    places.patch(monkeypatch, "IDLE_SECONDS_MAX", -1.0)
     # However slow the machine is, the first answer holds.
-    monkeypatch.setattr(resolving, "ANSWER_SECONDS_MAX", math.inf)
+    places.patch(monkeypatch, "ANSWER_SECONDS_MAX", math.inf, package="tiers")
     async with telling(*[OK + IMAGE.tobytes()] * 3) as (told, _):
         reads = DirectReads(
             f"http://store:{told.port}/bucket",

@@ -71,7 +71,7 @@ class Lease:
         self._seconds = min(seconds, LEASE_SECONDS_MAX)
         self._clock = clock or time.monotonic
         self._token = secrets.token_hex(8)
-        self._mine = -1
+        self.mine = -1
         self._renewed = 0.0
         # The generation of another, since when it is there, and what it says.
         self._seen = -1
@@ -83,7 +83,7 @@ class Lease:
     @property
     def held(self) -> bool:
         """Whether it was taken, is not lost as far as is known, and was renewed in time."""
-        return self._mine >= 0 and self._clock() - self._renewed < self._seconds
+        return self.mine >= 0 and self._clock() - self._renewed < self._seconds
 
     @property
     def other(self) -> str:
@@ -112,13 +112,13 @@ class Lease:
             return False
         if not at_once and self._clock() - self._renewed < self._seconds / 3:
             return True
-        return await self._create(self._mine + 1, self._holder)
+        return await self._create(self.mine + 1, self._holder)
 
     async def give_back(self) -> None:
         """Let the next one have it at once. Raises the tier's errors."""
         if self.held:
-            await self._create(self._mine + 1, "")
-            self._mine = -1
+            await self._create(self.mine + 1, "")
+            self.mine = -1
 
     async def _over(self, newest: int) -> bool:
         now = self._clock()
@@ -139,7 +139,7 @@ class Lease:
             )
         body = msgspec.json.encode(_Record(holder, self._seconds, self._token))
         began = self._clock()
-        self._mine = -1
+        self.mine = -1
         try:
             image = np.frombuffer(body, dtype=np.uint8)
             await self._tier.write(lease_name(generation), image, create=True)
@@ -151,7 +151,7 @@ class Lease:
         found = await self._generations()
         if generation not in found or max(found) > generation:
             return False
-        self._mine, self._renewed = generation, began
+        self.mine, self._renewed = generation, began
         self.store_seconds = found[generation]
         old = sorted(found)[:-KEPT]
         await self._tier.delete([lease_name(one) for one in old])

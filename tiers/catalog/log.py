@@ -64,7 +64,7 @@ class LogWriter:
         clock: Callable[[], float] | None = None,
         tally: Tally | None = None,
     ) -> None:
-        self._tier = tier
+        self.tier = tier
         self._folder = folder
         self.writer = writer
         self._rows_max = rows_max
@@ -138,7 +138,7 @@ class LogWriter:
 
     async def _send(self, body: Bytes) -> None:
         name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))
-        await self._tier.write(name, body)
+        await self.tier.write(name, body)
         self.files += 1
 
 

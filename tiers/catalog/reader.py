@@ -161,7 +161,7 @@ class CatalogReader:
         self._tier = tier
         self._folder = folder
         self._files = Files(tier, folder, counts)
-        self._counts = counts
+        self.counts = counts
         self.writer = ""
         """Whose log has the rows that came last; "" for those of a snapshot."""
         self._page_names = page_names
@@ -265,7 +265,7 @@ class CatalogReader:
 
     async def _reload(self, manifest: Manifest) -> AsyncIterator[Rows]:
         """Everything that a manifest has merged, in place of the log files that it was in."""
-        self._counts.reloads += not self._fresh
+        self.counts.reloads += not self._fresh
         async for snapshot in self._snapshots(manifest):
             yield snapshot
         self._merged = {name: merged.number for name, merged in manifest.merged.items()}

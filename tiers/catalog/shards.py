@@ -143,7 +143,7 @@ async def all_rows(
     step = -(-len(shards) // passes)
     for first in range(0, len(shards), step):
         some = shards[first : first + step]
-        fresh = _Fresh(some)
+        fresh = FreshRows(some)
         for one in overlays:
             await anyio.to_thread.run_sync(fresh.add, one)
         for at in range(0, len(logs), READS_MAX):
@@ -156,7 +156,7 @@ async def all_rows(
             yield await anyio.to_thread.run_sync(_merge, [old, *new]) if new else old
 
 
-class _Fresh:
+class FreshRows:
     """Rows of some shards that are next to each other, as they come; merged they are not."""
 
     def __init__(self, shards: range) -> None:

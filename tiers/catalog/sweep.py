@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiers.objects import ObjectTier
 
 SLICES: Final = 256
-PAGE_NAMES: Final = 1000
+SWEEP_PAGE_NAMES: Final = 1000
 """Names that are asked for at a time: one request of S3, and of most others."""
 
 
@@ -48,9 +48,9 @@ async def listed_in(tier: ObjectTier, prefix: str, number: int) -> Listing:
     after = ""
     while True:
         # All keys of a slice are of one length, so that servers agree on what comes after a name.
-        page = await tier.list(folder, start_after=after, names_max=PAGE_NAMES)
+        page = await tier.list(folder, start_after=after, names_max=SWEEP_PAGE_NAMES)
         found += page
-        if len(page) < PAGE_NAMES:
+        if len(page) < SWEEP_PAGE_NAMES:
             return found
         # A foreign name, too: whatever it is, what comes after it is to come.
         before, after = after, max(one.name for one in page)

@@ -57,7 +57,7 @@ class Tally:
     """Sums of one log. Rows come and are sent in one order; files are numbered from 0."""
 
     def __init__(self) -> None:
-        self._sums: deque[_Sum] = deque()
+        self.sums: deque[_Sum] = deque()
         self._open = False
         """Whether the last sum takes more rows."""
         self._rows = 0
@@ -68,9 +68,9 @@ class Tally:
         """A row waits to be sent. One that withdraws comes to nothing."""
         self._rows += 1
         if not self._open:
-            self._sums.append(_Sum(self._rows))
+            self.sums.append(_Sum(self._rows))
             self._open = True
-        last = self._sums[-1]
+        last = self.sums[-1]
         last.end = self._rows
         if row.size_bytes:
             last.add(row.tenant or NO_TENANT, Holding(row.size_bytes, 1, row.written_at, 1))
@@ -82,7 +82,7 @@ class Tally:
     def sent(self, number: int, rows: int) -> None:
         """File `number` is in the store: the next so many rows."""
         self._rows_sent += rows
-        for one in self._sums:
+        for one in self.sums:
             if one.number == _NOT_SENT and one.end <= self._rows_sent:
                 one.number = number
         self._settle()
@@ -93,7 +93,7 @@ class Tally:
         self._settle()
 
     def _settle(self) -> None:
-        sums = self._sums
+        sums = self.sums
         while sums and _NOT_SENT < sums[0].number <= self._merged:
             sums.popleft()
         while len(sums) > FILES_MAX and sums[1].number != _NOT_SENT:
@@ -105,14 +105,14 @@ class Tally:
     def whole(self) -> Holding:
         """Of all tenants together."""
         found = _NOTHING
-        for one in self._sums:
+        for one in self.sums:
             found = found.plus(one.whole)
         return found
 
     def held(self, tenant: bytes) -> Holding:
         """Of one tenant, as rows name it."""
         found = _NOTHING
-        for one in self._sums:
+        for one in self.sums:
             if (own := one.tenants.get(tenant)) is not None:
                 found = found.plus(own)
         return found

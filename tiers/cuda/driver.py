@@ -129,6 +129,11 @@ _lock = threading.Lock()
 _driver: Driver | None = None
 
 
+def is_loaded() -> bool:
+    """Whether this process loaded the driver."""
+    return _driver is not None
+
+
 def driver() -> Driver:
     """The driver of this process. Raises `DriverMissing`, and tries again when asked again."""
     global _driver

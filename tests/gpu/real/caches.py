@@ -106,7 +106,7 @@ class TorchCache:
     def __init__(self, layout: KVLayout, place: str) -> None:
         torch.cuda.init()
         self._kept: list[Any] = []
-        self._buffer = self._allocate(layout.size_bytes, place)
+        self.buffer = self._allocate(layout.size_bytes, place)
         self._scratch = torch.ones(BUSY_BYTES // 4, dtype=torch.float32, device=DEVICE)
         self._factors: list[torch.Tensor] = []
         self._word_stream: Any = None
@@ -134,7 +134,7 @@ class TorchCache:
         heads, tokens = layout.segment.num_heads, layout.block_tokens
         self.tensors = [
             torch.as_strided(
-                self._buffer,
+                self.buffer,
                 size=(layout.num_blocks, heads, tokens, layout.content_bytes),
                 stride=(
                     layout.block_stride_bytes,
@@ -142,7 +142,7 @@ class TorchCache:
                     layout.token_stride_bytes,
                     1,
                 ),
-                storage_offset=self._buffer.storage_offset() + offset,
+                storage_offset=self.buffer.storage_offset() + offset,
             ).view(torch.float16)
             for offset in layout.layer_offsets_bytes
         ]
@@ -161,7 +161,7 @@ class TorchCache:
 
     def randomize(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self._buffer.random_(-128, 127)
+        self.buffer.random_(-128, 127)
 
     def paint(self, block: int, value: int) -> None:
         for layer in self._bytes:
@@ -214,7 +214,7 @@ class TorchCache:
 
     def drop(self) -> None:
         torch.cuda.synchronize()
-        del self._buffer, self._scratch, self.tensors, self._bytes, self._aside
+        del self.buffer, self._scratch, self.tensors, self._bytes, self._aside
         self._kept.clear()
         self._factors.clear()
         gc.collect()

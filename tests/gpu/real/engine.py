@@ -223,7 +223,7 @@ def unharmed(socket: str, name: str) -> None:
     """After its sidecar was killed: every job ends, the device works, a new sidecar serves it."""
     cache = engine.cache
     deadline = time.monotonic() + 60.0
-    while engine.role._outstanding:
+    while engine.role.outstanding:
         assert time.monotonic() < deadline, "jobs of the killed sidecar never ended"
         engine.step()
         time.sleep(0.001)

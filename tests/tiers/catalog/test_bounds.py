@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import places
 from tests.tiers.catalog.kit import key
-from tiers.catalog import bounds as bounds_module
 from tiers.catalog.bounds import Ages, Bounds, Limits, Verdict, Why
 from tiers.catalog.merge import merged
 from tiers.catalog.rows import Row, Rows, rows_of
@@ -235,8 +235,8 @@ def test_the_verdict_is_that_of_a_loop_over_chunks(
 def test_very_many_ages_are_told_apart_less_finely_and_bounds_hold(
     cells_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds_module, "CELLS_MAX", cells_max)
-    monkeypatch.setattr("tiers.catalog.census.JOIN_CELLS_MIN", 4)
+    places.patch(monkeypatch, "CELLS_MAX", cells_max)
+    places.patch(monkeypatch, "JOIN_CELLS_MIN", 4)
     rows = [chunk(number, number % 97, tenant=A if number % 2 else B) for number in range(200)]
     bounds = Bounds(named={A: Limits(size_bytes_max=355), B: Limits(objects_max=40)})
     went = gone_by_tenant(rows, bounds)

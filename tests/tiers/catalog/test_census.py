@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import places
 from tests.tiers.catalog.kit import key
-from tiers.catalog import census as module
 from tiers.catalog.census import (
     CHUNKS,
     OBJECTS,
@@ -66,7 +66,7 @@ amounts = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1
 def test_sums_are_those_of_a_dictionary(parts: list[list[tuple[int, int, int]]]) -> None:
     sums, expected = Sums(), Counter[tuple[int, int]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "JOIN_CELLS_MIN", 3)
+        places.patch(patch, "JOIN_CELLS_MIN", 3)
         for part in parts:
             columns = np.array(part, dtype=np.int64).reshape(-1, 3)
             sums.add(

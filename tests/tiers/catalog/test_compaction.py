@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tests import places
 from tests.tiers.catalog.bucket import START_SECONDS, Killed, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, others_turns
 from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction, snapshots
 from tiers.catalog import manifest as manifests
 from tiers.catalog.bounds import Bounds, Limits, Why, Whys
 from tiers.catalog.census import Holding
-from tiers.catalog.compaction import Plan, Superseded, compact
+from tiers.catalog.compaction import ABANDONED_SECONDS, MANIFESTS_KEPT, Plan, Superseded, compact
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -31,7 +31,7 @@ from tiers.errors import TierUnavailable
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(snapshots, "SNAPSHOT_ROWS", 7)
+    places.patch(monkeypatch, "SNAPSHOT_ROWS", 7)
     return World()
 
 
@@ -52,7 +52,7 @@ async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> No
     assert counts.reloads == 0
     assert not old.take_doubt()
     assert len(world.bucket.names(f"{FOLDER}/log")) <= 2
-    assert len(world.bucket.names(f"{FOLDER}/manifest")) <= compaction.MANIFESTS_KEPT + 1
+    assert len(world.bucket.names(f"{FOLDER}/manifest")) <= MANIFESTS_KEPT + 1
     fresh = world.reader()
     assert await world.offered(fresh) == set(range(60))
     assert not fresh.take_doubt()
@@ -61,7 +61,7 @@ async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> No
 async def test_small_rounds_become_a_whole_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "OVERLAY_ROWS", 20)
+    places.patch(monkeypatch, "OVERLAY_ROWS", 20)
     done: list[bool] = []
     for first in range(0, 80, 5):
         await world.write(*range(first, first + 5))
@@ -199,7 +199,7 @@ async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_ta
 async def test_a_manifest_names_the_tenants_that_hold_most(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "TENANTS_MAX", 3)
+    places.patch(monkeypatch, "TENANTS_MAX", 3)
     for number in (4, 2, 5, 3, 1):
         await world.write(number, size_bytes=1000 * number, tenant=bytes(7) + bytes([number]))
     for whole in (False, True):
@@ -322,7 +322,7 @@ async def test_of_two_rounds_at_once_one_creates_the_manifest(
     def digest_of(_: object) -> str:
         return f"{len(raced):032x}"
 
-    monkeypatch.setattr(snapshots, "digest_of", digest_of)
+    places.patch(monkeypatch, "digest_of", digest_of, package="tiers")
     with pytest.raises(Superseded):
         await world.compact()
     monkeypatch.undo()
@@ -336,7 +336,7 @@ async def test_files_of_rounds_that_died_are_removed(world: World) -> None:
     await world.tier.write(stray, image_of(100))
     await world.compact()
     assert stray in world.bucket.objects
-    world.bucket.now += compaction.ABANDONED_SECONDS + 1
+    world.bucket.now += ABANDONED_SECONDS + 1
     await world.compact(whole=False)
     assert stray not in world.bucket.objects
     assert await world.offered() == {1}
@@ -353,7 +353,7 @@ async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_i
     with pytest.raises(Killed):
         await compact(killed, PREFIX, plan, world.bucket.now)
     [begun] = [name for name in world.bucket.objects if parse_snapshot(FOLDER, name) == 1]
-    world.bucket.now += compaction.ABANDONED_SECONDS + 1
+    world.bucket.now += ABANDONED_SECONDS + 1
     idle = View(world.bucket)
     inner = idle.delete
 

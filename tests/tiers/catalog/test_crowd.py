@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from sidecar.collector import CROWDED_FILES
+from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
-from tiers.catalog import log as logs
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.rows import Row, Rows, rows_of
@@ -49,7 +49,7 @@ async def test_rows_become_columns_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
         threads.add(threading.get_ident())
         return rows_of(rows)
 
-    monkeypatch.setattr(logs, "rows_of", seen)
+    places.patch(monkeypatch, "rows_of", seen)
     log = writer(memory())
     log.append(row(1))
     await log.flush()

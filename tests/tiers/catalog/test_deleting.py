@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.kit import NAMESPACE, PREFIX, new_rows
 from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction, snapshots, sweep
-from tiers.catalog import whole as wholes
 from tiers.catalog.bounds import Bounds, Limits
 from tiers.catalog.comparing import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
 from tiers.catalog.rows import Row
+from tiers.catalog.sweep import objects_in
 from tiers.errors import TierExpired
 from tiers.filesystems import Listing
 from tiers.layout import Segment
@@ -23,15 +23,15 @@ from tiers.layout import Segment
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(snapshots, "SNAPSHOT_ROWS", 7)
+    places.patch(monkeypatch, "SNAPSHOT_ROWS", 7)
     return World()
 
 
 async def test_steady_writing_does_not_put_off_what_waits_to_be_deleted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "OVERLAY_ROWS", 8)
-    monkeypatch.setattr(compaction, "OVERLAY_SHARE", 1000)
+    places.patch(monkeypatch, "OVERLAY_ROWS", 8)
+    places.patch(monkeypatch, "OVERLAY_SHARE", 1000)
     bounds = Bounds(objects_max=20)
     deleted = 0
     for turn in range(20):
@@ -48,7 +48,7 @@ async def test_steady_writing_does_not_put_off_what_waits_to_be_deleted(
 async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "OVERLAY_ROWS", 8)
+    places.patch(monkeypatch, "OVERLAY_ROWS", 8)
     bounds = Bounds(ttl_seconds=1000.0)
     await world.write(1)
     world.bucket.now += 900
@@ -79,8 +79,8 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
 async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "OVERLAY_ROWS", 8)
-    monkeypatch.setattr(wholes, "LATE_ROWS_MAX", 3)
+    places.patch(monkeypatch, "OVERLAY_ROWS", 8)
+    places.patch(monkeypatch, "LATE_ROWS_MAX", 3)
     bounds = Bounds(ttl_seconds=1000.0)
     await world.write(1)
     world.bucket.now += 1100
@@ -208,8 +208,8 @@ async def test_what_is_written_again_while_a_shard_is_deleted_stays(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deleting a shard takes minutes where requests are limited, and its listing is older."""
-    monkeypatch.setattr(wholes, "DELETED_NAMES", 2)
-    monkeypatch.setattr(wholes, "LOOK_NAMES", 3)
+    places.patch(monkeypatch, "DELETED_NAMES", 2)
+    places.patch(monkeypatch, "LOOK_NAMES", 3)
     bounds = Bounds(ttl_seconds=1000.0)
     numbers = [256 * number for number in range(8)]
     assert len({chunk_key(number)[0] for number in numbers}) == 1
@@ -241,7 +241,7 @@ async def test_what_is_written_again_while_a_shard_is_deleted_stays(
 
 async def test_a_shard_is_listed_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline would end a listing of very many names every time."""
-    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
     inner = world.tier.list
 
     async def list_in_time(prefix: str, **asked: Any) -> Listing:
@@ -256,4 +256,4 @@ async def test_a_shard_is_listed_in_parts(world: World, monkeypatch: pytest.Monk
     world.bucket.now += YOUNG_SECONDS + 1
     monkeypatch.setattr(world.tier, "list", list_in_time)
     assert (await world.compact(reconcile=True)).found == 5
-    assert len(await sweep.objects_in(world.tier, PREFIX, chunk_key(0)[0])) == 5
+    assert len(await objects_in(world.tier, PREFIX, chunk_key(0)[0])) == 5

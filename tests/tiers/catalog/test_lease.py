@@ -108,7 +108,7 @@ def test_two_never_hold_it_at_once(steps: list[int], turns: list[int]) -> None:
         try:
             await contender.take()
         except Killed:
-            contender._mine = -1
+            contender.mine = -1
 
     async def run() -> None:
         for turn in [*turns, 0]:

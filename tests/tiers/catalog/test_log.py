@@ -9,8 +9,8 @@ from typing import TypeVar
 import anyio.lowlevel
 import pytest
 
+from tests import places
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
-from tiers.catalog import log as module
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.names import parse_log
 from tiers.catalog.rows import rows_of
@@ -75,7 +75,7 @@ async def test_rows_that_come_during_a_flush_wait_until_they_are_due() -> None:
 
 
 async def test_files_are_numbered_from_zero_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS_PER_FILE_MAX", 2)
+    places.patch(monkeypatch, "ROWS_PER_FILE_MAX", 2)
     tier = memory()
     log = writer(tier)
     for number in range(5):
@@ -88,7 +88,7 @@ async def test_files_are_numbered_from_zero_and_bounded(monkeypatch: pytest.Monk
 
 
 async def test_a_full_buffer_loses_rows_and_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROWS_WAITING_MAX", 2)
+    places.patch(monkeypatch, "ROWS_WAITING_MAX", 2, package="tiers")
     log = writer(memory())
     for number in range(5):
         log.append(row(number))
@@ -106,7 +106,7 @@ async def test_rows_that_come_while_the_store_is_away_are_kept_in_order() -> Non
                 await log.flush()
             except TierUnavailable:
                 await anyio.lowlevel.checkpoint()
-    log._tier = Retrying(faulty, attempts_max=50, pause_seconds=0)
+    log.tier = Retrying(faulty, attempts_max=50, pause_seconds=0)
     await log.flush()
     numbers = [int.from_bytes(one.key, "big") for one in await new_rows(reader(inner))]
     assert numbers == list(range(60))

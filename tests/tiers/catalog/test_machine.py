@@ -21,10 +21,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests import places
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import compaction, snapshots
 from tiers.catalog import manifest as manifests
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, Superseded, compact
@@ -81,9 +81,9 @@ class Catalog(RuleBasedStateMachine):
         self.bucket.before_delete = self._check_deleted
         self.names = itertools.count()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(snapshots, "SNAPSHOT_ROWS", 5)
-        self.patch.setattr(compaction, "OVERLAY_ROWS", 8)
-        self.patch.setattr(compaction, "new_writer", self._new_writer)
+        places.patch(self.patch, "SNAPSHOT_ROWS", 5)
+        places.patch(self.patch, "OVERLAY_ROWS", 8)
+        places.patch(self.patch, "new_writer", self._new_writer)
         self.patch.setattr(anyio.to_thread, "run_sync", self._in_its_turn)
         self.waits: Iterator[int] = itertools.repeat(0)
         self.logs = [self._log() for _ in range(WRITERS)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
@@ -157,17 +158,16 @@ async def test_broken_and_foreign_files_are_skipped_and_counted_once(
     await tier.write(f"{FOLDER}/manifest/000000000009", body)
     one = reader(tier)
     assert await new_rows(one) == [row(0), row(2)]
-    assert one._counts.files_corrupt == 3
+    assert one.counts.files_corrupt == 3
     assert await new_rows(one) == []
     assert "is ignored" in caplog.text
     # The manifest is looked at again: its name may be that of a whole one by then.
-    assert one._counts.files_corrupt == 4
+    assert one.counts.files_corrupt == 4
 
 
 async def test_a_file_longer_than_any_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.catalog import reader as module
 
-    monkeypatch.setattr(module, "FILE_BYTES_MAX", 1000)
+    places.patch(monkeypatch, "FILE_BYTES_MAX", 1000)
     tier = memory()
     log = writer(tier)
     for number in range(100):
@@ -175,7 +175,7 @@ async def test_a_file_longer_than_any_is_not_read_whole(monkeypatch: pytest.Monk
     await log.flush()
     one = reader(tier)
     assert await new_rows(one) == []
-    assert one._counts.files_corrupt == 1
+    assert one.counts.files_corrupt == 1
 
 
 async def test_a_store_that_fails_costs_a_refresh_and_no_rows() -> None:
@@ -210,7 +210,7 @@ async def test_a_new_reader_takes_the_snapshot_and_an_old_one_goes_on() -> None:
     log.append(row(4))
     await log.flush()
     assert await new_rows(old) == [row(3), row(4)]
-    assert (old.generation, old._counts.reloads) == (0, 0)
+    assert (old.generation, old.counts.reloads) == (0, 0)
     for found in await tier.list(f"{FOLDER}/log"):
         parsed = parse_log(FOLDER, found.name)
         if parsed and parsed.number < 4:
@@ -236,7 +236,7 @@ async def test_a_reader_that_slept_through_a_deletion_reads_the_snapshot() -> No
     await put_snapshot(tier, Manifest(1, merged={log.writer: Merged(3, 1)}), rows)
     await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
     assert await new_rows(slept) == rows
-    assert slept._counts.reloads == 1
+    assert slept.counts.reloads == 1
     assert await new_rows(slept) == []
 
 

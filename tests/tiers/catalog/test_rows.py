@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.catalog import rows as module
+from tests import places
 from tiers.catalog.rows import (
     SCHEMA,
     CatalogCorrupt,
@@ -153,9 +153,9 @@ def test_other_files_are_no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CatalogCorrupt):
             decode(body, digest_of(body))
     body = encode(rows_of([row(1), row(2)]))
-    monkeypatch.setattr(module, "ROWS_PER_FILE_MAX", 1)
+    places.patch(monkeypatch, "ROWS_PER_FILE_MAX", 1)
     with pytest.raises(CatalogCorrupt, match="2 rows"):
         decode(body, digest_of(body))
-    monkeypatch.setattr(module, "FILE_BYTES_MAX", 100)
+    places.patch(monkeypatch, "FILE_BYTES_MAX", 100)
     with pytest.raises(CatalogCorrupt, match="at most 100"):
         decode(body, digest_of(body))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, SEGMENT, memory
-from tiers.catalog import shards
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.log import LogWriter, new_writer
@@ -16,7 +16,7 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import SHARDS, merged
 from tiers.catalog.reader import Files
 from tiers.catalog.rows import Row, Rows, joined, rows_of
-from tiers.catalog.shards import all_rows
+from tiers.catalog.shards import FreshRows, all_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,17 +72,17 @@ async def test_all_rows_are_told_in_order_however_many_are_not_merged(
     told += (more := random_rows(chooser, 3000, keys))
     await write(tier, more)
     files = Files(tier, FOLDER, Counts())
-    monkeypatch.setattr(shards, "PASS_ROWS_MAX", 500)
+    places.patch(monkeypatch, "PASS_ROWS_MAX", 500)
     most = 0
 
-    class Counted(shards._Fresh):  # pyright: ignore[reportPrivateUsage]
+    class Counted(FreshRows):
         def add(self, rows: Rows) -> None:
             nonlocal most
             super().add(rows)
             most = max(most, len(self))
 
-    monkeypatch.setattr(shards, "_Fresh", Counted)
-    monkeypatch.setattr(shards, "BLOCK_ROWS", chooser.choice((1, 70, 10_000)))
+    places.patch(monkeypatch, "FreshRows", Counted)
+    places.patch(monkeypatch, "BLOCK_ROWS", chooser.choice((1, 70, 10_000)))
     found = [rows async for rows in all_rows(files, 1e9, part)]
     assert len(found) == len(part)
     expected = [row for row in known([merged(rows_of(told))]) if row.key[0] in part]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import places
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import sweep
 from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.comparing import YOUNG_SECONDS
@@ -80,7 +80,7 @@ async def test_a_foreign_name_in_a_slice_does_not_end_a_sweep_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
 ) -> None:
     """The last name of a page is what the next one begins after."""
-    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
     tier = UrlObjects(f"file://{tmp_path}")
     for number in range(3):
         name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
@@ -105,7 +105,7 @@ class Deaf(View):
 
 
 async def test_a_listing_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "PAGE_NAMES", 2)
+    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
     tier = Deaf(Bucket())
     for number in range(3):
         name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))

@@ -108,7 +108,7 @@ def test_many_files_are_few_sums() -> None:
         tally.add(row(1))
         tally.cut()
         tally.sent(number, 1)
-    assert len(tally._sums) == FILES_MAX  # pyright: ignore[reportPrivateUsage]
+    assert len(tally.sums) == FILES_MAX  # pyright: ignore[reportPrivateUsage]
     assert tally.held(A) == Holding(10 * FILES_MAX, 10 * FILES_MAX, 500, 10 * FILES_MAX)
     tally.merged(9 * FILES_MAX)
     assert tally.held(A).objects == FILES_MAX - 1
