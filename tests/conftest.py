@@ -3,10 +3,8 @@
 The servers run for the whole session; a test takes a prefix of its own. Imports stand in the
 fixtures: most tests need none of it.
 
-Two processes run the tests (`make test`). Those that start an engine share models and engines, and
-two engines at a time wait for each other's cores: one process runs them, and begins with them. The
-other takes the rest, and, since it has done long before, the engines of vLLM's own offloading. The
-last files go to whoever is free.
+Two processes run the tests (`make test`), a file at a time: the dearest first, as recorded in
+`tests/durations.json`.
 """
 
 from __future__ import annotations
@@ -44,12 +42,8 @@ settings.load_profile("kvlake")
 
 KILL_MATRIX: Final = "KVLAKE_KILL_MATRIX"
 """An environment variable: the folder that the kill matrix is written to, with what is there."""
-ENGINES: Final = ("tests/e2e/", "tests/soak/")
-"""Where tests are that start engines."""
-NATIVE: Final = "tests/e2e/test_native_"
-"""Those of them whose engines have vLLM's own offloading."""
-LAST: Final = ("tests/e2e/test_store.py", "tests/e2e/test_topology.py")
-"""Those of them that are left to the end, so that both processes end at about the same time."""
+UNRECORDED_SECONDS: Final = 20.0
+"""What a file is taken to need that `tests/durations.json` does not know yet."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,26 +54,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[kill_table.ROWS] = {}
 
 
-def turn(nodeid: str) -> int:
-    """When a test is handed out: with engines first, without any next, natively, and the last."""
-    if nodeid.startswith(LAST):
-        return 3
-    if nodeid.startswith(NATIVE):
-        return 2
-    return 0 if nodeid.startswith(ENGINES) else 1
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Each file of tests goes to one process; most that start engines are two such units."""
-    from xdist.scheduler import LoadScopeScheduling
+    """Each file of tests goes to one process: its tests share models, engines and servers."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return ("engines", file, "native", file)[turn(nodeid)]
+    return LoadFileScheduling(config, log)
 
-    return Scheduling(config, log)
+
+def dearest_first(items: list[pytest.Item]) -> None:
+    """Order files so that the processes that take them end at about the same time."""
+    # A plugin (`pytest_plugins`), which pytest must import itself.
+    from tests import durations
+
+    recorded = durations.load(durations.RECORD).files if durations.RECORD.is_file() else {}
+
+    def seconds(item: pytest.Item) -> float:
+        file = recorded.get(item.nodeid.partition("::")[0])
+        return UNRECORDED_SECONDS if file is None else file.seconds
+
+    items.sort(key=seconds, reverse=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: turn(item.nodeid))
+        dearest_first(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -112,12 +106,13 @@ def pytest_terminal_summary(
     rows = config.stash[kill_table.ROWS]
     if not rows:
         return
-    if KILL_MATRIX in os.environ:
+    whole = KILL_MATRIX in os.environ
+    if whole:
         folder = Path(os.environ[KILL_MATRIX])
         rows = kill_table.read(folder) | rows
         kill_table.write(rows, folder)
     terminalreporter.section("kill matrix")
-    terminalreporter.write(kill_table.markdown(rows))
+    terminalreporter.write(kill_table.markdown(rows, whole=whole))
 
 
 @pytest.fixture(scope="session")

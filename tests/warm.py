@@ -35,9 +35,8 @@ from tests import places
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+FIRST: Final = "tests.warm_server"
 ENGINES: Final = (
-    # First: it must see the command line and the environment where the kernel put them.
-    "setproctitle",
     "torch._dynamo",
     "transformers",
     "vllm.v1.engine.async_llm",
@@ -69,7 +68,7 @@ def serve(*, engines: bool) -> None:
     A server that runs already stays as it is.
     """
     with _environment(ENVIRONMENT):
-        _context.set_forkserver_preload([*(ENGINES if engines else ()), *OTHERS])
+        _context.set_forkserver_preload([FIRST, *(ENGINES if engines else ()), *OTHERS])
         forkserver.ensure_running()
 
 
@@ -149,10 +148,16 @@ def engine(
     argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
 ) -> WarmProcess:
     """An engine, in place of `launch` of its module."""
+    bind = "VLLM_CPU_OMP_THREADS_BIND"
     return WarmProcess(
         demo_engine.__name__,
         [argument],
-        {**environment, **ENVIRONMENT, demo_engine.ANSWERS_FD: answers},
+        {
+            **environment,
+            **ENVIRONMENT,
+            bind: _other_cores(environment[bind]),
+            demo_engine.ANSWERS_FD: answers,
+        },
         prepare=_fork_workers,
         stdin=subprocess.PIPE,
         stdout=log.fileno(),
@@ -170,6 +175,13 @@ def left() -> list[str]:
             if int(session) in _sessions and state != "Z":
                 found.append(f"process {process.name}: {(process / 'comm').read_text().strip()}")
     return found
+
+
+def _other_cores(bound: str) -> str:
+    """Cores of an engine, the first one differing between the processes that run the tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cores = sorted(os.sched_getaffinity(0))
+    return re.sub(r"\d+", lambda core: str(cores[(int(core[0]) + worker) % len(cores)]), bound)
 
 
 def _sent(value: str | int) -> Any:

@@ -27,6 +27,13 @@ SOCKETS: Final = ("attach.sock", "jobs.sock")
 LEFTOVER_SECONDS_MAX: Final = 60.0
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A module that takes tests of another one names those that it only runs nightly."""
+    name = item.originalname if isinstance(item, pytest.Function) else ""
+    if name in getattr(getattr(item, "module", None), "NIGHTLY", ()):
+        item.add_marker("nightly")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_engines(warm_server: None) -> Iterator[None]:
     """Engines of these tests are forked from a process that has imported vLLM."""

@@ -43,11 +43,18 @@ from tests.e2e.holds import LOAD, Holds
 from tests.e2e.setups import SMALL, attached, folder_store, in_steps, listed, sidecar_in
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
     from sidecar.demo.engine import Generation
     from sidecar.demo.sidecars import SidecarProcess
+
+
+def nightly_but(one: int, sizes: Sequence[int]) -> list[Any]:
+    """Parameters of a test of which `make test` runs one."""
+    return [
+        pytest.param(size, marks=[] if size == one else [pytest.mark.nightly]) for size in sizes
+    ]
 
 
 ENGINE_ARGS: Final[dict[str, Any]] = {
@@ -131,7 +138,7 @@ class GroupSuite:
         self.check_bytes(Measured(generation, blocks_of(engine), expected.salt), expected)
 
     @pytest.mark.promise("host-hit")
-    @pytest.mark.parametrize("tokens", [125, 160, 512, 515, 1500])
+    @pytest.mark.parametrize("tokens", nightly_but(515, [125, 160, 512, 515, 1500]))
     def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
         # To vLLM's host tier a group is a part of a key.
         realms = 1 if has_host_tier(engine) else self.groups
@@ -166,6 +173,7 @@ class GroupSuite:
             assert counters(sidecar)["chunks_read"] == self.chunks_read(whole_blocks(1500))
 
     @pytest.mark.promise("abort-of-load")
+    @pytest.mark.nightly
     def test_an_abort_during_a_load(self, folder: Path, engine: Engine) -> None:
         """Half-way through its copy, beside loads of others: each of them gets its own bytes.
 
@@ -195,6 +203,7 @@ class GroupSuite:
             self.check_same(engine, call, expected)
 
     @pytest.mark.promise("preemption")
+    @pytest.mark.nightly
     def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """More requests than the KV cache has room for: they are preempted, and load again."""
         calls = [

@@ -80,6 +80,23 @@ CELLS: Final = [
 ]
 
 
+TELLING: Final = frozenset(
+    Cell(*experiment)
+    for experiment in (
+        (Victim.SIDECAR, Signal.STOP, Stage.LOAD),
+        (Victim.SIDECAR, Signal.KILL, Stage.STORE),
+        (Victim.SIDECAR, Signal.KILL, Stage.ATTACH),
+        (Victim.WORKER, Signal.KILL, Stage.LOAD),
+        (Victim.WORKER, Signal.STOP, Stage.STORE),
+        (Victim.CORE, Signal.STOP, Stage.ATTACH),
+        (Victim.CORE, Signal.KILL, Stage.DRAIN),
+        (Victim.S3, Signal.STOP, Stage.LOOKUP),
+        (Victim.S3, Signal.KILL, Stage.WRITE),
+    )
+)
+"""Each victim with each signal, and each stage, at least once. The others run nightly."""
+
+
 def in_order_of_running(backend: Backend) -> list[Cell]:
     """All cells, those that kill an engine spread out: its successor takes a while to start."""
     cells = [cell for cell in CELLS if cell.backend is backend]
@@ -150,23 +167,23 @@ _COLUMNS: Final = (
 ROWS: Final = pytest.StashKey[dict[Cell, Row]]()
 
 
-def markdown(rows: dict[Cell, Row]) -> str:
-    """A table for each matrix of which something was run, every cell of it in it."""
+def markdown(rows: dict[Cell, Row], *, whole: bool = True) -> str:
+    """A table for each matrix of which something was run, with what was not run if `whole`."""
     tables = [
-        f"{backend}:\n\n{_table(rows, backend)}"
+        f"{backend}:\n\n{_table(rows, backend, whole)}"
         for backend in Backend
         if any(cell.backend is backend for cell in rows)
     ]
     return "\n".join(tables)
 
 
-def _table(rows: dict[Cell, Row], backend: Backend) -> str:
+def _table(rows: dict[Cell, Row], backend: Backend, whole: bool) -> str:
     lines = [
         "| " + " | ".join(column.title for column in _COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),
     ]
     for cell in CELLS:
-        if cell.backend is not backend:
+        if cell.backend is not backend or not (whole or cell in rows):
             continue
         row = rows.get(cell) or replace(Row.of(cell), outcome="not run")
         values = asdict(row)

@@ -51,7 +51,11 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
         yield sidecar
 
 
-@pytest.fixture(scope="module", params=[8192, 512], ids=["whole", "chunked"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(8192, marks=pytest.mark.nightly), 512],
+    ids=["whole", "chunked"],
+)
 def engine(
     request: pytest.FixtureRequest, folder: Path, model: str, sidecar: SidecarProcess
 ) -> Iterator[Engine]:
@@ -202,7 +206,7 @@ def test_full_prompt_hit(engine: Engine, sidecar: SidecarProcess, tokens: int) -
     assert not worker - expected
 
 
-@pytest.mark.parametrize("generated", [1, 40, 300])
+@pytest.mark.parametrize("generated", [1, 40, pytest.param(300, marks=pytest.mark.nightly)])
 def test_next_turn_continues_on_what_was_generated(
     engine: Engine, sidecar: SidecarProcess, generated: int
 ) -> None:

@@ -88,6 +88,7 @@ class TestGemma(GroupSuite):
         """All of full attention, and of each window those that it still reaches."""
         return -(-tokens // CHUNK_TOKENS) + (self.groups - 1) * reached(tokens, WINDOW)
 
+    @pytest.mark.nightly
     def test_next_turn(self, engine: Engine, sidecar: SidecarProcess) -> None:
         first = Call(words(700, 2), max_tokens=300)
         answer = engine.generate(first.prompt, max_tokens=300, cache_salt=fresh_salt()).tokens

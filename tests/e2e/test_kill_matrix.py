@@ -25,6 +25,7 @@ from tests.e2e.kill_stages import STAGES, Staged
 from tests.e2e.kill_table import (
     OF_HOST_TIER,
     ROWS,
+    TELLING,
     Backend,
     Cell,
     Row,
@@ -52,8 +53,6 @@ STOP_SECONDS: Final = 3.0
 STOP_SECONDS_ATTACH: Final = 6.0
 """Longer than a client waits for an answer to its attach."""
 COPIES: Final = (Stage.LOAD, Stage.STORE)
-OF_WORKER: Final = (Stage.ATTACH, Stage.LOAD, Stage.DRAIN)
-"""At which a worker is killed without `--nightly`; the engine core is, at the others."""
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +91,10 @@ def row(request: pytest.FixtureRequest, cell: Cell) -> Row:
     return row
 
 
-def is_nightly(cell: Cell) -> bool:
-    """An engine that dies is started again, which takes longest: in short once for each stage."""
-    return cell.kills_an_engine and (cell.victim is Victim.WORKER) != (cell.stage in OF_WORKER)
-
-
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=[pytest.mark.nightly] if is_nightly(cell) else [], id=str(cell))
+        pytest.param(cell, marks=[] if cell in TELLING else [pytest.mark.nightly], id=str(cell))
         for cell in in_order_of_running(Backend.CONNECTOR)
     ],
 )

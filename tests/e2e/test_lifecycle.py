@@ -296,6 +296,7 @@ def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Ora
         check_loaded(oracle, engine, salt)
 
 
+@pytest.mark.nightly
 def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Oracle) -> None:
     """The blocks come back after the store's deadline, and what is in them then is not stored."""
     prompt, salt = oracle.call.prompt, fresh_salt()
@@ -316,6 +317,7 @@ def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Or
         check_loaded(oracle, engine, salt, rounded=True)
 
 
+@pytest.mark.nightly
 def test_sidecar_stopped_and_continued_in_time(
     folder: Path, engine: Engine, oracle: Oracle
 ) -> None:
@@ -364,6 +366,7 @@ def test_sidecar_killed_with_stores_outstanding(
         oracle.check(engine.generate(prompt, cache_salt=salt))
 
 
+@pytest.mark.nightly
 def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle) -> None:
     chooser = random.Random(SEED + 2)
     loading, storing = oracle.call.prompt, Oracle(engine, Call(words(2500, 6)))

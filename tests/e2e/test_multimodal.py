@@ -32,7 +32,7 @@ from tests.e2e.arms import (
     whole_blocks,
     words,
 )
-from tests.e2e.group_suite import GroupSuite, engine_of
+from tests.e2e.group_suite import GroupSuite, engine_of, nightly_but
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,7 +180,7 @@ class TestIdefics3(GroupSuite):
         assert another.cached_tokens == shared_tokens(engine, call)
         assert another.logprobs != expected.generation.logprobs
 
-    @pytest.mark.parametrize("tokens", [125, 165, 515, 1500])
+    @pytest.mark.parametrize("tokens", nightly_but(515, [125, 165, 515, 1500]))
     def test_host_hits(self, engine: Engine, sidecar: SidecarProcess, tokens: int) -> None:
         """None of whole blocks: of such a prompt all is loaded, not only what vLLM would find."""
         super().test_host_hits(engine, sidecar, tokens)

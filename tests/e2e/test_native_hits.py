@@ -43,6 +43,14 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.promise("offloading", "offloading-spec", "suite-hits"),
 ]
+NIGHTLY: Final = (
+    "test_hits_of_several_requests_at_once",
+    "test_next_turn_continues_on_what_was_generated",
+    "test_shared_prefix_of_another_prompt",
+    "test_three_turns",
+    "test_without_a_salt",
+)
+"""Tests of another module that this one runs nightly."""
 
 HITS: Final = "vllm:external_prefix_cache_hits"
 CHUNK_HITS: Final = "vllm:kv_offload_tiering_chunk_hits"

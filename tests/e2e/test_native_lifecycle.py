@@ -7,7 +7,7 @@ are last: their sidecar stays until the module ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -52,6 +52,19 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.promise("offloading", "offloading-spec", "suite-lives", "suite-warm-restart"),
 ]
+NIGHTLY: Final = (
+    "test_abort_of_a_request_that_stores",
+    "test_abort_while_the_load_hangs",
+    "test_aborts_at_any_time_of_a_load",
+    "test_damaged_host_memory_is_never_used",
+    "test_pool_of_four_chunks",
+    "test_preemption",
+    "test_sidecar_killed_with_stores_outstanding",
+    "test_sidecar_stopped_during_a_load",
+    "test_sidecar_started_after_the_engine",
+    "test_slot_damaged_between_two_lives_is_computed",
+)
+"""Tests of another module that this one runs nightly."""
 
 
 @pytest.fixture(scope="module")

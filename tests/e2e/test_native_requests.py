@@ -9,7 +9,7 @@ for vLLM's block hashes know them by name and path.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -37,6 +37,11 @@ pytestmark = [
     pytest.mark.usefixtures("sidecar"),
     pytest.mark.promise("offloading", "offloading-spec", "suite-requests"),
 ]
+NIGHTLY: Final = (
+    "test_requests_of_adapters_are_preempted_and_aborted",
+    "test_drafts_are_stored_once_they_are_known",
+)
+"""Tests of another module that this one runs nightly."""
 
 
 @pytest.fixture(scope="module")

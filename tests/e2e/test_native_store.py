@@ -9,7 +9,7 @@ network with `--nightly` alone, for they are far below what tells one engine fro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -34,7 +34,6 @@ from tests.e2e.test_store import (  # noqa: F401 (the tests, and their fixtures)
     test_two_sidecars_on_one_bucket,
     written,
 )
-from tests.faulty_proxy import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +45,19 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.promise("offloading", "offloading-spec", "suite-store"),
 ]
+NIGHTLY: Final = (
+    "test_bucket_serves_another_cluster",
+    "test_damaged_objects_are_never_served",
+    "test_folder_that_takes_no_large_file",
+    "test_full_folder",
+    "test_head_in_the_engine_middle_in_host_tail_in_the_store",
+    "test_store_that_is_only_read_or_only_written",
+    "test_two_sidecars_on_one_bucket",
+    "test_fault",
+    "test_passing_fault_is_retried",
+    "test_frozen_server",
+)
+"""Tests of another module that this one runs nightly."""
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +69,3 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 
 class TestUnreliableBucket(test_store.TestUnreliableBucket):
     """Its prompts are many small chunks: one of them is enough to open the breaker."""
-
-    nightly: ClassVar = [one for one in FAULTS if one not in (Fault.STALL, Fault.WRONG_BYTES)]

@@ -6,6 +6,7 @@ bucket, credentials, an endpoint, a model) is given.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -164,17 +165,33 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def test_the_second_cluster_reads_what_the_first_computed(
-    folder: Path, environment: dict[str, str], slow_model: str
-) -> None:
-    first = Machine(folder / "first", environment, slow_model)
+@contextlib.contextmanager
+def first_cluster(folder: Path, environment: dict[str, str], model: str) -> Iterator[Any]:
+    """What the first machine computed, once it is in the bucket."""
+    first = Machine(folder / "first", environment, model)
     try:
         first.wait_ready()
         computed = first.generate()
         first.wait_for("chunks_written", 5)
         assert first.count("chunks_read") == 0
+        yield computed
     finally:
         first.stop()
+
+
+def test_the_first_cluster_writes_what_it_computed(
+    folder: Path, environment: dict[str, str], slow_model: str
+) -> None:
+    with first_cluster(folder / "alone", environment, slow_model) as computed:
+        assert computed["text"]
+
+
+@pytest.mark.nightly
+def test_the_second_cluster_reads_what_the_first_computed(
+    folder: Path, environment: dict[str, str], slow_model: str
+) -> None:
+    with first_cluster(folder, environment, slow_model) as computed:
+        pass
     second = Machine(folder / "second", environment, slow_model)
     try:
         second.wait_ready()

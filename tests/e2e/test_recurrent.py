@@ -112,6 +112,7 @@ class TestLfm2(GroupSuite):
         assert cached_tokens == oracle.generation.cached_tokens == whole_blocks(1200)
         assert same_output(measured.generation, oracle.generation)
 
+    @pytest.mark.nightly
     def test_a_third_branch_finds_where_two_parted(
         self, engine: Engine, sidecar: SidecarProcess
     ) -> None:
@@ -130,6 +131,7 @@ class TestLfm2(GroupSuite):
         assert cached_tokens == oracle.generation.cached_tokens == whole_blocks(1100)
         assert close(measured.generation, oracle.generation)
 
+    @pytest.mark.nightly
     def test_the_next_turn_finds_the_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
         """And computes the answer again: vLLM hands over no states of generated tokens by default.
 

@@ -108,6 +108,7 @@ def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, in
 
 
 @pytest.mark.promise("abort-of-load", "lora", "preemption")
+@pytest.mark.nightly
 def test_requests_of_adapters_are_preempted_and_aborted(
     engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:

@@ -174,7 +174,11 @@ def hit(engine: Engine, call: Call, salt: str) -> Measured:
 
 
 @pytest.mark.promise("other-tp")
-@pytest.mark.parametrize("writer", [0, 1], ids=["TP1 writes", "TP2 writes"])
+@pytest.mark.parametrize(
+    "writer",
+    [pytest.param(0, marks=pytest.mark.nightly), 1],
+    ids=["TP1 writes", "TP2 writes"],
+)
 def test_a_prompt_of_one_cluster_is_a_hit_in_the_other(
     folder: Path, clusters: tuple[Cluster, Cluster], server: S3Server, writer: int
 ) -> None:

@@ -99,6 +99,7 @@ class TwoRanksSuite:
             loaded = counters(sidecar)["bytes_loaded"] - before
             assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
 
+    @pytest.mark.nightly
     def test_partial_local_hit_plus_external(self, folder: Path, engine: Engine) -> None:
         prompt = words(TOKENS, 2)
         head = Call(prompt[: CHUNK_TOKENS + 97], max_tokens=1)
@@ -106,6 +107,7 @@ class TwoRanksSuite:
             generation = check_hit(engine, Call(prompt), before=[head, Call(prompt)], local=[head])
             assert generation.cached_tokens == WHOLE_TOKENS
 
+    @pytest.mark.nightly
     def test_requests_side_by_side(self, folder: Path, engine: Engine) -> None:
         """Loads, computing and aborts in steps that overlap; what a load left is given back."""
         calls = [Call(words(TOKENS, seed)) for seed in (7, 8, 9)]
@@ -142,6 +144,7 @@ class TwoRanksSuite:
             assert generation.cached_tokens == WHOLE_TOKENS
             assert counters(sidecar)["chunks_read"] == chunks
 
+    @pytest.mark.nightly
     def test_sidecar_killed_during_a_load(self, folder: Path, engine: Engine) -> None:
         """Whatever one rank had loaded already, both compute; a successor cleans up and serves."""
         call = Call(words(TOKENS, 5))

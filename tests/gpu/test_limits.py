@@ -91,7 +91,7 @@ def schedulers_of(sidecar: SidecarProcess, stack: ExitStack) -> list[Scheduler]:
 
 @pytest.mark.promise("gpu-limits")
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_under_random_kills_and_delays_nothing_is_more_than_its_limit(
     double: Double, short_directory: Path, seed: int
 ) -> None:

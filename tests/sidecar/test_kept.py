@@ -54,13 +54,13 @@ def test_what_is_pinned_is_not_evicted_and_then_is() -> None:
 
 def test_many_that_are_pinned_hide_no_victim() -> None:
     """They are out of the order of eviction, which is searched for a bounded number of steps."""
-    world, worker, scheduler = keeping(slots=2000)
-    for first in range(1, 1501, 100):
+    world, worker, scheduler = keeping(slots=700)
+    for first in range(1, 601, 100):
         world.stored(worker, first, range(first, first + 100))
-    for first in range(1, 1401, 100):
+    for first in range(1, 501, 100):
         world.engine.bounds.kept.limit = 1 << 60
         world.pin(scheduler, range(first, first + 100), 10)
-    crowd(world, worker, range(3000, 3600))
+    crowd(world, worker, range(3000, 3250))
     assert world.engine.counters.stores_dropped_full == 0
 
 

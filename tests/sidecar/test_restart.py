@@ -30,7 +30,10 @@ from tests.sidecar.client import (
 from tiers.index import FLAG_HOST
 
 SIZE_BYTES = 8 << 20
-ENDINGS = pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+ENDINGS = pytest.mark.parametrize(
+    "ending",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
+)
 
 
 class Lives:

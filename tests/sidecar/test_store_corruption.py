@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-CHUNKS: Final = 1000
+CHUNKS: Final = 200
+CHUNKS_NIGHTLY: Final = 1000
 BLOCKS: Final = 64
 AT_ONCE: Final = 16
 PAYLOAD_START: Final = 4096
@@ -145,11 +146,14 @@ def save_all(path: Path, keys: list[bytes]) -> None:
             assert all(worker.outcome(job.job_id) is Outcome.OK for job in jobs)
 
 
-def test_a_thousand_corruptions_are_all_found(seaweed: S3Server, short_directory: Path) -> None:
+@pytest.mark.parametrize(
+    "chunks", [CHUNKS, pytest.param(CHUNKS_NIGHTLY, marks=pytest.mark.nightly)]
+)
+def test_corruptions_are_all_found(seaweed: S3Server, short_directory: Path, chunks: int) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    keys = [key_of("damaged", seed, number) for number in range(CHUNKS)]
+    keys = [key_of("damaged", seed, number) for number in range(chunks)]
     intact = key_of("intact", seed)
     prefix = f"corrupt-{seed}"
     store = {"url": seaweed.url, "prefix": prefix, "refresh_seconds": 0.1, **seaweed.settings}
@@ -162,7 +166,7 @@ def test_a_thousand_corruptions_are_all_found(seaweed: S3Server, short_directory
 
     with sidecar("writer") as writer:
         save_all(writer.path, [*keys, intact])
-        writer.wait_until(lambda now: now["counters"]["chunks_written"] == CHUNKS + 1)
+        writer.wait_until(lambda now: now["counters"]["chunks_written"] == chunks + 1)
     client = CloudStore(f"{seaweed.url}/{prefix}", seaweed.access_at()).client
 
     async def damage() -> None:
@@ -170,19 +174,19 @@ def test_a_thousand_corruptions_are_all_found(seaweed: S3Server, short_directory
 
         found = [one["path"] async for part in obstore.list(client) for one in part]
         names = [name for name in found if any(f"/{key.hex()}/" in name for key in keys)]
-        assert len(names) == CHUNKS
+        assert len(names) == chunks
         await damage_all(client, sorted(names), dice)
 
     anyio.run(damage)
     with sidecar("reader") as reader, Worker(reader.path) as worker:
         with Scheduler(reader.path) as scheduler:
-            reader.wait_until(lambda now: now["tiers"]["store"]["chunks"] == CHUNKS + 1)
+            reader.wait_until(lambda now: now["tiers"]["store"]["chunks"] == chunks + 1)
             assert set(scheduler.flags(*keys)) == {FLAG_STORE}
             for number, key in enumerate(keys):
                 assert scheduler.lookup(number + 1, [key], 10_000).ready == 0
             assert not any(flags & FLAG_HOST for flags in scheduler.flags(*keys))
-            assert scheduler.lookup(CHUNKS + 1, [intact], 10_000).ready == 1
+            assert scheduler.lookup(chunks + 1, [intact], 10_000).ready == 1
         assert worker.load(1, keys[0], range(BLOCKS_PER_CHUNK)) is Outcome.MISSING
-        now = reader.wait_until(lambda now: now["counters"]["quarantined_store"] == CHUNKS)
-        assert now["counters"]["reads_corrupt"] == CHUNKS
+        now = reader.wait_until(lambda now: now["counters"]["quarantined_store"] == chunks)
+        assert now["counters"]["reads_corrupt"] == chunks
         assert now["counters"]["chunks_read"] == 1

@@ -216,7 +216,9 @@ def keys(folder: Path, server: S3Server) -> Iterator[bytes]:
     return iter(made)
 
 
-@pytest.fixture(scope="module", params=["obstore", "fsspec"])
+@pytest.fixture(
+    scope="module", params=["obstore", pytest.param("fsspec", marks=pytest.mark.nightly)]
+)
 def cluster(
     request: pytest.FixtureRequest,
     folder: Path,

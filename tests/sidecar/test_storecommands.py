@@ -227,8 +227,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
         yield url, written // (3 * TENANTS_CHUNKS)
 
 
-@pytest.mark.parametrize("scope", ["namespace", "tenant", "named tenant"])
-@pytest.mark.parametrize("bound", ["ttl", "bytes", "objects"])
+@pytest.mark.parametrize(
+    ("bound", "scope"),
+    [
+        pytest.param(bound, scope, marks=[] if kind == place else [pytest.mark.nightly])
+        for kind, bound in enumerate(("ttl", "bytes", "objects"))
+        for place, scope in enumerate(("namespace", "tenant", "named tenant"))
+    ],
+)
 def test_each_bound_withdraws_and_deletes_the_oldest(
     bound: str, scope: str, shared: tuple[str, int], tmp_path: Path, kvlake: Command
 ) -> None:

@@ -26,6 +26,7 @@ TOO_SHORT_FOR = {
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_planted_leak_is_seen_and_nothing_else(short_directory: Path) -> None:
     one, found = soak(
         short_directory, SECONDS, seed=3, program=("-m", "tests.soak.leaky"), chaos=False
