@@ -9,6 +9,7 @@ from sidecar.commands import CopyOutcome, Draining, Gather, Released, SessionClo
 from sidecar.protocol import Outcome, Role
 from sidecar.tenants import Quota, TenantRules, Tenants
 from sidecar.writes import WritePolicy
+from tests import places
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import key, layout
 from tests.sidecar.engine_world import World
@@ -52,8 +53,9 @@ def test_what_is_pinned_is_not_evicted_and_then_is() -> None:
     assert not world.engine.bounds.kept.used
 
 
-def test_many_that_are_pinned_hide_no_victim() -> None:
+def test_many_that_are_pinned_hide_no_victim(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are out of the order of eviction, which is searched for a bounded number of steps."""
+    places.patch(monkeypatch, "VICTIMS_SCANNED_MAX", 200)
     world, worker, scheduler = keeping(slots=700)
     for first in range(1, 601, 100):
         world.stored(worker, first, range(first, first + 100))
