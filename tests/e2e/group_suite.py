@@ -244,6 +244,7 @@ class GroupSuite:
         sidecar.wait("it is gone", lambda now: len(now["sessions"]) == SESSIONS)
 
     @pytest.mark.promise("two-ranks")
+    @pytest.mark.nightly
     def test_two_ranks(self, folder: Path, engine: Engine) -> None:
         """Each rank has its own part of every group, and loads that."""
         engine_args = {**engine.spec.engine_args, "tensor_parallel_size": 2}

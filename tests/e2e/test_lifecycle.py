@@ -254,6 +254,7 @@ def test_abort_while_the_load_hangs(folder: Path, engine: Engine, oracle: Oracle
         check_loaded(oracle, engine, salt)
 
 
+@pytest.mark.nightly
 def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
     """What was computed before an abort may be stored, and is right if it is."""
     chooser = random.Random(SEED + 1)
@@ -275,6 +276,7 @@ def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
 
 
 @pytest.mark.promise("failed-load")
+@pytest.mark.nightly
 def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
     """The request is computed once the load's deadline is over; the load never happens."""
     prompt = oracle.call.prompt
@@ -351,6 +353,7 @@ def test_sidecar_killed_with_a_load_outstanding(
         oracle.check(generation)
 
 
+@pytest.mark.nightly
 def test_sidecar_killed_with_stores_outstanding(
     folder: Path, engine: Engine, oracle: Oracle
 ) -> None:

@@ -253,11 +253,17 @@ def test_blocks_of_another_size_are_a_hit_in_the_same_cluster(
 
 
 def check_close(one: Generation, other: Generation) -> None:
-    """The same tokens, with log probabilities that only rounding tells apart."""
-    assert one.tokens == other.tokens
-    for given, wanted in zip(one.logprobs, other.logprobs, strict=True):
-        for token in given.keys() & wanted.keys():
-            assert math.isclose(given[token], wanted[token], abs_tol=0.2)
+    """Log probabilities that only rounding tells apart, as long as what is before them is equal.
+
+    Where two tokens are as likely, rounding chooses, and what follows is another text.
+    """
+    pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True)
+    for token, expected, given, wanted in pairs:
+        assert {str(token), str(expected)} <= given.keys() & wanted.keys()
+        for known in given.keys() & wanted.keys():
+            assert math.isclose(given[known], wanted[known], abs_tol=0.2)
+        if token != expected:
+            break
 
 
 def recut(bucket: Path, oracle: Path, wanted: tuple[Segment, ...], block_tokens: int) -> Path:
