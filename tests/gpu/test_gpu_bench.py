@@ -30,6 +30,7 @@ from benchmarks.gpu.figures import (
 from benchmarks.gpu.parts import PARTS, Bench, asked_of, percentile
 from benchmarks.gpu.run import measure
 from tests import places
+from tests.gpu.child import start
 from tests.gpu.double.control import Double
 from tests.gpu.real import run as gpu_test
 from tests.gpu.real.preflight import Device
@@ -43,7 +44,10 @@ DEVICE = Device("NVIDIA Test 80GB", 80 << 30, 13000, "2.13.0+cu130", "13.0", "3.
 @pytest.mark.slow
 def test_rehearsal_of_the_benchmarks_on_the_double(double: Double) -> None:
     pytest.importorskip("cuda.bindings.driver")
-    with Bench(Rehearsal(double), SMALL) as bench:
+    place = Rehearsal(double)
+    # A fork of the tests' warm server has vLLM.
+    place.start = start
+    with Bench(place, SMALL) as bench:
         figures, missing = measure(bench, PARTS, 500.0)
         assert missing == []
         assert len({one.part for one in figures}) == len(PARTS)

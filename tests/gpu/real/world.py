@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -134,7 +134,7 @@ class Rehearsal:
 
     def __init__(self, double: Double) -> None:
         self._double = double
-        self.start = double.start
+        self.start: Callable[..., Process] = double.start
 
     def env(self, *, first_device: int = 0) -> dict[str, str]:
         """With the double as libcuda."""
