@@ -166,7 +166,7 @@ class Reading:
         self.engine.handle(
             SessionOpened(1, Role.SCHEDULER, "engine", 0, 1, world.realm.realm_id, False, None), 0.0
         )
-        self.directory = self.engine._directory.realms[world.realm.realm_id]  # noqa: SLF001
+        self.directory = self.engine.directory.realms[world.realm.realm_id]
         self._tasks = anyio.create_task_group()
         self.indexing = Indexing(lambda realm: None, self._grow)
         self.watch = StoreWatch(

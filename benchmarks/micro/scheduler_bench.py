@@ -169,7 +169,7 @@ class Bench:
         for request in requests:
             self.role.new_request(request)
             request.num_computed_tokens = request.num_tokens
-            self.role._requests[request.request_id].prompt_tail_done = True  # noqa: SLF001
+            self.role.requests[request.request_id].prompt_tail_done = True
         scheduled = {request.request_id: 1 for request in requests}
         name = f"build_plan_decode_{RUNNING}"
         for _ in range(rounds):
