@@ -51,7 +51,7 @@ TORCH_VERSION := 2.13.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test durations nightly test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
+.PHONY: help setup demo test durations promises nightly test-release test-source check bench gpu-test gpu-bench kill-matrix simulate soak fuzz clean FORCE
 
 help:
 	@sed -n '/^# kvlake/,/^$$/s/^# \{0,1\}//p' Makefile
