@@ -137,6 +137,17 @@ def warm_server(request: pytest.FixtureRequest) -> None:
     warm.serve(engines=any(item.get_closest_marker("engine") for item in request.session.items))
 
 
+@pytest.fixture(scope="module")
+def warm_sidecars(warm_server: None) -> Iterator[None]:
+    """Sidecars of a module's tests are forked from that process."""
+    from sidecar.demo.sidecars import SidecarProcess
+    from tests import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SidecarProcess, "launch", staticmethod(warm.sidecar))
+        yield
+
+
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """S3: SeaweedFS."""

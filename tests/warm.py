@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from sidecar.demo import engine as demo_engine
+from sidecar.demo import sidecars
 from tests import places
 
 if TYPE_CHECKING:
@@ -49,7 +50,17 @@ ENGINES: Final = (
     "connector.offloading",
 )
 """What a server of engines has imported."""
-OTHERS: Final = ("torch", "connector.worker", places.find("Server").module_name, __name__)
+OTHERS: Final = (
+    "torch",
+    "anyio._backends._asyncio",
+    "connector.worker",
+    places.find("Config", package="sidecar").module_name,
+    places.find("Server").module_name,
+    places.find("open_store").module_name,
+    "s3fs",
+    "obstore.store",
+    __name__,
+)
 """What every server has imported."""
 ENVIRONMENT: Final = {
     # What is compiled is the rank of a log probability. Eager costs nothing, compiling seconds.
@@ -57,6 +68,7 @@ ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
 }
 SPIN_SECONDS: Final = 0.001
+PR_SET_PDEATHSIG: Final = 1
 
 _context = multiprocessing.get_context("forkserver")
 _sessions: set[int] = set()
@@ -165,6 +177,25 @@ def engine(
     )
 
 
+def sidecar(
+    program: Sequence[str], arguments: Sequence[str], ready: int, log: IO[bytes]
+) -> sidecars.Process:
+    """A sidecar, in place of `launch` of its module, where the program is a module with a `main`."""
+    option, module, *before = program
+    if option != "-m":
+        return sidecars.launch(program, arguments, ready, log)
+    with Path(os.devnull).open("rb") as nothing:
+        return WarmProcess(
+            module,
+            [*before, *arguments, "--ready-fd", ready],
+            os.environ,
+            prepare=_end_with_server,
+            stdin=nothing.fileno(),
+            stdout=log.fileno(),
+            stderr=log.fileno(),
+        )
+
+
 def left() -> list[str]:
     """Processes of all sessions that were started here, as far as they are still there."""
     found: list[str] = []
@@ -240,6 +271,11 @@ def _redirect(streams: list[Any]) -> None:
         os.close(fd)
     if fds[0] is not None:
         sys.stdin = os.fdopen(0)
+
+
+def _end_with_server() -> None:
+    """The server ends with the process that runs the tests."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _fork_workers() -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import yaml
 
@@ -29,6 +29,51 @@ class SidecarFailed(Exception):
     """The sidecar did not start, or did not do in time what was waited for."""
 
 
+class Process(Protocol):
+    """What `SidecarProcess` needs of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; the exit code. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        ...
+
+
+def launch(program: Sequence[str], arguments: Sequence[str], ready: int, log: IO[bytes]) -> Process:
+    """Start the process of a sidecar in a session of its own.
+
+    Args:
+        program: what Python runs.
+        arguments: of `kvlake`, but for the two about this process: where it says that it is ready,
+            and whom it ends with.
+        ready: that descriptor.
+        log: what it prints goes there.
+    """
+    return subprocess.Popen(
+        [
+            *(sys.executable, *program, *arguments),
+            *("--ready-fd", str(ready), "--parent-pid", str(os.getpid())),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[ready],
+        start_new_session=True,
+    )
+
+
 class SidecarProcess:
     """`kvlake serve` with a configuration of its own; a context manager that kills it.
 
@@ -38,6 +83,11 @@ class SidecarProcess:
         config: sections of the configuration; sockets and an unused HTTP port are filled in.
         program: what Python runs; it takes the arguments of `kvlake`.
     """
+
+    launch: ClassVar[Callable[[Sequence[str], Sequence[str], int, IO[bytes]], Process]] = (
+        staticmethod(launch)
+    )
+    """How its process is started. Tests put a faster way in its place."""
 
     def __init__(
         self,
@@ -62,7 +112,7 @@ class SidecarProcess:
             "host": {"after_stop": "remove", **config.get("host", {})},
         }
         self.config_path.write_text(yaml.safe_dump(merged))
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self._http = ""
 
     @property
@@ -74,18 +124,8 @@ class SidecarProcess:
         """Start and wait until it serves. Raises `SidecarFailed`."""
         reader, writer = os.pipe()
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, *self._program, "serve"),
-                    *("--config", str(self.config_path)),
-                    *("--ready-fd", str(writer), "--parent-pid", str(os.getpid())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[writer],
-                start_new_session=True,
-            )
+            arguments = ["serve", "--config", str(self.config_path)]
+            self.process = type(self).launch(self._program, arguments, writer, log)
         os.close(writer)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             readable, _, _ = select.select([pipe], [], [], READY_SECONDS_MAX)

@@ -67,6 +67,8 @@ from tests.connector.content import content_of
 from tests.e2e.settling import empty_host_tier
 from tests.releases import has_vllm
 
+pytestmark = pytest.mark.usefixtures("warm_sidecars")
+
 SETTLE_SECONDS_MAX = 60.0
 LAYERS = ("layer.0", "layer.1")
 CONFIG: dict[str, Any] = {

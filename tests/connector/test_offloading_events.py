@@ -22,6 +22,8 @@ from tests.connector.configurations import BLOCK_TOKENS
 from tests.connector.test_offloading import CONFIG, Engine, engine_of, prompt
 from tests.sidecar.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("warm_sidecars")
+
 
 def events_in(folder: Path) -> KVEventsConfig:
     return KVEventsConfig(

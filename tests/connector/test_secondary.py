@@ -42,6 +42,8 @@ from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.settling import empty_host_tier
 from tests.releases import has_vllm
 
+pytestmark = pytest.mark.usefixtures("warm_sidecars")
+
 ROW_BYTES = 16 * 1024
 CHUNKS = 24
 WAIT_SECONDS_MAX = 60.0

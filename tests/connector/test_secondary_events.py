@@ -15,6 +15,8 @@ from sidecar.protocol import tiers_owner
 from tests.connector.test_secondary import CHUNKS, CONFIG, ROW_BYTES, Node, node, words
 from tests.sidecar.subscriber import Subscriber
 
+pytestmark = pytest.mark.usefixtures("warm_sidecars")
+
 HELD_MAX = 2 << 20
 """Bytes of a small host pool."""
 

@@ -42,6 +42,11 @@ def warm_engines(warm_server: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_processes(warm_sidecars: None) -> None:
+    """So are their sidecars."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small llama: 6 KiB of KV per token, four KV heads, so that two ranks can share them."""

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import anyio
 
+from sidecar import cli
 from sidecar.attach import Connection, close_fds
-from sidecar.cli import main
 from sidecar.copies import Memory
 from sidecar.copyqueue import Group
 from sidecar.protocol import decode_attach
@@ -99,14 +99,14 @@ def hold_copies(holds: Holds, stack: contextlib.ExitStack) -> None:
         stack.enter_context(patch.object(CopyPlan, name, in_pieces(getattr(CopyPlan, name))))
 
 
-def serve(folder: Path, arguments: list[str]) -> int:
-    """Be `kvlake` with these arguments, and hold what the folder says."""
-    holds = Holds(folder)
+def main() -> int:
+    """Be `kvlake` with the arguments behind the first, and hold what that folder says."""
+    holds = Holds(Path(sys.argv[1]))
     with contextlib.ExitStack() as stack:
         hold_attaches(holds, stack)
         hold_copies(holds, stack)
-        return main(arguments)
+        return cli.main(sys.argv[2:])
 
 
 if __name__ == "__main__":
-    sys.exit(serve(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main())

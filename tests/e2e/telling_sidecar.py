@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from sidecar.cli import main
+from sidecar import cli
 from sidecar.kvevents import MEDIUM_CPU, MEDIUM_STORAGE, name_of
 from sidecar.report import Reporter
 
@@ -30,16 +30,16 @@ def directory_of(hub: Hub) -> dict[str, list[tuple[int | None, str]]]:
     return held
 
 
-def serve(arguments: list[str]) -> int:
-    """Be `kvlake` with these arguments."""
+def main() -> int:
+    """Be `kvlake`."""
     status = Reporter.status
 
     def told(self: Reporter) -> dict[str, object]:
         return {**status(self), "directory": directory_of(self._hub)}
 
     with patch.object(Reporter, "status", told):
-        return main(arguments)
+        return cli.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1:]))
+    sys.exit(main())

@@ -29,6 +29,8 @@ from tests.sidecar.client import (
 )
 from tiers.index import FLAG_HOST
 
+pytestmark = pytest.mark.usefixtures("warm_sidecars")
+
 SIZE_BYTES = 8 << 20
 ENDINGS = pytest.mark.parametrize(
     "ending",

@@ -27,7 +27,11 @@ from tiers.index import FLAG_STORE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.promise("store-faults")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.promise("store-faults"),
+    pytest.mark.usefixtures("warm_sidecars"),
+]
 
 # What each is counted as; any of them, where clients see it differently.
 CAUSES: Final = {
