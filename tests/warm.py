@@ -10,7 +10,7 @@ An engine needs more (`engine`). vLLM's CPU platform spawns its processes, so th
 reads its own OpenMP settings when it starts. They are forked here, as vLLM does by default on GPUs:
 the server has one OpenMP thread, and a worker gets its cores when it is forked.
 
-`tests/e2e/test_run_http.py` and `test_readme.py` start engines cold, as users do.
+`tests/e2e/test_readme.py` starts engines and sidecars cold, as users do.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
 }
 SPIN_SECONDS: Final = 0.001
+RECHECK_MS: Final = 20
 PR_SET_PDEATHSIG: Final = 1
 
 _context = multiprocessing.get_context("forkserver")
@@ -180,7 +181,7 @@ def engine(
 def sidecar(
     program: Sequence[str], arguments: Sequence[str], ready: int, log: IO[bytes]
 ) -> sidecars.Process:
-    """A sidecar, in place of `launch` of its module, where the program is a module with a `main`."""
+    """A sidecar, in place of `launch` of its module, if the program is a module with a `main`."""
     option, module, *before = program
     if option != "-m":
         return sidecars.launch(program, arguments, ready, log)
@@ -286,6 +287,8 @@ def _fork_workers() -> None:
 
     # vLLM's processes spin for a second after each message. Two of them take both cores.
     _spin_shortly(shm_broadcast.SpinCondition)
+    # One that does not spin may miss that a message came. vLLM looks again after five seconds.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
     # To learn about the class of a model that it does not know, vLLM starts another Python.
     registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 (vLLM's)
     os.register_at_fork(after_in_child=_bind)

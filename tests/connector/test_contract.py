@@ -257,6 +257,7 @@ class TestFound:
         )
         assert KVConnectorFactory.get_connector_class(config) is KVLakeConnector
 
+    @pytest.mark.slow
     def test_importing_it_is_light_and_starts_no_cuda(self) -> None:
         # vLLM imports it in its front end too, and a process that started CUDA cannot fork.
         code = (

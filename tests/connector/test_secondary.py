@@ -424,6 +424,7 @@ def test_events_of_our_tier(sidecar: SidecarProcess) -> None:
         assert all(str(event.ownership).startswith("kvlake/") for event in events)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("offloading-tier")
 def test_a_sidecar_that_hangs_dies_and_comes_back(tmp_path: Path) -> None:
     prompt, other = words(4), words(4)

@@ -223,7 +223,7 @@ def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Orac
     with running(folder, engine) as sidecar:
         salt = stored(engine, prompt)
         took = engine.generate(prompt, cache_salt=salt).total_ms / 1000
-        for _ in range(25):
+        for _ in range(15):
             empty(engine)
             handle = engine.begin(prompt, cache_salt=salt)
             time.sleep(chooser.uniform(0, took))

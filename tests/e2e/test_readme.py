@@ -1,7 +1,8 @@
 """The README's section "Share prefixes between clusters", word for word, with a real S3 server.
 
 Two machines are two runtime directories, one after the other; what the reader is told to have (a
-bucket, credentials, an endpoint, a model) is given.
+bucket, credentials, an endpoint, a model) is given. `kvlake run` and `vllm serve` start here as
+users start them, and are driven over HTTP as a client would.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from sidecar.config import Config
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import free_ports, s3_server
+from sidecar.status import StatusError, fetch, url_of
 from tests import places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-commands")]
 
@@ -36,6 +39,7 @@ START_SECONDS_MAX: Final = 240.0
 WAIT_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 90.0
 PROMPT: Final = " ".join(f"w{i * 11 % 4000}" for i in range(1500))
+PREFIX: Final = " ".join(f"w{i * 7 % 4000}" for i in range(1024))
 
 
 def commands() -> list[list[str]]:
@@ -50,7 +54,7 @@ class Machine:
     """Somebody's shell on a node of a cluster, where the section's first block is typed."""
 
     def __init__(self, folder: Path, environment: dict[str, str], model: str) -> None:
-        self._folder = folder
+        self.folder = folder
         (port,) = free_ports(1)
         self._engine = f"http://127.0.0.1:{port}"
         (folder / "runtime").mkdir(parents=True, mode=0o700)
@@ -58,13 +62,16 @@ class Machine:
             "XDG_RUNTIME_DIR": str(folder / "runtime"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        serve, status = commands()
-        # The model, and what this backend and these ports need besides. In bfloat16 the log
-        # probabilities of a hit and of a computation differ by as much as the machine rounds.
-        options = f"--served-model-name tiny --dtype float32 --max-model-len 4096 --port {port}"
-        script = "\n".join(serve).replace("MODEL", f"{model} --enforce-eager {options}")
+        serve, self._status = commands()
+        # The model, and what this backend, these ports and a client that counts need besides. In
+        # bfloat16 the log probabilities of a hit and of a computation differ by as much as the
+        # machine rounds.
+        options = (
+            f"--enforce-eager --served-model-name tiny --dtype float32 --max-model-len 4096 "
+            f"--port {port} --enable-prompt-tokens-details"
+        )
+        script = "\n".join(serve).replace("MODEL", f"{model} {options}")
         assert script.splitlines()[0] == "export KVLAKE_BUCKET=my-bucket"
-        self._status = status
         self._log = folder / "log"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -75,22 +82,24 @@ class Machine:
                 stderr=output,
             )
 
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS_MAX
-        while time.monotonic() < deadline:
-            assert self._process.poll() is None, self.log()
-            try:
-                urllib.request.urlopen(f"{self._engine}/health", timeout=5).close()
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-            else:
-                return
-        raise AssertionError(self.log())
-
     def log(self) -> str:
-        return self._log.read_text(errors="replace")[-5000:]
+        return self._log.read_text(errors="replace")
 
-    def status(self) -> dict[str, Any]:
+    def wait(self, what: str, condition: Callable[[], object], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, self.log()[-5000:]
+            # Servers that are not there yet, or not there any more, refuse or hang up.
+            with contextlib.suppress(urllib.error.URLError, OSError, StatusError):
+                if condition():
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: {self.log()[-5000:]}")
+
+    def wait_ready(self) -> None:
+        self.wait("vLLM serves", lambda: self.get("/health") is None, START_SECONDS_MAX)
+
+    def told(self) -> dict[str, Any]:
         """`kvlake status`, as the section has it, and for a program to read."""
         [line] = self._status
         told = subprocess.run(
@@ -104,36 +113,63 @@ class Machine:
         status: dict[str, Any] = json.loads(told.stdout)
         return status
 
+    def status(self) -> dict[str, Any]:
+        """The same without the command."""
+        return fetch(url_of(Config()), WAIT_SECONDS_MAX)
+
     def count(self, name: str) -> int:
         return int(self.status()["counters"][name])
 
     def wait_for(self, name: str, least: int) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while self.count(name) < least:
-            assert time.monotonic() < deadline, f"{name}: {self.log()}"
-            time.sleep(0.2)
+        self.wait(name, lambda: self.count(name) >= least, WAIT_SECONDS_MAX)
+
+    def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What vLLM answers, or None. With a body it is a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._engine}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+    def complete(self, prompt: str) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 1}
+        answer: dict[str, Any] = self.get("/v1/completions", body)
+        return answer
 
     def generate(self) -> Any:
-        body = {
-            "model": "tiny",
-            "prompt": PROMPT,
-            "max_tokens": 8,
-            "temperature": 0,
-            "logprobs": 1,
-        }
-        request = urllib.request.Request(
-            f"{self._engine}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.loads(answer.read())["choices"][0]
+        return self.complete(PROMPT)["choices"][0]
+
+    def cached_tokens(self, tail: str) -> int:
+        """Tokens of the prompt that were cached, as the answer tells the client."""
+        usage = self.complete(f"{PREFIX} {tail}")["usage"]
+        assert usage["prompt_tokens"] == 1024 + len(tail.split())
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+    def reset(self) -> None:
+        """Have the engine forget its own prefix cache, once no block is held for a store."""
+
+        def done() -> bool:
+            answer = self.get("/reset_prefix_cache", {})
+            # vLLM 0.31 does not say.
+            return answer is None or bool(answer["success"])
+
+        self.wait("the prefix cache is reset", done, WAIT_SECONDS_MAX)
+
+    def hits(self, tail: str, least: int) -> bool:
+        """Whether the prefix is loaded from the sidecar, and `least` chunks have been by then."""
+        self.reset()
+        return self.cached_tokens(tail) == 1024 and self.count("chunks_loaded") >= least
+
+    def end(self) -> None:
+        """SIGTERM, unless it was sent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(STOP_SECONDS_MAX) == 0, self.log()[-5000:]
 
     def stop(self) -> None:
         """Also of its memory, which a restart would find and another machine does not have."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(STOP_SECONDS_MAX) == 0, self.log()
+        self.end()
         subprocess.run(
             ["kvlake", "pool", "remove", "--config", "configs/s3.yaml"],
             cwd=ROOT,
@@ -150,10 +186,10 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(folder, layers=8, hidden=768, heads=12, kv_heads=4))
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What the reader has: a bucket at some endpoint, credentials, and less memory than most."""
-    with s3_server(tmp_path, bucket="my-bucket") as server:
+    with s3_server(tmp_path_factory.mktemp("s3"), bucket="my-bucket") as server:
         yield os.environ | {
             "KVLAKE_S3_ENDPOINT": server.endpoint,
             "AWS_ACCESS_KEY_ID": server.access_key,
@@ -162,50 +198,86 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
             "KVLAKE_HOST_SIZE": "256MiB",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
+            # For the endpoint that resets the engine's own prefix cache.
+            "VLLM_SERVER_DEV_MODE": "1",
         }
 
 
 @contextlib.contextmanager
-def first_cluster(folder: Path, environment: dict[str, str], model: str) -> Iterator[Any]:
-    """What the first machine computed, once it is in the bucket."""
-    first = Machine(folder / "first", environment, model)
+def machine(folder: Path, environment: dict[str, str], model: str) -> Iterator[Machine]:
+    """One whose engine serves."""
+    there = Machine(folder, environment, model)
     try:
-        first.wait_ready()
-        computed = first.generate()
-        first.wait_for("chunks_written", 5)
-        assert first.count("chunks_read") == 0
-        yield computed
+        there.wait_ready()
+        yield there
     finally:
-        first.stop()
+        there.stop()
 
 
-def test_the_first_cluster_writes_what_it_computed(
-    folder: Path, environment: dict[str, str], slow_model: str
-) -> None:
-    with first_cluster(folder / "alone", environment, slow_model) as computed:
-        assert computed["text"]
+@pytest.fixture(scope="class")
+def first(folder: Path, environment: dict[str, str], model: str) -> Iterator[Machine]:
+    with machine(folder / "alone", environment, model) as there:
+        yield there
+
+
+class TestFirstCluster:
+    def test_it_writes_what_it_computed(self, first: Machine) -> None:
+        assert first.generate()["text"]
+        first.wait_for("chunks_written", 5)
+        counters = first.told()["counters"]
+        assert counters["chunks_written"] >= 5
+        assert counters["chunks_read"] == 0
+
+    def test_two_requests_share_a_prefix(self, first: Machine) -> None:
+        stored, loaded = first.count("chunks_stored"), first.count("chunks_loaded")
+        assert first.cached_tokens("w1 w2 w3") == 0
+        # The engine's own prefix cache.
+        assert first.cached_tokens("w4 w5") == 1024
+        first.wait_for("chunks_stored", stored + 4)
+        assert first.count("chunks_loaded") == loaded
+        first.wait("it is loaded", lambda: first.hits("w6 w7 w8", loaded + 4), WAIT_SECONDS_MAX)
+
+    def test_a_killed_sidecar_is_started_again(self, first: Machine) -> None:
+        """The engine serves on meanwhile, and uses the new one as soon as it is there."""
+        first.cached_tokens("w9")
+        killed = first.status()["pid"]
+        os.kill(killed, signal.SIGKILL)
+        first.reset()
+        assert first.cached_tokens("w10") in (0, 1024)
+        first.wait(
+            "both roles are attached to a new sidecar",
+            lambda: first.status()["pid"] != killed and len(first.status()["sessions"]) == 2,
+            WAIT_SECONDS_MAX,
+        )
+        # The first of these may come before the prefix was stored again.
+        first.wait("the new sidecar serves hits", lambda: first.hits("w11", 4), WAIT_SECONDS_MAX)
+
+    def test_sigterm_ends_everything(self, first: Machine) -> None:
+        """Processes that are left are looked for when the module ends."""
+        first.end()
+        assert not list(first.folder.rglob("*.sock"))
+        assert "drained" in first.log()
 
 
 @pytest.mark.nightly
 def test_the_second_cluster_reads_what_the_first_computed(
     folder: Path, environment: dict[str, str], slow_model: str
 ) -> None:
-    with first_cluster(folder, environment, slow_model) as computed:
-        pass
-    second = Machine(folder / "second", environment, slow_model)
-    try:
-        second.wait_ready()
-        # It has read the catalog when it says how many chunks there are.
-        deadline = time.monotonic() + WAIT_SECONDS_MAX
-        while not (store := second.status()["tiers"]["store"])["listings"] or store["chunks"] < 5:
-            assert time.monotonic() < deadline, second.log()
-            time.sleep(0.2)
-        read = second.generate()
-        counters = second.status()["counters"]
-        assert counters["chunks_read"] >= 5, f"{counters}\n{second.log()}"
+    with machine(folder / "first", environment, slow_model) as one:
+        computed = one.generate()
+        one.wait_for("chunks_written", 5)
+    with machine(folder / "second", environment, slow_model) as other:
+
+        def listed() -> bool:
+            """It has read the catalog when it says how many chunks there are."""
+            store = other.status()["tiers"]["store"]
+            return bool(store["listings"]) and store["chunks"] >= 5
+
+        other.wait("the catalog is read", listed, WAIT_SECONDS_MAX)
+        read = other.generate()
+        counters = other.told()["counters"]
+        assert counters["chunks_read"] >= 5, f"{counters}\n{other.log()[-5000:]}"
         assert read["text"] == computed["text"]
         assert read["logprobs"]["token_logprobs"] == pytest.approx(
             computed["logprobs"]["token_logprobs"], abs=1e-3
         )
-    finally:
-        second.stop()

@@ -322,7 +322,7 @@ def campaign(folder: Path, seed: int, *, seconds_max: float, attacks_max: int) -
         grown_bytes = process.memory_bytes() - memory_bytes
         assert grown_bytes < MEMORY_BYTES_MAX, f"the sidecar grew by {grown_bytes} bytes"
         bystander.close()
-    assert sidecar.process.returncode == 0, "it drained"
+    assert sidecar.process.poll() == 0, "it drained"
     _check_log(sidecar.log_path)
     return {
         "attacks": attacks,

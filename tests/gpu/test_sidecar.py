@@ -26,7 +26,9 @@ pytest.importorskip("cuda.bindings.driver")
 SETUP = """
 from tests.gpu.worker import Rank, share, Device
 """
-TORN_ROUNDS = 1500
+TORN_ROUNDS = pytest.mark.parametrize(
+    "rounds", [400, pytest.param(1500, marks=pytest.mark.nightly)]
+)
 CONTROL_DELAY_US_MAX = 5_000
 """Queued work takes so long that a copy which does not wait meets it, though copies may be slow."""
 
@@ -152,16 +154,17 @@ def _stored_while_it_was_written(rank: Child, rounds: int, *, gated: bool) -> in
 
 @pytest.mark.promise("gpu-fence")
 @pytest.mark.slow
+@TORN_ROUNDS
 def test_a_store_never_sees_half_of_a_step_and_without_the_fence_it_does(
-    double: Double, sidecar: SidecarProcess
+    double: Double, sidecar: SidecarProcess, rounds: int
 ) -> None:
     double.page.delay_us_max = 200
     layout = {"blocks": 4, "layers": 4}
     with rank_of(double, sidecar, layout=layout) as rank:
-        assert _stored_while_it_was_written(rank, TORN_ROUNDS, gated=True) == 0
+        assert _stored_while_it_was_written(rank, rounds, gated=True) == 0
     double.page.delay_us_max = CONTROL_DELAY_US_MAX
     with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
-        assert _stored_while_it_was_written(control, TORN_ROUNDS, gated=False) > 0
+        assert _stored_while_it_was_written(control, rounds, gated=False) > 0
 
 
 def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
@@ -197,16 +200,17 @@ def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
 
 @pytest.mark.promise("gpu-fence")
 @pytest.mark.slow
+@TORN_ROUNDS
 def test_a_load_never_overtakes_queued_work_and_without_the_fence_it_does(
-    double: Double, sidecar: SidecarProcess
+    double: Double, sidecar: SidecarProcess, rounds: int
 ) -> None:
     double.page.delay_us_max = 200
     layout = {"blocks": 4, "layers": 4}
     with rank_of(double, sidecar, layout=layout) as rank:
-        assert _loaded_while_it_was_read(rank, TORN_ROUNDS, gated=True) == 0
+        assert _loaded_while_it_was_read(rank, rounds, gated=True) == 0
     double.page.delay_us_max = CONTROL_DELAY_US_MAX
     with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
-        assert _loaded_while_it_was_read(control, TORN_ROUNDS, gated=False) > 0
+        assert _loaded_while_it_was_read(control, rounds, gated=False) > 0
 
 
 STAGES = {

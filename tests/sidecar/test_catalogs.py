@@ -350,6 +350,7 @@ def test_a_damaged_catalog_costs_no_chunk(short_directory: Path) -> None:
         assert found(there.status()) > 0
 
 
+@pytest.mark.slow
 def test_a_slow_pass_finds_what_nobody_announced(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

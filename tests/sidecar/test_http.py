@@ -231,6 +231,7 @@ def at_end(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.promise("http-slow")
 def test_slow_clients_do_not_use_up_descriptors(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch

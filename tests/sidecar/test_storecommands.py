@@ -114,6 +114,7 @@ def test_du_and_ls_tell_what_is_there(
         assert len(found["chunks"]) == 5
 
 
+@pytest.mark.slow
 def test_gc_withdraws_waits_and_deletes(
     short_directory: Path, store: dict[str, Any], kvlake: Command
 ) -> None:
@@ -235,6 +236,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
         for place, scope in enumerate(("namespace", "tenant", "named tenant"))
     ],
 )
+@pytest.mark.slow
 def test_each_bound_withdraws_and_deletes_the_oldest(
     bound: str, scope: str, shared: tuple[str, int], tmp_path: Path, kvlake: Command
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_collected_chunk_is_forgotten_with_all_its_segments(
     assert sorted(write.rank for write in world.writes.values()) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_the_same_seed_is_the_same_life() -> None:
     assert first.seen == again.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "12345"])
 def test_a_life_does_not_depend_on_its_process(hash_seed: str) -> None:
     """Neither on how Python hashes strings, nor on what else ran there."""
