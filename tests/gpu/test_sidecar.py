@@ -26,6 +26,8 @@ pytest.importorskip("cuda.bindings.driver")
 SETUP = """
 from tests.gpu.worker import Rank, share, Device
 """
+CONTROL_ROUNDS_MAX = 50_000
+"""The first round that is torn is the last."""
 TORN_ROUNDS = pytest.mark.parametrize(
     "rounds", [400, pytest.param(1500, marks=pytest.mark.nightly)]
 )
@@ -164,7 +166,7 @@ def test_a_store_never_sees_half_of_a_step_and_without_the_fence_it_does(
         assert _stored_while_it_was_written(rank, rounds, gated=True) == 0
     double.page.delay_us_max = CONTROL_DELAY_US_MAX
     with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
-        assert _stored_while_it_was_written(control, rounds, gated=False) > 0
+        assert _stored_while_it_was_written(control, CONTROL_ROUNDS_MAX, gated=False) > 0
 
 
 def _loaded_while_it_was_read(rank: Child, rounds: int, *, gated: bool) -> int:
@@ -210,7 +212,7 @@ def test_a_load_never_overtakes_queued_work_and_without_the_fence_it_does(
         assert _loaded_while_it_was_read(rank, rounds, gated=True) == 0
     double.page.delay_us_max = CONTROL_DELAY_US_MAX
     with rank_of(double, sidecar, layout=layout, engine_id="control") as control:
-        assert _loaded_while_it_was_read(control, rounds, gated=False) > 0
+        assert _loaded_while_it_was_read(control, CONTROL_ROUNDS_MAX, gated=False) > 0
 
 
 STAGES = {
