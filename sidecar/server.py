@@ -61,6 +61,14 @@ if TYPE_CHECKING:
     from tiers.pool import HostPool
     from tiers.wrap import Metered
 
+STOP_SIGNALS: Final = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""What the sidecar drains at. By default the last three end a process at once."""
 TICK_SECONDS: Final = 0.05
 TICK_SECONDS_WAITED_FOR: Final = 0.01
 """While requests wait for the store: what they wait in vain is a part of their first token."""
@@ -278,10 +286,18 @@ class Server:
         self.hub.drained.set()
 
     async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        # A service manager asks for a reload by it. Whoever closes a terminal wants it to end.
+        in_terminal = os.isatty(0)
+        with anyio.open_signal_receiver(*STOP_SIGNALS, signal.SIGHUP) as signals:
             task_status.started()
             async for number in signals:
                 name = signal.Signals(number).name
+                if number == signal.SIGHUP and not in_terminal:
+                    _logger.warning(
+                        "ignored: restart to read the configuration again",
+                        extra=fields(signal=name),
+                    )
+                    continue
                 if self.stopping.is_set():
                     _logger.error("second signal, ending at once", extra=fields(signal=name))
                     self._abandon(Exit.AT_ONCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -73,9 +74,17 @@ async def main""",
 
 
 class SidecarProcess:
-    def __init__(self, directory: Path, stall_seconds: float, program: str = PROCESS) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        stall_seconds: float,
+        program: str = PROCESS,
+        *,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program), str(directory), str(stall_seconds)],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             cwd=places.ROOT,
             text=True,
@@ -105,6 +114,44 @@ def test_sigterm_drains_and_leaves_nothing(short_directory: Path) -> None:
     assert sidecar.end() == 0
     assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 4
     assert left_in(short_directory) == []
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2],
+    ids=lambda one: one.name,
+)
+def test_it_drains_at_every_signal_that_would_end_it(
+    short_directory: Path, number: signal.Signals
+) -> None:
+    sidecar = SidecarProcess(short_directory, stall_seconds=0)
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.process.send_signal(number)
+        assert worker.at_end()
+    assert sidecar.end() == 0
+    assert len(list(short_directory.glob("bucket/v1/*/??/*/*.arrow"))) == 1
+
+
+def test_a_request_to_reload_ends_nothing(short_directory: Path) -> None:
+    sidecar = SidecarProcess(short_directory, stall_seconds=0)
+    with Worker(sidecar.path) as worker:
+        sidecar.process.send_signal(signal.SIGHUP)
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert worker.at_end()
+    assert sidecar.end() == 0
+
+
+def test_a_terminal_that_is_closed_ends_it(short_directory: Path) -> None:
+    ours, theirs = pty.openpty()
+    sidecar = SidecarProcess(short_directory, stall_seconds=0, stdin=theirs)
+    with Worker(sidecar.path) as worker:
+        sidecar.process.send_signal(signal.SIGHUP)
+        assert worker.at_end()
+    assert sidecar.end() == 0
+    os.close(theirs)
+    os.close(ours)
 
 
 def test_second_signal_ends_it_at_once(short_directory: Path) -> None:
