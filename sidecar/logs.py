@@ -5,7 +5,8 @@ module, files or rotation: lines go to standard error and whoever runs the sidec
 
 Invariants: one record is one line, whatever its fields hold (keys of chunks are shown as short
 hex, text is quoted when it needs to be); a field never overwrites time, level, logger or event;
-known secrets are masked (`redaction.py`).
+known secrets are masked (`redaction.py`); a message is logged at most `LINES_MAX` times a minute,
+whatever its fields, and its next line says how many were left out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import json
 import logging
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from sidecar.redaction import redacted
 
 LOGGER: Final = "kvlake"
 FIELD_CHARACTERS_MAX: Final = 2_000
+LINES_MAX: Final = 20
+LINES_SECONDS: Final = 60.0
+MESSAGES_MAX: Final = 1_000
+"""A message may have `LINES_MAX` lines within `LINES_SECONDS`; so many messages are remembered."""
 _BYTES_SHOWN_MAX: Final = 8
 
 
@@ -111,10 +117,50 @@ def _quoted(value: object) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
+class RateLimit(logging.Filter):
+    """Leaves out what a message has beyond `LINES_MAX` lines within `LINES_SECONDS`.
+
+    Debug lines all pass. A message is the text that the code has, before its arguments; there are
+    as many as calls of a logger.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minutes: dict[tuple[str, int, str], _Minute] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged. Adds `left_out` to the fields of the next that is."""
+        if record.levelno <= logging.DEBUG:
+            return True
+        message = (record.name, record.levelno, str(record.msg))
+        minute = self._minutes.get(message)
+        if minute is None or record.created - minute.began >= LINES_SECONDS:
+            if minute is not None and minute.left_out:
+                values = getattr(record, "kvlake_fields", {})
+                record.__dict__.update(fields(**values, left_out=minute.left_out))
+            if len(self._minutes) >= MESSAGES_MAX:
+                # Those of libraries may have any text.
+                self._minutes.clear()
+            minute = self._minutes[message] = _Minute(record.created)
+        minute.lines += 1
+        minute.left_out = max(0, minute.lines - LINES_MAX)
+        return minute.left_out == 0
+
+
+@dataclass(slots=True)
+class _Minute:
+    """What a message had since `began`, in seconds since 1970."""
+
+    began: float
+    lines: int = 0
+    left_out: int = 0
+
+
 def configure(level: str, style: Literal["text", "json"]) -> None:
     """Send kvlake's records of `level` and above to standard error, once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    handler.addFilter(RateLimit())
     logger = logging.getLogger(LOGGER)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())

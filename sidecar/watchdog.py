@@ -79,7 +79,10 @@ class Watchdog:
             self._seconds = min(BEAT_SECONDS, notifier.watchdog_seconds / 3)
         self._due = self._loop.time()
         self._extended = float("-inf")
-        self._told = ""
+        self._status = ""
+        """The last one that the service manager was sent."""
+        self._logged: frozenset[str] = frozenset()
+        """Codes of the problems that the last line in the log names."""
         self.lag_seconds = 0.0
         """How late the last beat was."""
         self.lag_seconds_max = 0.0
@@ -95,8 +98,10 @@ class Watchdog:
         """Go on to a phase, and tell the service manager."""
         self._phase = phase
         if phase is Phase.SERVING:
-            self._told = self._summary(self.problems())
-            self._notifier.ready(self._told)
+            problems = self.problems()
+            self._status = self._summary(problems)
+            self._logged = self._codes(problems)
+            self._notifier.ready(self._status)
         elif phase is Phase.DRAINING:
             self._notifier.stopping("draining")
             self._extend()
@@ -171,10 +176,13 @@ class Watchdog:
         if not any(problem.serious for problem in problems):
             self._notifier.alive()
         summary = self._summary(problems)
-        if summary == self._told:
+        if summary != self._status:
+            self._status = summary
+            self._notifier.status(summary)
+        # Not by their reasons: each request to a store that is down fails with words of its own.
+        if (codes := self._codes(problems)) == self._logged:
             return
-        self._told = summary
-        self._notifier.status(summary)
+        self._logged = codes
         serious = [problem for problem in problems if problem.serious]
         level = logging.ERROR if serious else logging.INFO
         _logger.log(level, "not ready" if serious else "ready", extra=fields(why=summary))
@@ -182,6 +190,10 @@ class Watchdog:
     def _extend(self) -> None:
         self._extended = self._loop.time()
         self._notifier.extend(EXTEND_SECONDS)
+
+    @staticmethod
+    def _codes(problems: list[Problem]) -> frozenset[str]:
+        return frozenset(problem.code for problem in problems)
 
     @staticmethod
     def _summary(problems: list[Problem]) -> str:

@@ -9,7 +9,16 @@ import weakref
 
 import pytest
 
-from sidecar.logs import FIELD_CHARACTERS_MAX, JsonFormatter, TextFormatter, fields, story_of
+from sidecar.logs import (
+    FIELD_CHARACTERS_MAX,
+    LINES_MAX,
+    LINES_SECONDS,
+    JsonFormatter,
+    RateLimit,
+    TextFormatter,
+    fields,
+    story_of,
+)
 
 
 def record(message: str, **values: object) -> logging.LogRecord:
@@ -60,3 +69,24 @@ def test_records_keep_no_frames() -> None:
     line = TextFormatter().format(kept)
     assert 'error="invalid literal' in line
     assert "ValueError: invalid literal" in line
+
+
+def test_a_message_has_so_many_lines_a_minute_and_says_what_it_left_out() -> None:
+    limit = RateLimit()
+
+    def logged(message: str, at_seconds: float) -> bool:
+        made = record(message, reason=f"at {at_seconds}")
+        made.created = at_seconds
+        passed = bool(limit.filter(made))
+        if passed:
+            lines.append(TextFormatter().format(made))
+        return passed
+
+    lines: list[str] = []
+    passed = [logged("read failed", at) for at in range(LINES_MAX + 15)]
+    assert passed == [True] * LINES_MAX + [False] * 15
+    assert logged("another", 40.0)
+    assert logged("read failed", LINES_SECONDS)
+    assert lines[-1].endswith("left_out=15")
+    assert logged("read failed", LINES_SECONDS + 1)
+    assert "left_out" not in lines[-1]

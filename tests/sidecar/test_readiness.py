@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -23,11 +24,12 @@ import zmq
 
 from sidecar.attach import StartError
 from sidecar.copies import Copies
+from sidecar.notify import Notifier
 from sidecar.protocol import Outcome
 from sidecar.report import Reporter
 from sidecar.router import Router
 from sidecar.server import ServerInfo, serve
-from sidecar.watchdog import PROBLEMS, Problem, Watchdog
+from sidecar.watchdog import PROBLEMS, Phase, Problem, Watchdog
 from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
@@ -269,3 +271,35 @@ def test_looking_leaves_no_descriptor_behind(sidecar: RunningSidecar) -> None:
     for _ in range(20):
         readyz(sidecar.info.http_url)
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_a_store_that_stays_down_has_one_line_however_it_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvlake.server")
+    failures = itertools.count(1)
+    down = [True]
+
+    def check() -> list[Problem]:
+        return [Problem("store", f"request {next(failures)} failed", serious=False)] * down[0]
+
+    watchdog = Watchdog(Notifier({}))
+    watchdog.enter(Phase.SERVING)
+    watchdog.add(check)
+    send, beat = anyio.create_memory_object_stream[None](math.inf)
+    watchdog.mend(lambda: send.send_nowait(None))
+
+    async def beats(count: int) -> None:
+        for _ in range(count):
+            await beat.receive()
+
+    await beats(4)
+    down[0] = False
+    await beats(2)
+    watchdog.stop()
+    send.close()
+    beat.close()
+    reasons = [vars(one)["kvlake_fields"]["why"] for one in caplog.records]
+    assert len(reasons) == 2, reasons
+    assert re.fullmatch(r"request \d+ failed", reasons[0])
+    assert reasons[1] == "serving"
