@@ -173,6 +173,7 @@ class Collector:
         self._crowd = crowd
         self._holder = holder_name(config.runtime.name)
         self._lease = Lease(store, self._holder, seconds=LEASE_SECONDS)
+        self._failing = False
         # The newest lease at the last look; None before the first.
         self._last_seen: int | None = None
         self.collected = Collected()
@@ -217,9 +218,11 @@ class Collector:
             moved = before is not None and before != self._last_seen
             if moved or not await self._lease.take():
                 self.collected.rounds_left += 1
+                self._failing = False
                 return
             try:
                 await self._rounds()
+                self._failing = False
             finally:
                 with anyio.move_on_after(GIVE_BACK_SECONDS_MAX, shield=True):
                     await self._lease.give_back()
@@ -229,7 +232,9 @@ class Collector:
             _logger.info("a round of collection is left to another", extra=fields(reason=error))
         except TierError as error:
             self.collected.rounds_failed += 1
-            _logger.warning("a round of collection failed", extra=fields(reason=error))
+            if not self._failing:
+                _logger.warning("rounds of collection fail", extra=fields(reason=error))
+            self._failing = True
 
     async def _rounds(self) -> None:
         prefixes = await namespaces(self._store)
