@@ -122,7 +122,7 @@ def _validate(values: dict[str, object], source: Source) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         names = _names(Config)
-        found = error.errors(include_url=False, include_context=False)
+        found = error.errors(include_url=False)
         raise ConfigError([explain(detail, source, names) for detail in found]) from None
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import yaml
 
+from sidecar.units import format_size
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -42,6 +44,7 @@ _SECRET_NAME: Final = re.compile(
     r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
     re.IGNORECASE,
 )
+_KIB: Final = 1024
 _OPAQUE: Final = frozenset({"credentials", "storage_options", "salt", "token"})
 """Settings whose values no message repeats, whatever is wrong with them."""
 ANY_NAME: Final = "*"
@@ -277,7 +280,22 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     plain = isinstance(value, str | int | float) and _OPAQUE.isdisjoint(path)
     if error["type"] == "value_error" or not plain:
         return f"{place}: {message}"
-    return f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}"
+    return (
+        f"{place}={mask_url(repr(value))}: {message[:1].lower()}{message[1:]}{_hint(error, value)}"
+    )
+
+
+def _hint(error: ErrorDetails, value: object) -> str:
+    """What pydantic's own message leaves out."""
+    if error["type"] == "string_type" and isinstance(value, bool):
+        return "; YAML reads yes, no, on and off as booleans: put the word in quotes"
+    if error["type"] == "string_type" and isinstance(value, int | float):
+        return "; YAML reads it as a number: put it in quotes"
+    limits = error.get("ctx", {})
+    limit = limits.get("ge", limits.get("le"))
+    if isinstance(limit, int) and limit >= _KIB and not limit % _KIB:
+        return f" ({format_size(limit)})"
+    return ""
 
 
 def _valid(names: Mapping[FieldPath, Sequence[str]], path: FieldPath) -> list[str]:

@@ -123,7 +123,7 @@ def numa_finding(config: Config, root: Path = Path("/")) -> Finding:
     )
     if set(pages) <= set(placement.nodes):
         return Finding(Verdict.PASS, about, told)
-    remedy = "stop the sidecar and `kvlake pool remove`, so that the next start makes it anew"
+    remedy = "stop the sidecar and run `kvlake pool remove` with its --config"
     return Finding(Verdict.WARN, about, told, remedy)
 
 

@@ -132,7 +132,8 @@ def _close(pool: HostPool, *, keep: bool) -> None:
         _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
     if path.exists():
         _logger.info(
-            "host memory is kept for the next start; `kvlake pool remove` gives it back",
+            "host memory is kept for the next start; `kvlake pool remove --config FILE` with this "
+            "sidecar's configuration gives it back",
             extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
         )
 

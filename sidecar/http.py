@@ -146,7 +146,9 @@ class HttpServer:
         except OSError as error:
             await self._runner.cleanup()
             remedy = "choose another http.port, or 0 for any that is free"
-            if error.errno != errno.EADDRINUSE:
+            if error.errno == errno.EACCES:
+                remedy = "only root may take ports below 1024: choose another http.port"
+            elif error.errno != errno.EADDRINUSE:
                 remedy = "http.host must be an address of this machine, such as 127.0.0.1"
             raise StartError(
                 f"http.host={self._host}, http.port={self._port} cannot be bound: {error}; {remedy}"

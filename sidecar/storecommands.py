@@ -174,13 +174,18 @@ def ls(config: Config, wanted: Wanted, say: Callable[[str], None], *, as_json: b
             f"key {wanted.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls prints "
             "them; give the first of them"
         )
+    names = TenantNames(config)
+    if wanted.tenant and names.word(wanted.tenant) is None:
+        raise StoreCommandError(
+            f"tenant {wanted.tenant!r}: the configuration names {names.known or 'none'}; give one "
+            "of these, or an id of 16 hexadecimal digits"
+        )
 
     async def command(store: ObjectTier) -> Document:
         prefixes = await chosen(store, wanted.namespace)
         found = [one.rpartition("/")[2] for one in prefixes]
         if wanted.namespace is None:
             return {"url": store.url, "namespaces": found}
-        names = TenantNames(config)
         listing = Listing(say, names, as_json=as_json)
         listing.open({"url": store.url, "namespace": found[0]}, "chunks")
         more = await list_chunks(store, prefixes[0], wanted, names, listing)

@@ -56,6 +56,11 @@ class TenantNames:
         """Of a tenant as rows name it."""
         return self._names.get(word_of(tenant)) or tenant.hex()
 
+    @property
+    def known(self) -> str:
+        """The names, for a message."""
+        return ", ".join(sorted(self._names.values()))
+
     def word(self, name: str) -> int | None:
         """The tenant of this name or id, as a number; None for no possible one."""
         for word, known in self._names.items():

@@ -43,7 +43,6 @@ _PROVIDERS: Final[dict[str, Provider]] = {
     "local": "folder",
 }
 _FSSPEC_PACKAGE: Final = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
-_EXTRA: Final = {"s3": "s3", "gcs": "gcs", "azure": "azure"}
 _WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder"}
 
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
@@ -169,6 +168,11 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def install(extra: str) -> str:
+    """How the packages of an extra are had, for a message. There is one for each provider."""
+    return f"in a clone of kvlake: pip install '.[{extra}]'"
+
+
 def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
     """How many objects one request removes, by the client that serves `url`."""
     backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
@@ -199,8 +203,7 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
             )
         if not installed("obstore"):
             raise AccessError(
-                "store.backend=obstore: obstore is not installed; pip install "
-                f"'kvlake[{_EXTRA[provider]}]'"
+                f"store.backend=obstore: obstore is not installed; {install(provider)}"
             )
         return "obstore"
     if access.backend == "auto" and able and not storage_options and installed("obstore"):
@@ -208,8 +211,7 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
     package = _FSSPEC_PACKAGE.get(provider)
     if package is not None and not installed(package):
         raise AccessError(
-            f"store.backend={access.backend}: {package} is not installed; pip install "
-            f"'kvlake[{_EXTRA[provider]}]'"
+            f"store.backend={access.backend}: {package} is not installed; {install(provider)}"
         )
     return "fsspec"
 
@@ -326,7 +328,7 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
     if kind in ("profile", "role") and provider == "s3" and not installed("aiobotocore"):
         raise AccessError(
             f"store.credentials.kind={kind}: aiobotocore resolves it for every backend and is "
-            "not installed; pip install 'kvlake[s3]'"
+            f"not installed; {install('s3')}"
         )
 
 

@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     cause: str = "other"
 
 
-_MISSING = Verdict(Kind.MISSING, "no such object", "treat it as a miss")
+_MISSING = Verdict(Kind.MISSING, "no such object", "nothing to do: what is missing is computed")
 _EMPTY = Verdict(Kind.EMPTY, "the object is empty", "it will be written again")
 _EXISTS = Verdict(Kind.EXISTS, "the name is taken", "another writer was first")
 _FULL = Verdict(Kind.FULL, "no space is left", "free space or raise the quota of the store")

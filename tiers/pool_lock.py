@@ -107,6 +107,10 @@ def take_lock(lock_path: Path) -> int:
     """Open and lock a record. Raises `PoolError` where another process has it."""
     try:
         return _lock(lock_path)
+    except FileNotFoundError as error:
+        raise PoolError(
+            f"{lock_path.parent} does not exist; make that folder, or choose another host.directory"
+        ) from error
     except OSError as error:
         raise PoolError(
             f"cannot lock {lock_path}: {error}; choose another host.directory or runtime.name, or "

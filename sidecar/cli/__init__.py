@@ -12,11 +12,13 @@ What the exit code says stands in `sidecar/exits.py`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import os
+import re
 import signal
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from sidecar.cli.console import UsageError, complain
 from sidecar.cli.looking import add_doctor, add_looking, add_pool
@@ -45,9 +47,22 @@ the engine's own code.
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what is most like a word that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if unknown:
+            known = re.findall(r"[\w-]+", unknown[2])
+            near = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.5)
+            suggestion = f"did you mean `{near[0]}`? " if near else ""
+            message = f"no command `{unknown[1]}`; {suggestion}the commands are {', '.join(known)}"
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command with its options."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="kvlake",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -87,7 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _carry_out(words: list[str]) -> int:
     # Everything after the first `--` is the engine's command, whatever it looks like.
     own = words[: words.index("--")] if words[:1] == ["run"] and "--" in words else words
-    options = parser().parse_args(own)
+    top = parser()
+    options, unknown = top.parse_known_args(own)
+    if unknown and words[:1] == ["run"]:
+        complain(f"write -- before the engine's command: kvlake run -- {' '.join(unknown)}")
+        return Exit.USAGE
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.command = words[len(own) + 1 :]
     try:
         return int(options.command_function(options))
@@ -96,8 +117,8 @@ def _carry_out(words: list[str]) -> int:
         if package in ("sidecar", "connector", "tiers"):
             raise
         complain(
-            f"{package} is not installed; the sidecar's packages are an extra: "
-            'pip install "kvlake[sidecar]" (and s3, gcs or azure for that store)'
+            f"{package} is not installed; the sidecar's packages are an extra. In a clone of "
+            "kvlake: pip install '.[sidecar]' (and s3, gcs or azure for that store)"
         )
         return Exit.USAGE
     except UsageError as error:

@@ -6,6 +6,9 @@ not own the codes (`sidecar/exits.py`).
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -63,3 +66,28 @@ def add_config_option(
 ) -> None:
     """`--config`, as every command that reads the configuration has it."""
     to.add_argument("--config", type=Path, metavar="FILE", help=help_text)
+
+
+def seconds(text: str) -> float:
+    """Type of an option: a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, such as 2.5")
+    return value
+
+
+def count(text: str) -> int:
+    """Type of an option: a whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
+    return int(text)
+
+
+def address(text: str) -> str:
+    """Type of an option: where an HTTP server is."""
+    if not re.match(r"https?://[^/]", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+    return text

@@ -14,9 +14,11 @@ from sidecar.cli.console import (
     Commands,
     UsageError,
     add_config_option,
+    address,
     complain,
     load_config,
     say,
+    seconds,
 )
 from sidecar.exits import Exit
 
@@ -33,9 +35,11 @@ def add_looking(commands: Commands) -> None:
     )
     where = status.add_mutually_exclusive_group()
     add_config_option(where)
-    where.add_argument("--url", help="address of the sidecar, such as http://127.0.0.1:9321")
+    where.add_argument(
+        "--url", type=address, help="address of the sidecar, such as http://127.0.0.1:9321"
+    )
     status.add_argument(
-        "--timeout", type=float, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
     )
     status.add_argument(
         "--token-file",

@@ -131,7 +131,13 @@ def _demo(options: argparse.Namespace) -> int:
     from sidecar import demo
 
     if options.model_only is not None:
-        path = demo.write_model(options.model_only)
+        try:
+            path = demo.write_model(options.model_only)
+        except OSError as error:
+            raise UsageError(
+                f"--model-only {options.model_only}: {error.strerror}; name a folder that is "
+                "there, or that can be made"
+            ) from error
         say(f"kvlake run -- vllm serve {path} --dtype bfloat16 --block-size 32")
         return Exit.OK
 

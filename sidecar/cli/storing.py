@@ -8,7 +8,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, TypeVar
 
-from sidecar.cli.console import Commands, UsageError, add_config_option, load_config, say
+from sidecar.cli.console import (
+    Commands,
+    UsageError,
+    add_config_option,
+    count,
+    load_config,
+    say,
+)
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ def add_store(commands: Commands) -> None:
     ls.add_argument("--key", default="", metavar="DIGITS", help="only keys that begin with this")
     ls.add_argument("--tenant", default="", metavar="NAME", help="only of this tenant, or its id")
     ls.add_argument(
-        "--limit", type=int, default=1000, metavar="N", help="at most so many (default: 1000)"
+        "--limit", type=count, default=1000, metavar="N", help="at most so many (default: 1000)"
     )
     gc = commands.add_parser(
         "gc",

@@ -9,9 +9,10 @@ Invariant: no value of a credential is in a `repr`, or in what `kvlake config sh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 
 from sidecar.configfile import MASK, mask_url, secrets_of_url
 from sidecar.settings.fieldtypes import Directory, Duration, Flag
@@ -22,7 +23,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Text = Annotated[str, Field(min_length=1)]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/]")]
+_HTTP_PATTERN: Final = r"^https?://[^/]"
+
+
+def _with_scheme(value: str) -> str:
+    if not re.match(_HTTP_PATTERN, value):
+        # What is before an @ may be a password.
+        _, _, place = value.rpartition("@")
+        raise ValueError(f"{place!r} has no scheme; write http://HOST:PORT or https://HOST")
+    return value
+
+
+HttpUrl = Annotated[
+    str, AfterValidator(_with_scheme), WithJsonSchema({"type": "string", "pattern": _HTTP_PATTERN})
+]
 
 
 class Credentials(Section):

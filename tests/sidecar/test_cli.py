@@ -156,7 +156,36 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 2
     assert "pydantic is not installed" in done.stderr
-    assert 'pip install "kvlake[sidecar]"' in done.stderr
+    assert "pip install '.[sidecar]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serv", "no command `serv`; did you mean `serve`?"),
+        ("xyzzy", "no command `xyzzy`; the commands are run, serve,"),
+        ("pool shw", "no command `shw`; did you mean `show`?"),
+        ("run vllm serve m", "write -- before the engine's command: kvlake run -- vllm serve m"),
+        ("status --timeout 0", "'0' is no number of seconds above 0"),
+        ("status --timeout nan", "'nan' is no number of seconds above 0"),
+        ("status --url=", "'' is no address; write http://HOST:PORT"),
+        ("status --url localhost:9321", "'localhost:9321' is no address"),
+        ("ls --limit -3", "'-3' is no whole number, 0 or more"),
+        ("demo --model-only /proc/none/m", "--model-only /proc/none/m: No such file or directory"),
+        ("status --colour", "unrecognized arguments: --colour"),
+    ],
+)
+def test_a_wrong_word_is_named_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    try:
+        code: object = cli.main(line.split())
+    except SystemExit as ended:
+        # argparse ends the process.
+        code = ended.code
+    told = capsys.readouterr()
+    assert (code, told.out) == (2, "")
+    assert said in told.err
 
 
 # --- run -----------------------------------------------------------------------------------------

@@ -79,7 +79,17 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
             "host:\n  size: lots",
             "f.yaml:2: host.size: 'lots' is not a size; write a number and one",
         ),
-        ("host: {size: 1}", "host.size=1: input should be greater than or equal to 1048576"),
+        ("host: {size: 1}", "greater than or equal to 1048576 (1MiB)"),
+        (
+            "runtime: {name: yes}",
+            "runtime.name=True: input should be a valid string; YAML reads yes",
+        ),
+        ("runtime: {name: 7}", "YAML reads it as a number: put it in quotes"),
+        (
+            "store: {url: 's3://b', endpoint: 'localhost:9000'}",
+            "store.endpoint: 'localhost:9000' has no scheme; write http://HOST:PORT",
+        ),
+        ("store: {url: 's3://b', proxy: 'me:secret@proxy'}", "store.proxy: 'proxy' has no scheme"),
         ("host: {size: -1}", "-1 is negative"),
         ("host: {policy: lfu}", "host.policy='lfu': input should be 'lru' or 'fifo'"),
         ("host: {directory: shm}", "'shm' is a relative path; write an absolute one such as /shm"),

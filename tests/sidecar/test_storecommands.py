@@ -62,12 +62,13 @@ class Command:
         self._path = folder / "command.yaml"
         self._capsys = capsys
 
-    def __call__(self, store: dict[str, Any], *words: str, **sections: Any) -> str:
+    def __call__(self, store: dict[str, Any], *words: str, code: int = 0, **sections: Any) -> str:
+        """What it prints: its result, or with another code its message."""
         self._path.write_text(yaml.safe_dump({"store": store, **sections}))
-        code = main([*words, "--config", str(self._path)])
+        ended = main([*words, "--config", str(self._path)])
         told = self._capsys.readouterr()
-        assert code == 0, told.err
-        return told.out
+        assert ended == code, told.err
+        return told.err if code else told.out
 
     def json(self, store: dict[str, Any], *words: str, **sections: Any) -> Any:
         return json.loads(self(store, *words, "--json", **sections))
@@ -107,8 +108,11 @@ def test_du_and_ls_tell_what_is_there(
     assert kvlake.json(store, "ls", told["namespace"], "--limit", "0") == {
         "url": listed["url"], "namespace": told["namespace"], "chunks": [], "more": True
     }  # fmt: skip
-    for nobody in ("team-a", "other", "0" * 15 + "1", "00"):
-        assert kvlake.json(store, "ls", told["namespace"], "--tenant", nobody)["chunks"] == []
+    empty = "0" * 15 + "1"
+    assert kvlake.json(store, "ls", told["namespace"], "--tenant", empty)["chunks"] == []
+    for nobody in ("team-a", "00"):
+        said = kvlake(store, "ls", told["namespace"], "--tenant", nobody, code=2)
+        assert f"tenant '{nobody}': the configuration names unsalted; give one of these" in said
     for unsalted in ("unsalted", "0" * 16):
         found = kvlake.json(store, "ls", told["namespace"], "--tenant", unsalted)
         assert len(found["chunks"]) == 5
