@@ -1,0 +1,1 @@
+"""kvlake's sidecar: the process beside vLLM (docs/architecture.md)."""
