@@ -42,9 +42,9 @@ def test_the_command_names_the_other_package_and_the_remedy(environment: dict[st
     assert "pip uninstall sidecar" in line
 
 
-@pytest.mark.parametrize("module", ["connector.vllm", "connector.offloading"])
-def test_the_connector_does_so_in_vllms_processes(environment: dict[str, str], module: str) -> None:
-    ended = python(environment, "-W", "ignore", "-c", f"import {module}")
+@pytest.mark.slow
+def test_the_connector_does_so_in_vllms_processes(environment: dict[str, str]) -> None:
+    ended = python(environment, "-W", "ignore", "-c", "import connector.vllm")
     assert ended.returncode == 1
     assert "ImportError" in ended.stderr.splitlines()[-1]
     assert "pip uninstall sidecar" in ended.stderr.splitlines()[-1]
