@@ -10,8 +10,9 @@ Invariants:
 * The exit code is the engine's (128 + n where signal n killed it), whatever the sidecar did.
 * A signal for this process goes to the engine, once: a terminal's Ctrl-C reaches only this
   process, because the children have no terminal.
-* The sidecar never outlives this process (the kernel ends it), and is given `drain_seconds_max`
-  and some grace to end by itself before it is killed.
+* The sidecar outlives this process only for others that joined it (`sharing.py`). Else it is given
+  `drain_seconds_max` and some grace to end by itself before it is killed.
+* A sidecar that serves already is joined; when it ends, one of those beside it starts the next.
 * Of the two children neither speaks to the service manager: this process is the service's main one,
   says READY once the engine is started, and feeds the manager's watchdog as long as it turns.
 * Restarts of a sidecar back off to at most `RESTART_SECONDS_MAX`; the engine serves on meanwhile.
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from sidecar.exits import Exit
 from sidecar.notify import Notifier, without_notify
+from sidecar.sharing import LOOK_SECONDS, Joined, locked, needed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -60,6 +62,7 @@ HEALTHY_SECONDS: Final = 60.0
 DRAIN_GRACE_SECONDS: Final = 20.0
 """Beyond all that the sidecar's own end may take after its drain, also where a thread of it hangs:
 killed before that, it would leave a pool behind that is to be removed."""
+JOIN_SECONDS: Final = 0.2
 _READY_SECONDS_BASE: Final = 60.0
 # Touching memory for the first time runs at 1 to 2 GB/s on one core; a quarter of that is allowed.
 _PREFAULT_BYTES_PER_SECOND_MIN: Final = 256 << 20
@@ -200,8 +203,13 @@ class Sidecar:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
+        self._joined: Joined | None = None
         self._delay_seconds = RESTART_SECONDS_FIRST
         self._restart_at: float | None = None
+
+    @property
+    def _home(self) -> Path:
+        return self._config.runtime.attach_path.parent
 
     @property
     def ready_seconds_max(self) -> float:
@@ -210,12 +218,35 @@ class Sidecar:
         return _READY_SECONDS_BASE + prefault / _PREFAULT_BYTES_PER_SECOND_MIN
 
     def start(self, wakeup: socket.socket) -> None:
-        """Start it, and wait until it serves.
+        """Start it, and wait until it serves; or join the one that does.
 
         Raises:
             LaunchError: it ended, or was not ready in time.
             Interrupted: a signal came first.
         """
+        deadline = time.monotonic() + self.ready_seconds_max
+        while not self._join():
+            if self._start_own(wakeup, deadline):
+                return
+            # Another one has the lock: it is not ready yet, or drains.
+            readable, _, _ = select.select([wakeup], [], [], JOIN_SECONDS)
+            for number in _forwarded(wakeup) if readable else ():
+                raise Interrupted(number)
+
+    def _join(self) -> bool:
+        """Use the sidecar that serves already, if there is one."""
+        try:
+            self._joined = Joined(self._config.runtime.attach_path)
+        except OSError:
+            return False
+        say(
+            f"a sidecar (pid {self._joined.pid}) serves {self._config.runtime.attach_path}: joined "
+            "it, and it goes by the configuration that it was started with"
+        )
+        return True
+
+    def _start_own(self, wakeup: socket.socket, deadline: float) -> bool:
+        """Whether it serves. False where another one is starting in its place."""
         reader, writer = os.pipe()
         try:
             self._spawn(writer)
@@ -223,7 +254,6 @@ class Sidecar:
             raise LaunchError(f"the sidecar cannot be started: {error}", Exit.START) from error
         finally:
             os.close(writer)
-        deadline = time.monotonic() + self.ready_seconds_max
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while True:
                 left = deadline - time.monotonic()
@@ -239,9 +269,11 @@ class Sidecar:
                         raise Interrupted(number)
                 if pipe.fileno() in readable:
                     if pipe.read(1):
-                        return
+                        return True
                     assert self._process is not None
                     code = self._process.wait()
+                    if code == Exit.START and locked(self._home) and left > JOIN_SECONDS:
+                        return False
                     raise LaunchError(
                         f"the sidecar ended with code {code}; see its lines above",
                         Exit.START if code == Exit.START else Exit.USAGE,
@@ -266,41 +298,67 @@ class Sidecar:
     def watch(self) -> float | None:
         """Restart it where it died and its time has come. Seconds until the next look, if any."""
         now = time.monotonic()
-        if self._restart_at is None:
+        if self._joined is not None:
+            if self._joined.there():
+                return self._joined.look_seconds
+            self._joined.leave()
+            self._joined = None
+            say("the sidecar that was joined ended; the engine goes on without a cache")
+            self.start_later()
+        elif self._restart_at is None:
             assert self._process is not None
             code = self._process.poll()
             if code is None:
                 return None
             if now - self._started >= HEALTHY_SECONDS:
                 self._delay_seconds = RESTART_SECONDS_FIRST
-            self._restart_at = now + self._delay_seconds
             say(
                 f"the sidecar ended ({_ending(code)}); the engine goes on without a cache, "
                 f"next start in {self._delay_seconds:g} s"
             )
-            self._later()
+            self.start_later()
+        assert self._restart_at is not None
         if now < self._restart_at:
             return self._restart_at - now
+        if self._join():
+            self._restart_at = None
+            return LOOK_SECONDS
         try:
             self._spawn(None)
         except OSError as error:
             # For want of memory, say, that the dead one has not given back yet.
-            self._restart_at = now + self._delay_seconds
             say(
                 f"the sidecar cannot be started ({error}); the engine goes on without a cache, "
                 f"next try in {self._delay_seconds:g} s"
             )
-            self._later()
-            return self._restart_at - now
+            return self.start_later()
         return None
 
-    def _later(self) -> None:
-        self._delay_seconds = min(2 * self._delay_seconds, RESTART_SECONDS_MAX)
+    def try_again(self) -> None:
+        """Have `watch` start one, unless one is starting still."""
+        if self._process is None or self._process.poll() is not None:
+            self.start_later()
+
+    def start_later(self) -> float:
+        """Have `watch` start one after a pause, which doubles each time; seconds until then."""
+        seconds = self._delay_seconds
+        self._restart_at = time.monotonic() + seconds
+        self._delay_seconds = min(2 * seconds, RESTART_SECONDS_MAX)
+        return seconds
 
     def stop(self, wakeup: socket.socket) -> None:
-        """Ask it to drain and wait; a further signal, or the time being up, kills it."""
+        """Ask it to drain and wait; a further signal, or the time being up, kills it.
+
+        One that others joined goes on for them, and drains when the last of them is gone.
+        """
+        if self._joined is not None:
+            self._joined.leave()
+            return
         process = self._process
         if process is None or process.poll() is not None:
+            return
+        if needed(self._home):
+            say(f"the sidecar (pid {process.pid}) goes on for others that joined it")
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -356,8 +414,12 @@ def _signals() -> Generator[socket.socket]:
         writer.close()
 
 
-def run(config: Config, serve: Sequence[str], command: Sequence[str]) -> int:
+def run(
+    config: Config, serve: Sequence[str], command: Sequence[str], *, optional: bool = False
+) -> int:
     """Start the sidecar with `serve`, then the engine with `command`; the engine's exit code.
+
+    With `optional`, an engine is started also where the sidecar cannot be, and it is tried again.
 
     Raises:
         LaunchError: one of the two cannot be started; the other is stopped again.
@@ -373,8 +435,14 @@ def run(config: Config, serve: Sequence[str], command: Sequence[str]) -> int:
         try:
             notifier.status("starting the sidecar")
             notifier.extend(sidecar.ready_seconds_max)
-            sidecar.start(wakeup)
-            say(f"the sidecar is ready; starting {shlex.join(engine_command)}")
+            try:
+                sidecar.start(wakeup)
+            except LaunchError as error:
+                if not optional or error.code is not Exit.START:
+                    raise
+                say(f"{error}; the engine starts without it, as --optional says")
+                sidecar.try_again()
+            say(f"starting {shlex.join(engine_command)}")
             return _run_engine(engine_command, sidecar, wakeup, notifier)
         except Interrupted as interrupted:
             return 128 + interrupted.number

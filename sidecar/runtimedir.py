@@ -111,8 +111,8 @@ class RuntimeDirectory:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise StartError(f"cannot lock {self.path / 'lock'}: {error}") from error
             raise StartError(
-                f"a sidecar (pid {owner}) already serves {self.path}; stop it, or give this one "
-                "another runtime.name"
+                f"a sidecar (pid {owner}) already serves {self.path}; stop it first, or use it: "
+                "kvlake run joins it (another runtime.name is a cache of its own)"
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -38,11 +39,17 @@ def add_running(commands: Commands) -> None:
         help="start a sidecar, then vLLM beside it",
         description="Start a sidecar, wait until it serves, then start vLLM with the connector's "
         "options added to its command line. Signals go to vLLM, a sidecar that dies is started "
-        "again, and the exit code is vLLM's.",
-        usage="kvlake run [-h] [--config FILE] -- vllm serve MODEL ...",
+        "again, and the exit code is vLLM's. A sidecar that serves already is joined; it drains "
+        "when the last engine is gone.",
+        usage="kvlake run [-h] [--config FILE] [--optional] -- vllm serve MODEL ...",
         epilog="example: kvlake run --config configs/default.yaml -- vllm serve MODEL --port 8000",
     )
     add_config_option(run)
+    run.add_argument(
+        "--optional",
+        action="store_true",
+        help="start the engine also where the sidecar cannot be started, and go on trying",
+    )
     run.set_defaults(command_function=_run)
 
     serve = commands.add_parser(
@@ -94,6 +101,8 @@ def _serve(options: argparse.Namespace) -> int:
         # up for 70 ms.
         gc.collect()
         gc.freeze()
+        if options.parent_pid is not None:
+            _end_with_last(options.parent_pid, info)
         if options.ready_fd is not None:
             line = {"http_url": info.http_url, "attach": str(info.attach_path)}
             os.write(options.ready_fd, json.dumps(line).encode() + b"\n")
@@ -117,12 +126,33 @@ def _end_with_parent(parent_pid: int) -> None:
         raise UsageError(f"--parent-pid {parent_pid} ended before the sidecar had started")
 
 
+def _end_with_last(parent_pid: int, info: ServerInfo) -> None:
+    """From now on, drain when the parent is gone and nobody has joined (`sidecar/sharing.py`)."""
+    import ctypes
+    import threading
+
+    from sidecar.sharing import LOOK_SECONDS, needed
+
+    def look() -> None:
+        while os.getppid() == parent_pid or needed(info.attach_path.parent):
+            time.sleep(LOOK_SECONDS)
+        info.stop()
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    threading.Thread(target=look, name="kvlake-needed", daemon=True).start()
+
+
 def _run(options: argparse.Namespace) -> int:
     from sidecar.launch import LaunchError, run, serve_command
 
     config = load_config(options.config)
     try:
-        return run(config, serve_command(options.config), cast("list[str]", options.command))
+        return run(
+            config,
+            serve_command(options.config),
+            cast("list[str]", options.command),
+            optional=options.optional,
+        )
     except LaunchError as error:
         raise (NotStarted if error.code is Exit.START else UsageError)(str(error)) from error
 

@@ -1,0 +1,174 @@
+"""Several `kvlake run` on one node, with real sidecars. Engines are scripts that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sidecar.exits import Exit
+from sidecar.sharing import Joined, locked, needed
+from tests import places
+
+WAIT_SECONDS_MAX = 60.0
+
+
+def wait_for(happened: Callable[[], object], said: Callable[[], str]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not happened():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+
+
+class Node:
+    """A folder with one configuration, and what was started by it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.home = directory / "run" / "one"
+        self.host = directory / "pool"
+        self.config = directory / "kvlake.yaml"
+        values = {
+            "runtime": {"directory": str(directory / "run"), "name": "one"},
+            "host": {"size": "4MiB", "directory": str(self.host)},
+            "http": {"port": 0},
+        }
+        self.config.write_text(yaml.safe_dump(values))
+        vllm = directory / "vllm"
+        vllm.write_text(
+            f"#!{sys.executable}\nimport sys\nprint('engine', flush=True)\nsys.stdin.read()\n"
+        )
+        vllm.chmod(0o755)
+        self.runs: list[Run] = []
+
+    def run(self, *options: str) -> Run:
+        self.runs.append(Run(self, len(self.runs), options))
+        return self.runs[-1]
+
+    @property
+    def serving(self) -> int:
+        """The process of the sidecar that serves; 0 for none."""
+        with contextlib.suppress(OSError), Joined(self.home / "attach.sock") as found:
+            return found.pid
+        return 0
+
+
+class Run:
+    """One `kvlake run`."""
+
+    def __init__(self, node: Node, number: int, options: tuple[str, ...]) -> None:
+        self._log = node.directory / f"run-{number}.log"
+        command = [*places.program(), "run", "--config", str(node.config), *options]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--", str(node.directory / "vllm"), "serve", "model"],
+                cwd=places.ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_says(self, text: str) -> None:
+        wait_for(lambda: text in self.log(), self.log)
+
+    def end(self) -> int:
+        """Have its engine end, and so itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(WAIT_SECONDS_MAX)
+
+
+@pytest.fixture
+def node(short_directory: Path) -> Iterator[Node]:
+    node = Node(short_directory)
+    node.host.mkdir()
+    yield node
+    for run in node.runs:
+        assert run.process.stdin is not None
+        run.process.stdin.close()
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+    wait_for(lambda: not locked(node.home), lambda: f"pid {node.serving} serves still")
+
+
+def test_the_second_joins_and_the_last_one_out_drains(node: Node) -> None:
+    first = node.run()
+    first.wait_says("engine\n")
+    second = node.run()
+    second.wait_says("engine\n")
+    sidecar = node.serving
+    assert f"a sidecar (pid {sidecar}) serves" in second.log()
+    assert needed(node.home)
+    assert first.end() == 0
+    assert "goes on for others that joined it" in first.log()
+    assert node.serving == sidecar
+    assert second.end() == 0
+    # It writes to the log of whoever started it.
+    first.wait_says("drained")
+    wait_for(lambda: not locked(node.home), first.log)
+
+
+def test_one_that_started_it_and_is_killed_takes_it_from_nobody(node: Node) -> None:
+    first = node.run()
+    first.wait_says("engine\n")
+    second = node.run()
+    second.wait_says("engine\n")
+    sidecar = node.serving
+    first.process.kill()
+    first.process.wait()
+    assert node.serving == sidecar
+    assert second.end() == 0
+    first.wait_says("drained")
+
+
+def kill_and_wait_for_the_next(node: Node) -> None:
+    killed = node.serving
+    os.kill(killed, signal.SIGKILL)
+    wait_for(
+        lambda: node.serving not in (0, killed),
+        lambda: "\n".join(run.log() for run in node.runs),
+    )
+
+
+def test_beside_a_dead_sidecar_one_starts_the_next_and_the_others_join(node: Node) -> None:
+    runs = [node.run()]
+    runs[0].wait_says("engine\n")
+    runs += [node.run(), node.run()]
+    for run in runs[1:]:
+        run.wait_says("engine\n")
+    for _ in range(2):
+        kill_and_wait_for_the_next(node)
+    assert [run.end() for run in runs] == [0, 0, 0]
+
+
+def test_two_at_once_have_one_sidecar(node: Node) -> None:
+    runs = [node.run(), node.run()]
+    for run in runs:
+        run.wait_says("engine\n")
+    joined = ["joined it" in run.log() for run in runs]
+    assert sorted(joined) == [False, True]
+    assert [run.end() for run in runs] == [0, 0]
+
+
+def test_without_a_sidecar_an_engine_starts_only_if_that_is_allowed(node: Node) -> None:
+    node.host.rmdir()
+    assert node.run().process.wait(WAIT_SECONDS_MAX) == Exit.START
+    allowed = node.run("--optional")
+    allowed.wait_says("engine\n")
+    assert "does not exist; make that folder" in allowed.log()
+    assert "the engine starts without it, as --optional says" in allowed.log()
+    node.host.mkdir()
+    wait_for(lambda: node.serving, allowed.log)
+    assert allowed.end() == 0
