@@ -373,7 +373,8 @@ class Server:
         _logger.warning(
             "drained in part: limits.drain_seconds_max is over",
             extra=fields(
-                writes_lost=left.writes_pending + left.writes_running,
+                writes_left=left.writes_pending + left.writes_running,
+                memory=self._config.host.after_stop,
                 copies_left=left.copies_running,
                 reads_left=left.reads_running + left.reads_queued,
                 rows_untold=untold,

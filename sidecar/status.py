@@ -134,7 +134,12 @@ def _tiers(document: Document) -> str:
     if store:
         about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
         rows.append(("store", store.get("chunks", 0), "-", about))
-    return _table(rows)
+    lines = [_table(rows)]
+    if waiting := store.get("write_queue_bytes", 0):
+        lines.append(f"{approximate_size(waiting)} wait to be written to the store")
+    if bill := _section(store, "monthly_bill"):
+        lines.append(f"the store costs some {bill['total']:.2f} {bill['currency']} a month")
+    return "\n".join(lines)
 
 
 def _tenants(document: Document) -> str:
@@ -165,7 +170,7 @@ def _tenants(document: Document) -> str:
 def _traffic(document: Document) -> str:
     counters = _section(document, "counters")
     seconds = max(float(document.get("uptime_seconds", 0)), 1e-3)
-    rows: list[Sequence[object]] = [("TRAFFIC", "", "CHUNKS", "BYTES", "PER SECOND")]
+    rows: list[Sequence[object]] = [("TRAFFIC", "", "CHUNKS", "BYTES", "MEAN PER SECOND")]
     for name, way in _TRAFFIC:
         num_bytes = counters.get(f"bytes_{name}", 0)
         rate = f"{approximate_size(num_bytes / seconds)}"
@@ -173,10 +178,12 @@ def _traffic(document: Document) -> str:
         rows.append((name, way, chunks, approximate_size(num_bytes), rate))
     hits = _section(document, "hits")
     loaded, missed = hits.get("chunks_loaded", 0), hits.get("loads_missed", 0)
-    ratio = f"{100 * loaded / (loaded + missed):.1f}%" if loaded + missed else "none asked for yet"
+    asked = loaded + missed
+    found = f"{loaded} of {asked} chunks that engines asked for" if asked else "none asked for yet"
     lookups = f"{hits.get('lookups', 0)} ({hits.get('lookups_expired', 0)} too slow)"
     lines = [
-        f"loads served     {ratio}",
+        # How many tokens of prompts that is, only the engines know.
+        f"loads            {found}",
         f"store lookups    {lookups}",
         f"evicted chunks   {counters.get('chunks_evicted', 0)}",
     ]

@@ -135,7 +135,7 @@ def test_a_drain_with_loss_is_4(short_directory: Path) -> None:
         one.process.send_signal(signal.SIGTERM)
         code, errors = one.end()
     assert code == Exit.LOSS, errors
-    assert "writes_lost=1" in errors
+    assert "writes_left=1 memory=keep" in errors
 
 
 def test_a_second_signal_is_5(short_directory: Path) -> None:

@@ -226,7 +226,7 @@ def test_drain_is_bounded_and_tells_what_is_lost(
         sidecar.stop()
     assert sidecar.code is Exit.LOSS
     (record,) = [one for one in caplog.records if "drained in part" in one.getMessage()]
-    assert record.__dict__["kvlake_fields"]["writes_lost"] == 3
+    assert record.__dict__["kvlake_fields"]["writes_left"] == 3
 
 
 def test_what_a_client_still_pins_at_the_end_is_no_leak(
