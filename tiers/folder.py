@@ -275,11 +275,20 @@ class LocalFolder:
                     inner = os.path.dirname(inner)
 
     def _move(self, path: str, target: str) -> None:
-        _make_folders(os.path.dirname(target))
         # As a bucket's copy has it, its time is that of the moving. Another user's object keeps its
         # own, and so does any on a mount that sets no times.
         with contextlib.suppress(OSError):
             os.utime(path)
+        # As for a new file, a removal may take the folder away in between.
+        for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
+            try:
+                _make_folders(os.path.dirname(target))
+                os.replace(path, target)
+            except FileNotFoundError:
+                if not os.path.lexists(path):
+                    raise
+            else:
+                return
         os.replace(path, target)
 
 
@@ -304,6 +313,9 @@ def _make_folders(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except FileExistsError as error:
+        if os.path.isdir(error.filename) or not os.path.lexists(error.filename):
+            # A folder that a removal took away, and others may have made again since.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         # Not the name that is written: a file, or a link to nowhere, on the way to it.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 

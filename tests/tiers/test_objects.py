@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,25 @@ class TestLocal(TierSuite):
         tier = UrlObjects(f"file://{tmp_path}/new/folder")
         yield tier
         await tier.close()
+
+    async def test_a_folder_that_is_removed_as_it_is_made_is_made_again(
+        self, tier: UrlObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python looks whether a folder that is there already is one, and it may be gone by then."""
+        make, there_already = os.mkdir, [f"{tmp_path}/new/folder/v1/a", f"{tmp_path}/new/folder"]
+
+        def gone_at_once(path: str, mode: int = 0o777) -> None:
+            if str(path) in there_already:
+                there_already.remove(str(path))
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            make(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", gone_at_once)
+        await tier.write("v1/a/object", image_of(5))
+        there_already.append(f"{tmp_path}/new/folder/quarantine/v1")
+        await tier.quarantine("v1/a/object")
+        assert not there_already
+        assert [one.name for one in await tier.list("quarantine")] == ["quarantine/v1/a/object"]
 
 
 class TestLocalSynced(TierSuite):
