@@ -54,7 +54,7 @@ class TestLocal(TierSuite):
     async def test_a_folder_that_is_removed_as_it_is_made_is_made_again(
         self, tier: UrlObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Python looks whether a folder that is there already is one, and it may be gone by then."""
+        """Python looks whether what is there already is a folder, and it may be gone by then."""
         make, there_already = os.mkdir, [f"{tmp_path}/new/folder/v1/a", f"{tmp_path}/new/folder"]
 
         def gone_at_once(path: str, mode: int = 0o777) -> None:
