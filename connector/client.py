@@ -11,6 +11,7 @@ Not owned: what messages mean (`scheduler.py`, `worker.py`), and the descriptors
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -45,7 +46,7 @@ from sidecar.protocol import (
 from tiers.index import IndexReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -89,23 +90,33 @@ class _Lost(Exception):
     """The Unix connection ended or never came to be; the message says why."""
 
 
+def _check_owner(path: str) -> None:
+    """Anybody may make a folder in /tmp: raise `PermissionError` where a stranger has.
+
+    For places that nobody gave.
+    """
+    owner = os.lstat(path).st_uid
+    if path.startswith("/tmp/") and owner not in (0, os.getuid()):  # noqa: S108 (see above)
+        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+
+
 class Client:
     """A session with the sidecar that comes and goes by itself.
 
     Args:
-        path: the sidecar's `attach.sock`.
+        paths: where the sidecar's `attach.sock` may be; the first that takes a connection.
         make_attempt: builds message and descriptors anew for every attempt, on the thread.
         retry_seconds: pause between two attempts.
     """
 
     def __init__(
         self,
-        path: str,
+        paths: Sequence[str],
         make_attempt: Callable[[], Attempt],
         *,
         retry_seconds: float = 0.2,
     ) -> None:
-        self._path = path
+        self._paths = tuple(paths)
         self._make_attempt = make_attempt
         self._retry_seconds = retry_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -277,7 +288,12 @@ class Client:
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
-                    self._log("state", logging.INFO, "attached to the sidecar at %s", self._path)
+                    self._log(
+                        "state",
+                        logging.INFO,
+                        "attached to the sidecar at %s",
+                        connection.getpeername(),
+                    )
                     self._watch(connection, session)
                     self._held = not self._released(connection)
             except (_Lost, OSError, ProtocolError, ValueError) as error:
@@ -288,7 +304,7 @@ class Client:
                     "state",
                     logging.WARNING,
                     "no sidecar at %s (%s: %s); serving without the cache until it is back",
-                    self._path,
+                    " or ".join(self._paths),
                     state,
                     error,
                 )
@@ -302,14 +318,20 @@ class Client:
             self._closing.wait(self._retry_seconds)
 
     def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        connection.settimeout(REPLY_SECONDS_MAX)
-        try:
-            connection.connect(self._path)
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        """To the first path that takes it; raises the last one's `OSError`."""
+        for path in self._paths:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            connection.settimeout(REPLY_SECONDS_MAX)
+            try:
+                connection.connect(path)
+                if len(self._paths) > 1:
+                    _check_owner(path)
+            except OSError as error:
+                connection.close()
+                failed = error
+            else:
+                return connection
+        raise failed
 
     def _attach(self, connection: socket.socket, attempt: Attempt) -> Session:
         # A key for this session only: who attached may send jobs over TCP, and nobody else.

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from connector.drafting import drafting_of
 from connector.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.namespace import digest_of, encoding_of, namespace_of
-from connector.options import count_of, default_socket, seconds_of
+from connector.options import count_of, seconds_of, sockets_of
 from connector.refusals import attention_of, cut_of, media_refusal, num_heads_of, refusal_of
 from connector.weights import WeightsUnknown
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, tiers_owner
@@ -60,7 +60,7 @@ class ServedEngine:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        self.socket = str(extra.get("socket") or default_socket())
+        self.sockets = sockets_of(extra.get("socket"))
         self.attach_seconds = seconds_of(extra, "attach_seconds", 2.0)
         self.load_tokens_min = count_of(extra, "load_tokens_min", 64)
         block_sizes = (

@@ -57,6 +57,9 @@ OFFLOADING_OPTIONS: Final = (
 )
 """What an engine of `KVLakeOffloadingSpec` takes."""
 
+SERVICE_DIRECTORY: Final = "/run/kvlake"
+"""`runtime.directory` of deploy/systemd/kvlake.service."""
+
 
 def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
     """Tell of options that do nothing, which are most often another's name misspelt."""
@@ -72,14 +75,19 @@ def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> Non
         )
 
 
-def default_socket() -> str:
-    """Where a sidecar with the default configuration listens for this user."""
-    own = os.environ.get("XDG_RUNTIME_DIR")
-    if own and Path(own).is_dir():
-        base = Path(own) / "kvlake"
-    else:
-        base = Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (the sidecar checks its owner)
-    return str(base / "default" / "attach.sock")
+def sockets_of(given: str | None) -> tuple[str, ...]:
+    """Where the sidecar is looked for: the one place that is given, or the default ones in order.
+
+    A sidecar of this user's own comes first: that of a login shell is in `XDG_RUNTIME_DIR`, which a
+    service or a container may lack. Then that of a service manager, which serves several users.
+    """
+    if given:
+        return (given,)
+    bases = [f"/tmp/kvlake-{os.getuid()}", SERVICE_DIRECTORY]  # noqa: S108 (its owner is checked)
+    own = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    if Path(own).is_dir():
+        bases.insert(0, f"{own}/kvlake")
+    return tuple(f"{base}/default/attach.sock" for base in bases)
 
 
 def count_of(extra: dict[str, Any], name: str, default: int) -> int:

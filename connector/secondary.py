@@ -33,7 +33,7 @@ from connector.client import Attempt, Client
 from connector.guard import Requests
 from connector.keys import NO_PARENT
 from connector.namedevents import NamedEvents
-from connector.options import default_socket, seconds_of
+from connector.options import seconds_of, sockets_of
 from connector.tierevents import TierEvents
 from connector.wishes import OF_THE_CONNECTOR, Wishes, WishReader
 from connector.worker import WorkerRole
@@ -197,7 +197,7 @@ class KVLakeTier(SecondaryTierManager):
         self._tiers = TierEvents()
         self.events = NamedEvents(self.names.owner, self.names.of_start)
         self._next_id = 1
-        self._socket = socket or default_socket()
+        self._sockets = sockets_of(socket)
         # Before the first request: a sidecar that is there should serve the first one too.
         wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
         attempt = Attempt(
@@ -208,7 +208,7 @@ class KVLakeTier(SecondaryTierManager):
                 events_replay=events_replay,
             )
         )
-        self.client = Client(self._socket, lambda: attempt)
+        self.client = Client(self._sockets, lambda: attempt)
         attached = self.client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0
         num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
@@ -217,7 +217,7 @@ class KVLakeTier(SecondaryTierManager):
         )
 
     def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
-        client = Client(self._socket, make_attempt)
+        client = Client(self._sockets, make_attempt)
         client.wait_attached(self._worker_seconds)
         return client
 

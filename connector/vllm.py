@@ -117,7 +117,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 events_replay=replay,
             )
         )
-        client = Client(engine.socket, lambda: attempt)
+        client = Client(engine.sockets, lambda: attempt)
         # Before the first request: a sidecar that is there should serve the first one too.
         client.wait_attached(engine.attach_seconds)
         if engine.media_refusal:
@@ -200,7 +200,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._worker = WorkerRole(
                 share(),
-                lambda make_attempt: self._attached(Client(engine.socket, make_attempt)),
+                lambda make_attempt: self._attached(Client(engine.sockets, make_attempt)),
                 describe,
             )
         except EXPORT_FAULTS as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -63,9 +64,9 @@ def sidecar(short_directory: Path) -> Iterator[Sidecar]:
 def make_client(sidecar: Sidecar) -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 
-    def make(attempt: Callable[[], Attempt] | None = None, path: str = sidecar.path) -> Client:
+    def make(attempt: Callable[[], Attempt] | None = None, *paths: str) -> Client:
         maker = attempt or (lambda: Attempt(attach_of()))
-        clients.append(Client(path, maker, retry_seconds=0.02))
+        clients.append(Client(paths or (sidecar.path,), maker, retry_seconds=0.02))
         return clients[-1]
 
     yield make
@@ -136,7 +137,7 @@ class TestAttach:
         assert live(client).context == 1
 
     def test_waiting_has_an_end(self, make_client: Callable[..., Client]) -> None:
-        assert not make_client(path="/nonexistent/attach.sock").wait_attached(0.05)
+        assert not make_client(None, "/nonexistent/attach.sock").wait_attached(0.05)
 
     def test_a_sidecar_that_starts_later_is_found(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
@@ -420,7 +421,7 @@ class TestJobs:
 
 class TestClose:
     def test_twice_and_with_nobody_there(self, make_client: Callable[..., Client]) -> None:
-        client = make_client(path="/nonexistent/attach.sock")
+        client = make_client(None, "/nonexistent/attach.sock")
         client.close()
         client.close()
         assert client.session is None
@@ -460,7 +461,7 @@ class TestClose:
         assert not client.close(0.05)
 
     def test_one_that_is_not_there_holds_nothing(self, make_client: Callable[..., Client]) -> None:
-        assert make_client(path="/nonexistent/attach.sock").close(WAIT_SECONDS_MAX)
+        assert make_client(None, "/nonexistent/attach.sock").close(WAIT_SECONDS_MAX)
 
     def test_no_descriptor_is_left(
         self, sidecar: Sidecar, make_client: Callable[..., Client]
@@ -475,3 +476,37 @@ class TestClose:
         sidecar.peers.remove(peer)
         # The ROUTER, in this process too, drops its end of the DEALER's connection a little later.
         until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the last descriptor's end")
+
+
+def test_the_first_of_several_places_that_answers_is_taken(
+    make_client: Callable[..., Client], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.kvlake")
+    absent = f"{sidecar.path}.absent"
+    client = make_client(None, absent, sidecar.path)
+    sidecar.admit()
+    assert client.wait_attached(WAIT_SECONDS_MAX)
+    until(lambda: f"attached to the sidecar at {sidecar.path}" in caplog.text, "its line")
+
+
+def test_every_place_that_was_tried_is_named(
+    make_client: Callable[..., Client], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = f"{sidecar.path}.1", f"{sidecar.path}.2"
+    make_client(None, first, second)
+    until(
+        lambda: any(f"no sidecar at {first} or {second} (" in one for one in caplog.messages),
+        "both named",
+    )
+
+
+def test_what_a_stranger_made_in_tmp_is_not_used(
+    make_client: Callable[..., Client],
+    sidecar: Sidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "lstat", lambda _path: SimpleNamespace(st_uid=54321))
+    make_client(None, f"{sidecar.path}.absent", sidecar.path)
+    until(lambda: any("it belongs to uid 54321" in one for one in caplog.messages), "refused")

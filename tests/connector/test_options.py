@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from connector.options import sockets_of
 from connector.vllm import KVLakeConnector
 from tests.connector.configurations import kv_cache_config, vllm_config
 
@@ -60,3 +62,16 @@ def test_as_one_of_several_its_own_options_are_meant(
     lines = [one.getMessage() for one in caplog.records if "does nothing" in one.message]
     assert len(lines) == 1
     assert "'chunk_token'" in lines[0]
+
+
+def test_the_sidecar_is_looked_for_beside_the_user_and_where_services_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own, in_tmp, service = sockets_of(None)
+    assert own == f"{tmp_path}/kvlake/default/attach.sock"
+    assert in_tmp == f"/tmp/kvlake-{os.getuid()}/default/attach.sock"
+    assert service == "/run/kvlake/default/attach.sock"
+    assert sockets_of("/a/b") == ("/a/b",)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert sockets_of(None) == (in_tmp, service)

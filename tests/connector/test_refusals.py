@@ -362,7 +362,7 @@ class TestRanksThatAreNotServed:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            client = engine.role.client = Client(path, lambda: attempt)
+            client = engine.role.client = Client((path,), lambda: attempt)
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(1), "it waits for an answer from now on"
