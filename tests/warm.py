@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import inspect
 import multiprocessing
 import os
 import re
@@ -73,6 +74,8 @@ PR_SET_PDEATHSIG: Final = 1
 
 _context = multiprocessing.get_context("forkserver")
 _sessions: set[int] = set()
+_sentinels: list[int] = []
+"""In a fork: its end of the pipe by which the one that forked it knows that it has not ended."""
 
 
 def serve(*, engines: bool) -> None:
@@ -292,6 +295,7 @@ def _fork_workers() -> None:
     # To learn about the class of a model that it does not know, vLLM starts another Python.
     registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 (vLLM's)
     os.register_at_fork(after_in_child=_bind)
+    os.register_at_fork(after_in_child=_close_sentinels)
 
     platform = type(current_platform)
     check = platform.check_and_update_config.__func__
@@ -318,3 +322,16 @@ def _bind() -> None:
     places = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES")
     if places:
         os.sched_setaffinity(0, map(int, re.findall(r"\d+", places)))
+
+
+def _close_sentinels() -> None:
+    """A process is known to have ended when its pipe does: no process that it forked may hold it.
+
+    Else a worker that hangs hides that its engine core was killed.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and "child_w" not in frame.f_locals:
+        frame = frame.f_back
+    for fd in _sentinels:
+        os.close(fd)
+    _sentinels[:] = [frame.f_locals["child_w"]] if frame is not None else []
