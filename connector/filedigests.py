@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -108,7 +108,25 @@ def file_digest(path: Path) -> str:
 def file_stamp(path: Path) -> str:
     """What is another where a file was changed."""
     real = path.resolve(strict=True)
-    status = real.stat()
+    return _stamp(real, real.stat())
+
+
+def opened_stamp(path: Path) -> str:
+    """As `file_stamp`, of a file on a network too: opened, NFS asks the server for what it is."""
+    real = path.resolve(strict=True)
+    file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return _stamp(real, os.fstat(file))
+    finally:
+        os.close(file)
+
+
+def stamps_settled(stamps: Iterable[str], now: float) -> bool:
+    """Whether a change of these files at `now` or later, by the clock, would show in a stamp."""
+    return all(int(one.split(":")[4]) < (now - SETTLED_SECONDS) * 1e9 for one in stamps)
+
+
+def _stamp(real: Path, status: os.stat_result) -> str:
     numbers = (
         status.st_dev,
         status.st_ino,

@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.weights import settings_digest
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -108,7 +110,8 @@ def _configuration(model: Any) -> list[str]:
     """What tells a configuration beside the model's own from others."""
     config = Path(model.hf_config_path) / "config.json"
     if config.is_file():
-        return [hashlib.sha256(config.read_bytes()).hexdigest()]
+        # Code of the model's own is beside it.
+        return [settings_digest(config.parent)]
     return [model.hf_config_path, str(getattr(model.hf_config, "_commit_hash", None) or "")]
 
 

@@ -12,12 +12,19 @@ import hashlib
 import json
 import os
 import struct
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from connector.filedigests import digests_of
+from connector.filedigests import digests_of, file_digest, opened_stamp
 
+_DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
+"""Changes with what is hashed, so that digests of two versions are never equal."""
 _SAMPLE_BYTES: Final = 1024
+_SMALL_BYTES: Final = 32 * 1024 * 1024
+"""Beside the weights, files up to this size are read whole, and nothing of them is remembered."""
+_FILES_MAX: Final = 4096
+_DEPTH_MAX: Final = 4
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.tensors")
 _USUAL_FORMATS: Final = (
     "auto",
@@ -36,20 +43,64 @@ _USUAL_FORMATS: Final = (
 """Values of `--load-format` with which vLLM takes safetensors where there are any."""
 _FORMATS: Final = {"pt": ("*.pt",), "npcache": ("*.bin",), "tensorizer": ("*.tensors",)}
 """Of those of other files, which; of a format that is not here all of them count."""
-_TOWER_FOLDERS: Final = ("whisper-large-v3",)
-"""What models keep in a folder of its own: the audio encoder of Kimi-Audio."""
+_ANY_FORMAT: Final = ""
 _OTHER_MODELS: Final = ("audio_model_id", "text_model_id")
 """What of a model's configuration names models that parts of it are loaded from: Ultravox."""
 _HEADER_BYTES_MAX: Final = 100 * 1024 * 1024
-_CONFIGURATIONS: Final = (
-    "config.json",
-    "params.json",
-    "adapter_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+_OTHER_SUFFIXES: Final = (
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    *(pattern.removeprefix("*") for pattern in _WEIGHTS),
 )
-"""What says how weights are used, and how images are prepared for them."""
+"""Files of weights, which count where the load format reads them, and else do not."""
+_WITHOUT_EFFECT: Final = (
+    # Of given token ids, which model computes what is the same with any tokenizer.
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    # How tokens are chosen.
+    "generation_config.json",
+    # What people read.
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "README*",
+    "*.gif",
+    "*.jpeg",
+    "*.jpg",
+    "*.pdf",
+    "*.png",
+    "*.svg",
+    "*.webp",
+    # What a training leaves behind; vLLM does not load these either.
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*",
+    "trainer_state.json",
+    "*_results.json",
+    "events.out.tfevents*",
+)
+"""Names of files that no KV depends on. Whatever is not among them counts."""
+_FOLDERS_WITHOUT_EFFECT: Final = ("__pycache__", "checkpoint-*", "np", "original", "runs")
 
 
 class WeightsUnknown(Exception):
@@ -129,22 +180,39 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
 
 
 def adapter_identity(path: str) -> str:
-    """What tells a LoRA adapter from others: its files.
+    """What tells a LoRA adapter from others: the files in its folder.
 
     Raises:
         WeightsUnknown: it is not known which files vLLM loads.
         OSError: its files are there and cannot be read.
     """
+    folder, found = _adapter_files(path)
+    # In a step of the scheduler, which waits for no other process. vLLM reads it as well.
+    return _digest_of(folder, found, sampled=False, remember=False)
+
+
+def adapter_stamps(path: str) -> tuple[str, ...]:
+    """What differs where a file of an adapter was changed, added or removed.
+
+    Raises:
+        WeightsUnknown: it is not known which files vLLM loads.
+        OSError: its files are there and cannot be opened.
+    """
+    return tuple(opened_stamp(one) for one, _ in _adapter_files(path)[1])
+
+
+def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
     # As vLLM finds them, `get_adapter_absolute_path`, but for its download.
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
         folder = _downloaded(path)
-    if not _weights_in(folder):
+    # It takes names of its own, so that a file of one format does not stand for those of others.
+    found = _files_in(folder, _ANY_FORMAT)
+    if not any(weighty for _, weighty in found):
         raise WeightsUnknown(
             f"there are no weights in {folder} that kvlake knows ({', '.join(_WEIGHTS)})"
         )
-    # In a step of the scheduler, which waits for no other process. vLLM reads it as well.
-    return folder_digest(folder, remember=False)
+    return folder, found
 
 
 def _downloaded(hub_id: str) -> Path:
@@ -173,36 +241,93 @@ def _downloaded(hub_id: str) -> Path:
 def folder_digest(
     folder: Path, *, sampled: bool = False, remember: bool = True, load_format: str = "auto"
 ) -> str:
-    """Hex digest of the configuration and of the weights in a folder of a model or an adapter.
+    """Hex digest of the files that vLLM may read in a folder of a model, with their names.
 
-    Every byte of the weights counts, and of other files those that say how they are used. Where
-    they are `sampled`, only so much of a safetensors file counts as is read in no time: its size,
-    its header, and `_SAMPLE_BYTES` from the middle of every tensor, which a training of all layers
-    does not survive; and of other weight files size, time and the first and last sample.
+    All of them count but those that are known to change no KV: which shards an index names, how
+    weights are quantized, and the model's own code decide about KV as the weights do. Every byte
+    counts. Where weights are `sampled`, only so much of a safetensors file counts as is read in no
+    time: its size, its header, and `_SAMPLE_BYTES` from the middle of every tensor, which a
+    training of all layers does not survive; and of other large files size, time and the first and
+    last sample.
 
     Raises:
+        WeightsUnknown: there are too many files.
         OSError: the files cannot be read, or change meanwhile.
     """
-    hasher = hashlib.sha256()
-    for name in _CONFIGURATIONS:
-        config = folder / name
-        if config.is_file():
-            content = config.read_bytes()
-            hasher.update(f"{name}:{len(content)}:".encode())
-            hasher.update(content)
-    weights = _weights_in(folder, load_format)
-    for name in _TOWER_FOLDERS:
-        weights += _weights_in(folder / name)
-    if not sampled:
-        for digest in digests_of(weights, remember=remember):
-            hasher.update(bytes.fromhex(digest))
-        return hasher.hexdigest()
-    for path in weights:
-        if path.suffix == ".safetensors":
+    found = [
+        (one, weighty)
+        for each in _folders(folder)
+        for one, weighty in _files_in(each, load_format if each == folder else "auto")
+    ]
+    return _digest_of(folder, found, sampled=sampled, remember=remember)
+
+
+def settings_digest(folder: Path) -> str:
+    """As `folder_digest`, of what is beside the weights in the folder itself."""
+    found = [(path, False) for path, weighty in _files_in(folder, "auto") if not weighty]
+    return _digest_of(folder, found, sampled=False, remember=False)
+
+
+def _digest_of(
+    folder: Path, found: list[tuple[Path, bool]], *, sampled: bool, remember: bool
+) -> str:
+    large = [path for path, weighty in found if weighty or path.stat().st_size > _SMALL_BYTES]
+    digests = dict(
+        zip(large, digests_of(large, remember=remember), strict=True) if not sampled else ()
+    )
+    hasher = hashlib.sha256(_DIGEST_DOMAIN)
+    for path, _ in found:
+        name = path.relative_to(folder).as_posix().encode(errors="surrogateescape")
+        hasher.update(len(name).to_bytes(4, "little") + name)
+        if path in digests:
+            hasher.update(bytes.fromhex(digests[path]))
+        elif path not in large:
+            hasher.update(bytes.fromhex(file_digest(path)))
+        elif path.suffix == ".safetensors":
             _hash_safetensors(hasher, path)
         else:
             _hash_opaque(hasher, path)
     return hasher.hexdigest()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """A model's folder, and those in it that vLLM may read: towers, packages of code.
+
+    Not those of adapters, which are known by their own files.
+    """
+    found = [folder]
+    level = [folder]
+    for _ in range(_DEPTH_MAX):
+        level = [
+            Path(entry.path)
+            for each in level
+            for entry in sorted(os.scandir(each), key=lambda entry: entry.name)
+            if entry.is_dir() and not _without_effect(entry.name, _FOLDERS_WITHOUT_EFFECT)
+        ]
+        level = [each for each in level if not (each / "adapter_config.json").exists()]
+        found += level
+        if len(found) > _FILES_MAX:
+            raise WeightsUnknown(f"{folder} has more than {_FILES_MAX} folders in it")
+    return found
+
+
+def _files_in(folder: Path, load_format: str) -> list[tuple[Path, bool]]:
+    """Files that count in a folder, and whether each is one of the weights; sorted by name."""
+    weights = set(_weights_in(folder, load_format))
+    others = {
+        Path(entry.path)
+        for entry in os.scandir(folder)
+        if entry.is_file()
+        and not _without_effect(entry.name, _WITHOUT_EFFECT)
+        and not entry.name.endswith(_OTHER_SUFFIXES)
+    }
+    if len(weights | others) > _FILES_MAX:
+        raise WeightsUnknown(f"{folder} has more than {_FILES_MAX} files in it")
+    return [(path, path in weights) for path in sorted(weights | others)]
+
+
+def _without_effect(name: str, patterns: tuple[str, ...]) -> bool:
+    return name.startswith(".") or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _weights_in(folder: Path, load_format: str = "auto") -> list[Path]:
@@ -217,9 +342,16 @@ def _weights_in(folder: Path, load_format: str = "auto") -> list[Path]:
     first, *others = _WEIGHTS
     if load_format not in _USUAL_FORMATS:
         patterns = _FORMATS.get(load_format, _WEIGHTS)
-        return sorted(path for pattern in patterns for path in folder.glob(pattern))
-    return sorted(folder.glob(first)) or sorted(
-        path for pattern in others for path in folder.glob(pattern)
+        return _matching(folder, *patterns)
+    return _matching(folder, first) or _matching(folder, *others)
+
+
+def _matching(folder: Path, *patterns: str) -> list[Path]:
+    return sorted(
+        path
+        for pattern in patterns
+        for path in folder.glob(pattern)
+        if path.is_file() and not _without_effect(path.name, _WITHOUT_EFFECT)
     )
 
 

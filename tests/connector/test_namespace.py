@@ -179,6 +179,114 @@ class TestFolders:
             of(text_model_id="org/llama")
 
 
+BESIDE = [
+    "model.safetensors.index.json",
+    "consolidated.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "hf_quant_config.json",
+    "sparse_attention_config.json",
+    "modeling_mine.py",
+    "tokenizer.py",
+    "layers/attention.py",
+    "audio_tokenizer/config.json",
+    "nobody_knows.dat",
+    "nested/deeper/still.json",
+]
+
+
+class TestFilesBesideTheWeights:
+    """What decides which weights are loaded, or what they mean, is part of the identity."""
+
+    @pytest.mark.promise("weights")
+    @pytest.mark.parametrize("name", BESIDE)
+    def test_they_count(self, tmp_path: Path, name: str) -> None:
+        def seen() -> tuple[str, str]:
+            return folder_digest(tmp_path), folder_digest(tmp_path, sampled=True)
+
+        write_weights(tmp_path)
+        digests = [seen()]
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for content in ("{}", '{"weight_map": {}}'):
+            path.write_text(content)
+            digests.append(seen())
+        path.rename(path.with_name("x-" + path.name))
+        digests.append(seen())
+        assert len({one for both in digests for one in both}) == 8
+
+    @pytest.mark.promise("adapters")
+    @pytest.mark.parametrize("name", [name for name in BESIDE if "/" not in name])
+    def test_they_count_with_adapters(self, tmp_path: Path, name: str) -> None:
+        write_weights(tmp_path)
+        before = adapter_identity(str(tmp_path))
+        (tmp_path / name).write_text("{}")
+        assert adapter_identity(str(tmp_path)) != before
+
+    def test_their_order_and_names_are_those_of_the_files(self, tmp_path: Path) -> None:
+        """The same contents under each other's names are other weights."""
+        one, other = write_weights(tmp_path / "a", fill=1), write_weights(tmp_path / "b", fill=2)
+        for folder, names in ((one, ("1", "2")), (other, ("2", "1"))):
+            (folder / "model.safetensors").unlink()
+            for name, fill in zip(names, (b"x", b"y"), strict=True):
+                (folder / f"{name}.safetensors").write_bytes(fill * 100)
+        assert folder_digest(one) != folder_digest(other)
+
+    @pytest.mark.promise("weights")
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "vocab.json",
+            "merges.txt",
+            "chat_template.jinja",
+            "generation_config.json",
+            "README.md",
+            "LICENSE",
+            "LICENSE.txt",
+            "picture.png",
+            ".gitattributes",
+            ".cache/huggingface/download/x.json",
+            "original/consolidated.00.pth",
+            "checkpoint-5/model.safetensors",
+            "pytorch_model.bin",
+            "tf_model.h5",
+            "model.onnx",
+            "optimizer.pt",
+            "__pycache__/modeling_mine.pyc",
+            "lora/adapter_config.json",
+        ],
+    )
+    def test_those_that_change_no_kv_do_not(self, tmp_path: Path, name: str) -> None:
+        write_weights(tmp_path)
+        before = [folder_digest(tmp_path, sampled=sampled) for sampled in (False, True)]
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        assert [folder_digest(tmp_path, sampled=sampled) for sampled in (False, True)] == before
+
+    def test_an_adapter_is_one_file_of_a_format(self, tmp_path: Path) -> None:
+        """vLLM takes names of its own, so safetensors of another name do not stand in for them."""
+        (tmp_path / "other.safetensors").write_bytes(b"s" * 100)
+        (tmp_path / "adapter_model.bin").write_bytes(b"1" * 100)
+        before = adapter_identity(str(tmp_path))
+        (tmp_path / "adapter_model.bin").write_bytes(b"2" * 100)
+        assert adapter_identity(str(tmp_path)) != before
+
+    def test_a_folder_of_too_much_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_weights(tmp_path)
+        places.patch(monkeypatch, "_FILES_MAX", 3)
+        (tmp_path / "loop").symlink_to(tmp_path)
+        with pytest.raises(WeightsUnknown, match="more than 3"):
+            folder_digest(tmp_path)
+
+
 class TestNames:
     def test_a_hub_model_is_its_name_and_commit(self) -> None:
         config = SimpleNamespace(_commit_hash="abc")
