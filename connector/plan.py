@@ -7,7 +7,7 @@ pickle between vLLM's own processes, never to the sidecar.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 PIECE_BYTES: Final = 128
 """What a piece takes of a message, at most, beside its tokens and blocks."""
@@ -59,6 +59,9 @@ class Store:
     tenant: bytes = b""
     ttl_ms: int = 0
     stays: bool = False
+    adapter: int = 0
+    """The number of the request's LoRA adapter, and the files that it must be of."""
+    adapter_files: str = ""
 
     @property
     def bytes_max(self) -> int:
@@ -96,21 +99,28 @@ class StepReport:
     loads_expired: int = 0
     refusal: str = ""
     """Why a rank can never share its memory, told once."""
+    adapters: dict[tuple[int, str, bool], int] = field(default_factory=dict)
+    """LoRA adapters that were loaded: number, files, whether in place, to the number of ranks."""
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.ended and not self.loads_expired and not self.refusal
+        return not (self.ended or self.loads_expired or self.refusal or self.adapters)
 
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""
-        ended = dict(self.ended)
-        for job_id, ranks in other.ended.items():
-            ended[job_id] = ended.get(job_id, 0) + ranks
         return StepReport(
-            ended,
+            _sum(self.ended, other.ended),
             self.failed + other.failed,
             self.stores_expired + other.stores_expired,
             self.loads_expired + other.loads_expired,
             self.refusal or other.refusal,
+            _sum(self.adapters, other.adapters),
         )
+
+
+_Key = TypeVar("_Key")
+
+
+def _sum(one: dict[_Key, int], other: dict[_Key, int]) -> dict[_Key, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}

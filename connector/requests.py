@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from connector.adapters import NO_ADAPTER, Adapter, Adapters
 from connector.keys import KeyChain, MediaItem, root_key
-from connector.weights import WeightsUnknown, adapter_identity
 from connector.wishes import Wishes, WishReader
 from sidecar.protocol import tenant_id
 
@@ -127,7 +127,7 @@ class RequestState:
     from_store_keys: set[bytes] = field(default_factory=set[bytes])
     load: Load | None = None
     load_failed: bool = False
-    adapter: str = ""
+    adapter: Adapter = NO_ADAPTER
     """What tells its LoRA adapter from others."""
     stale_names: Any = None
     """The engine's map of cached blocks, where it has some of another adapter that vLLM takes for
@@ -195,17 +195,14 @@ class Requests(dict[str, RequestState]):
         *,
         ahead_tokens: int = 0,
         cached_names: Callable[[], Any] = lambda: None,
+        world_size: int = 1,
     ) -> None:
         super().__init__()
+        self.adapters = Adapters(settings.adapters, world_size, self.void_adapter)
         self._cached_names = cached_names
         self._caches_media = settings.caches_media
-        self._adapter_settings = settings.adapters
         self._ahead_tokens = ahead_tokens
         self._groups = groups
-        self._adapters: dict[tuple[str, str, int], str] = {}
-        self._adapters_refused: set[tuple[str, str, int]] = set()
-        self._adapters_loaded: dict[int, str] = {}
-        """Of each number, what vLLM has loaded, or will have by the next step."""
         self._adapters_called: dict[tuple[str, str], str] = {}
         """Of each name and path, which is what vLLM's own prefix cache knows an adapter by."""
         self._stale_names: dict[tuple[str, str], Any] = {}
@@ -226,18 +223,20 @@ class Requests(dict[str, RequestState]):
                 return None
             if request.mm_features and not self._caches_media:
                 return None
-            adapter = self._adapter(request.lora_request)
+            adapter = self.adapters.of(request.lora_request)
             if adapter is None:
+                # What it computes is in vLLM's own prefix cache, under the adapter's name.
+                self._distrust(_called(request.lora_request))
                 return None
             state = RequestState(
                 request=request,
-                groups=self._group_states(request, adapter),
+                groups=self._group_states(request, adapter.identity),
                 tenant=tenant_id(request.cache_salt or ""),
                 wishes=self._reader.wishes_of(request),
             )
             state.adapter = adapter
-            state.stale_names = self._called_before(request.lora_request, adapter)
             self._void_beside(state)
+            state.stale_names = self._called_before(request.lora_request, adapter.identity)
             self[request.request_id] = state
         state.extend()
         return state
@@ -254,6 +253,28 @@ class Requests(dict[str, RequestState]):
         for state in (*self.values(), *self.ended):
             state.void = True
 
+    def void_adapter(self, number: int, files: str = "") -> None:
+        """Nothing that runs with this number is to be cached, unless its adapter has these files.
+
+        VLLM has loaded others, or may have.
+        """
+        for state in (*self.values(), *self.ended):
+            if state.adapter_id == number and state.adapter.files != files:
+                self._void(state)
+
+    def _void(self, state: RequestState) -> None:
+        state.void = True
+        self._distrust(_called(state.request.lora_request))
+
+    def _distrust(self, called: tuple[str, str] | None) -> None:
+        """VLLM's own prefix cache may have KV of other files under this adapter's name and path."""
+        if called is None:
+            return
+        names = self._stale_names[called] = self._cached_names()
+        for state in self.values():
+            if _called(state.request.lora_request) == called:
+                state.stale_names = names
+
     def _void_beside(self, new: RequestState) -> None:
         """An adapter is replaced at once: requests of both do not know which computed them.
 
@@ -263,8 +284,9 @@ class Requests(dict[str, RequestState]):
             return
         for state in (*self.values(), *self.ended):
             if state.adapter_id == new.adapter_id and state.adapter != new.adapter:
-                state.void = True
-                new.void |= state.request.request_id in self
+                self._void(state)
+                if state.request.request_id in self:
+                    self._void(new)
 
     def _called_before(self, lora: Any, adapter: str) -> Any:
         """The engine's map of cached blocks, if one of this name and path was another before.
@@ -277,11 +299,8 @@ class Requests(dict[str, RequestState]):
         names = self._cached_names()
         if self._adapters_called.setdefault(called, adapter) != adapter:
             self._adapters_called[called] = adapter
-            self._stale_names[called] = names
-            for state in self.values():
-                # Those of the one before may yet begin with what this one computes.
-                if _called(state.request.lora_request) == called:
-                    state.stale_names = names
+            # Those of the one before may yet begin with what this one computes.
+            self._distrust(called)
             logger.warning(
                 "kvlake: adapter %s is another than %s held before, and vLLM's own prefix cache "
                 "does not tell them apart: prompts of which it has a part are not cached until it "
@@ -317,38 +336,6 @@ class Requests(dict[str, RequestState]):
             tags = np.empty((0, 2), dtype=np.uint64)
             states.append(GroupState(number, geometry, chain, tags))
         return states
-
-    def _adapter(self, lora: Any) -> str | None:
-        """What tells a LoRA adapter's KV from others'; None if nothing does."""
-        if lora is None:
-            return ""
-        place = (lora.lora_name, lora.lora_path, lora.lora_int_id)
-        identity = self._adapters.get(place)
-        # One that is reloaded in place may have changed since it was last read.
-        if identity is None or lora.load_inplace:
-            try:
-                identity = self._adapters[place] = adapter_identity(lora.lora_path)
-            except (WeightsUnknown, OSError) as error:
-                if place not in self._adapters_refused:
-                    self._adapters_refused.add(place)
-                    logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, error)
-                return None
-        identity += self._adapter_settings
-        if lora.is_3d_lora_weight:
-            identity += ",3d"
-        if lora.load_inplace:
-            self._adapters_loaded[lora.lora_int_id] = identity
-        elif self._adapters_loaded.setdefault(lora.lora_int_id, identity) != identity:
-            # vLLM goes on with what it has, unless it gave that up for others.
-            if place not in self._adapters_refused:
-                self._adapters_refused.add(place)
-                logger.warning(
-                    "kvlake: adapter %s is not cached: lora_int_id %d was another's before",
-                    lora.lora_name,
-                    lora.lora_int_id,
-                )
-            return None
-        return identity
 
 
 def _called(lora: Any) -> tuple[str, str] | None:

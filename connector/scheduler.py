@@ -88,6 +88,7 @@ class SchedulerRole:
             settings,
             ahead_tokens=drafting.ahead_tokens,
             cached_names=self._cached_names,
+            world_size=world_size,
         )
         self._finder = HitFinder(geometries)
         self.rate = PrefillRate()
@@ -172,6 +173,9 @@ class SchedulerRole:
         matched = 0 if hit is None else hit.end_tokens - local_tokens
         if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
             return 0
+        if not self.requests.adapters.unchanged(request.lora_request, state.adapter.files):
+            self.requests.void_adapter(state.adapter_id)
+            return 0
         return matched
 
     def _fits(self, end_tokens: int) -> bool:
@@ -194,7 +198,13 @@ class SchedulerRole:
         return needed < self._num_blocks
 
     def _reads(self, state: RequestState) -> bool:
-        return self._settings.reads and state.wishes.reads
+        # An adapter that was loaded before its first request may be of other files. The workers
+        # say so with their next step, so its first request is computed.
+        return (
+            self._settings.reads
+            and state.wishes.reads
+            and self.requests.adapters.confirmed(state.adapter_id, state.adapter.files)
+        )
 
     def _engine_holds_start(self, state: RequestState) -> bool:
         """Whether the engine's own prefix cache has a request's first block."""
@@ -495,6 +505,7 @@ class SchedulerRole:
         for some in in_jobs(self._geometries, parts):
             store = self.stores.plan(session, state, some, block_ids, self.stats, self.new_id)
             if store is not None:
+                store.adapter, store.adapter_files = state.adapter_id, state.adapter.files
                 self.plan.stores.append(store)
                 self._unsent[store.job_id] = state
 
@@ -504,6 +515,7 @@ class SchedulerRole:
         self.stats.stores_expired += report.stores_expired
         self.stats.loads_expired += report.loads_expired
         self.stores.ended(report)
+        self.requests.adapters.loaded(report.adapters)
 
     @property
     def stores_outstanding(self) -> int:

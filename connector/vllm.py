@@ -36,6 +36,7 @@ from connector.export import (
     fault_told,
 )
 from connector.groups import CachedGroup
+from connector.loaded_adapters import LoadedAdapters
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.namespace import digest_of
@@ -85,6 +86,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
         self._hits_are_told = False
+        self._adapters = LoadedAdapters()
+        if role == KVConnectorRole.WORKER and vllm_config.lora_config is not None:
+            self._adapters.watch()
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             complain_of_unknown(extra, CONNECTOR_OPTIONS)
@@ -245,7 +249,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVLakeMetadata)
         if self._worker is not None:
-            self._worker.submit(metadata.plan)
+            self._worker.submit(metadata.plan, self._adapters.holds)
         elif metadata.plan.loads or metadata.plan.stores:
             self._transfers = _unserved(metadata.plan, self._transfers)
 
@@ -266,6 +270,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Stores that ended on this rank, and once why it is not served, if it is not."""
         transfers, self._transfers = self._transfers, None
         report = StepReport() if transfers is None else transfers.report
+        if loaded := self._adapters.take():
+            report = report.add(StepReport(adapters=loaded))
         if self._untold_refusal:
             report = report.add(StepReport(refusal=self._untold_refusal))
             self._untold_refusal = ""

@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import struct
+import time
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from connector.filedigests import digests_of, file_digest, opened_stamp
+from connector.filedigests import digests_of, file_digest, opened_stamp, stamps_settled
 
 _DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
 """Changes with what is hashed, so that digests of two versions are never equal."""
@@ -179,26 +181,56 @@ def _other_models(hf_config: Any, *, sampled: bool) -> dict[str, str]:
     return digests
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of a LoRA adapter, as they were when they were read.
+
+    `settled`: they had not been changed for so long that a further change shows in their stamps.
+    """
+
+    path: str
+    digest: str
+    stamps: tuple[str, ...]
+    settled: bool
+
+
 def adapter_identity(path: str) -> str:
-    """What tells a LoRA adapter from others: the files in its folder.
+    """What tells a LoRA adapter from others: the files in its folder; see `read_adapter`."""
+    return read_adapter(path).digest
+
+
+def read_adapter(path: str) -> AdapterFiles:
+    """Read all files of an adapter.
 
     Raises:
         WeightsUnknown: it is not known which files vLLM loads.
-        OSError: its files are there and cannot be read.
+        OSError: its files are there and cannot be read, or change meanwhile.
     """
+    began = time.time()
     folder, found = _adapter_files(path)
+    stamps = _stamps(found)
     # In a step of the scheduler, which waits for no other process. vLLM reads it as well.
-    return _digest_of(folder, found, sampled=False, remember=False)
+    digest = _digest_of(folder, found, sampled=False, remember=False)
+    again, found = _adapter_files(path)
+    if again != folder or _stamps(found) != stamps:
+        raise OSError(f"{path} was changed while it was read")
+    return AdapterFiles(path, digest, stamps, stamps_settled(stamps, began))
 
 
-def adapter_stamps(path: str) -> tuple[str, ...]:
-    """What differs where a file of an adapter was changed, added or removed.
+def same_adapter(files: AdapterFiles) -> bool:
+    """Whether no file of an adapter was changed, added or removed since; costs microseconds.
+
+    Of files that were changed shortly before they were read that cannot be said.
 
     Raises:
         WeightsUnknown: it is not known which files vLLM loads.
         OSError: its files are there and cannot be opened.
     """
-    return tuple(opened_stamp(one) for one, _ in _adapter_files(path)[1])
+    return files.settled and _stamps(_adapter_files(files.path)[1]) == files.stamps
+
+
+def _stamps(found: list[tuple[Path, bool]]) -> tuple[str, ...]:
+    return tuple(opened_stamp(path) for path, _ in found)
 
 
 def _adapter_files(path: str) -> tuple[Path, list[tuple[Path, bool]]]:
@@ -299,10 +331,10 @@ def _folders(folder: Path) -> list[Path]:
     level = [folder]
     for _ in range(_DEPTH_MAX):
         level = [
-            Path(entry.path)
+            each / name
             for each in level
-            for entry in sorted(os.scandir(each), key=lambda entry: entry.name)
-            if entry.is_dir() and not _without_effect(entry.name, _FOLDERS_WITHOUT_EFFECT)
+            for name in sorted(os.listdir(each))
+            if not _without_effect(name, _FOLDERS_WITHOUT_EFFECT) and (each / name).is_dir()
         ]
         level = [each for each in level if not (each / "adapter_config.json").exists()]
         found += level
@@ -315,11 +347,11 @@ def _files_in(folder: Path, load_format: str) -> list[tuple[Path, bool]]:
     """Files that count in a folder, and whether each is one of the weights; sorted by name."""
     weights = set(_weights_in(folder, load_format))
     others = {
-        Path(entry.path)
-        for entry in os.scandir(folder)
-        if entry.is_file()
-        and not _without_effect(entry.name, _WITHOUT_EFFECT)
-        and not entry.name.endswith(_OTHER_SUFFIXES)
+        folder / name
+        for name in os.listdir(folder)
+        if not _without_effect(name, _WITHOUT_EFFECT)
+        and not name.endswith(_OTHER_SUFFIXES)
+        and (folder / name).is_file()
     }
     if len(weights | others) > _FILES_MAX:
         raise WeightsUnknown(f"{folder} has more than {_FILES_MAX} files in it")

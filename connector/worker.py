@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, Session
@@ -119,14 +119,25 @@ class WorkerRole:
                 self.fence = session.context
         return session
 
-    def submit(self, plan: StepPlan) -> None:
-        """Send this step's jobs; called after the step's forward pass was executed."""
+    def submit(
+        self, plan: StepPlan, holds: Callable[[int, str], bool] = lambda _number, _files: True
+    ) -> None:
+        """Send this step's jobs; called after the step's forward pass was executed.
+
+        `holds` says whether this worker computes with an adapter's number what these files hold.
+        What is stored of another would be found under its name by every engine, so it is not.
+        """
         if plan.retired:
             # In the middle of a step, so nothing is waited for. What is open ends as when a sidecar
             # dies. The memory stays until `close`: the client's thread may be handing it over.
             self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
+        stores = [one for one in plan.stores if holds(one.adapter, one.adapter_files)]
+        if len(stores) < len(plan.stores):
+            kept = {one.job_id for one in stores}
+            self._fail([], [one for one in plan.stores if one.job_id not in kept])
+            plan = replace(plan, stores=stores)
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()

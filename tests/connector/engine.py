@@ -88,6 +88,8 @@ class Engine:
         self._batches: deque[Callable[[], None]] = deque()
         self.sidecar = DoubleSidecar(self)
         self.weights = 0
+        self.loras_max = 2
+        """How many LoRA adapters vLLM keeps in memory."""
         self.garbled = False
         """Some connector may fail while a step computes: what is computed from nothing is garbage,
         and it is for vLLM to throw it away."""
@@ -127,7 +129,10 @@ class Engine:
         drafts = output.scheduled_spec_decode_tokens
         sampled = [self._sample(request, drafts.get(request.request_id, [])) for request, _ in work]
 
+        loras = {lora.lora_int_id: lora for request, _ in work if (lora := request.lora_request)}
+
         def forward(rank: Rank) -> None:
+            rank.load_adapters(loras.values(), max(self.loras_max, len(loras)))
             for (request, count), follow in zip(work, sampled, strict=True):
                 self._compute(rank, request, count, tables[request.request_id], follow)
 
@@ -216,6 +221,11 @@ class Engine:
                 break
             sampled.append(next_token([*request.all_token_ids, *sampled]))
         return sampled
+
+    def add_lora(self, lora: Any) -> None:
+        """Load an adapter before any request comes with it."""
+        for rank in self.ranks:
+            rank.load_adapters([lora], self.loras_max)
 
     def finish(self, *requests: Request, steps_max: int = 400) -> None:
         """Step, with a sidecar that does everything at once, until these are finished."""

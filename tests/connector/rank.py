@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from vllm.config import VllmConfig
@@ -68,6 +68,8 @@ class Rank:
         others = [layout] * (len(specs) - 1)
         exported = ExportedMemory(os.memfd_create("kv"), layout.size_bytes, layout, others)
         self.role = WorkerRole(exported, self._make_client, self._describe, clock=clock)
+        self.adapters: dict[int, Any] = {}
+        """What vLLM has in memory of LoRA adapters, the least recently used first."""
         self.connector._worker = self.role  # noqa: SLF001 (its public names are vLLM's)
 
     def _make_client(self, make_attempt: Callable[[], Attempt]) -> Client:
@@ -84,6 +86,21 @@ class Rank:
         assert isinstance(attempt.context, WorkerFence)
         self.client.attach(session_of(context=attempt.context))
         return SidecarFence(os.dup(attempt.fds[1]))
+
+    def load_adapters(self, loras: Iterable[Any], loras_max: int) -> None:
+        """Load those that are not in memory, or are to be replaced, as vLLM's manager does it."""
+        for lora in loras:
+            if lora.lora_int_id not in self.adapters or lora.load_inplace:
+                self.load_adapter(lora)
+            self.adapters.pop(lora.lora_int_id, None)
+            self.adapters[lora.lora_int_id] = lora
+            while len(self.adapters) > loras_max:
+                del self.adapters[next(iter(self.adapters))]
+
+    def load_adapter(self, lora: Any) -> None:
+        """Read an adapter's files, as vLLM's worker does it."""
+        loaded = self.connector._adapters  # noqa: SLF001 (its public names are vLLM's)
+        loaded.note(lora, loaded.begin(lora))
 
     def step(self, metadata: Any, forward: Callable[[Rank], None]) -> KVConnectorOutput:
         """One step, as `KVConnectorModelRunnerMixin` does it."""

@@ -244,6 +244,22 @@ ENGINE: Final[dict[str, Used]] = {
     "vllm.lora.request:LoRARequest": Used(
         attributes("lora_name lora_int_id lora_path load_inplace is_3d_lora_weight")
     ),
+    "vllm.v1.engine.core:EngineCore": Used(
+        {
+            "collective_rpc": "(method, timeout=, args=, kwargs=)",
+            "set_weight_version": "(weight_version)",
+        }
+    ),
+    "vllm.v1.worker.gpu_worker:Worker": Used(
+        {
+            "reload_weights": "(*args, **kwargs)",
+            "start_weight_update": "()",
+            "start_draft_weight_update": "()",
+            "update_weights": "(update_info)",
+            "finish_weight_update": "()",
+        }
+    ),
+    "vllm.lora.worker_manager:WorkerLoRAManager": Used({"_load_adapter": "(lora_request)"}),
     "vllm.multimodal.inputs:MultiModalFeatureSpec": Used(attributes("identifier mm_position")),
     "vllm.multimodal.inputs:PlaceholderRange": Used(attributes("offset length")),
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": Used(attributes("HOST DISK"), "0.32"),
