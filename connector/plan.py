@@ -84,6 +84,8 @@ class StepPlan:
     """Something that the sidecar does for any rank, a lookup included, has not ended."""
     retired: bool = False
     """A rank can never share its memory: the others leave the sidecar. Told from then on."""
+    weight_changes: int = 0
+    """How often the engine's weights were replaced, as far as the scheduler knows."""
 
 
 @dataclass(slots=True)
@@ -101,11 +103,19 @@ class StepReport:
     """Why a rank can never share its memory, told once."""
     adapters: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     """LoRA adapters that were loaded: number, files, whether in place, to the number of ranks."""
+    weights_changed: bool = False
+    """Weights were replaced, and the scheduler did not know of it."""
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.ended or self.loads_expired or self.refusal or self.adapters)
+        return not (
+            self.ended
+            or self.loads_expired
+            or self.refusal
+            or self.adapters
+            or self.weights_changed
+        )
 
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""
@@ -116,6 +126,7 @@ class StepReport:
             self.loads_expired + other.loads_expired,
             self.refusal or other.refusal,
             _sum(self.adapters, other.adapters),
+            self.weights_changed or other.weights_changed,
         )
 
 

@@ -119,6 +119,7 @@ class SchedulerRole:
         self.beside_others = settings.beside_others
         self._stale_told = 0
         self.retired = False
+        self._weight_changes = 0
         self.stats = Stats()
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -321,6 +322,7 @@ class SchedulerRole:
         self._unsent.clear()
         self.requests.ended.clear()
         plan.retired = self.retired
+        plan.weight_changes = self._weight_changes
         plan.waiting = bool(self.waits.pending or self.loading or self.stores_outstanding)
         return plan
 
@@ -516,6 +518,8 @@ class SchedulerRole:
         self.stats.loads_expired += report.loads_expired
         self.stores.ended(report)
         self.requests.adapters.loaded(report.adapters)
+        if report.weights_changed:
+            self.weights_changed()
 
     @property
     def stores_outstanding(self) -> int:
@@ -544,6 +548,20 @@ class SchedulerRole:
         if session is not None:
             # Nobody will ask for those keys again.
             self.client.send(session, Release(session.epoch, [], [], pins=True))
+
+    def weights_changed(self) -> None:
+        """Weights are about to be replaced, or were: they are not those of the namespace any more.
+
+        Nothing tells the new ones from others. So from now on keys are known to this engine alone.
+        """
+        if not self._weight_changes:
+            logger.warning(
+                "kvlake: the weights of this engine are replaced while it runs: until it ends it "
+                "shares nothing with other engines, and finds only what it stored since the last "
+                "change; reset vLLM's prefix cache after each change"
+            )
+        self._weight_changes += 1
+        self.reset()
 
     def _cached_names(self) -> Any:
         """The block pool's map of cached blocks: vLLM makes a new one when it resets its cache."""

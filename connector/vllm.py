@@ -49,6 +49,7 @@ from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.several import asked_by_several, outer_transfer
 from connector.sleep import SharedMemory
+from connector.weight_updates import WeightChanges, watch_engine
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 
@@ -87,6 +88,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._untold_refusal = ""
         self._hits_are_told = False
         self._adapters = LoadedAdapters()
+        self._weights = WeightChanges()
         if role == KVConnectorRole.WORKER and vllm_config.lora_config is not None:
             self._adapters.watch()
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
@@ -139,7 +141,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             adapters=json.dumps(adapters, sort_keys=True) if adapters else "",
         )
         groups = [CachedGroup(digest_of(one.namespace), one.geometry) for one in engine.groups]
-        return SchedulerRole(
+        role = SchedulerRole(
             client,
             groups,
             settings,
@@ -147,6 +149,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             drafting=engine.drafting,
             num_blocks=engine.num_blocks,
         )
+        watch_engine(role)
+        return role
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -182,6 +186,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             # The scheduler may be shown less: of a group of unlike layers, one.
             self._untold_refusal = engine.refusal
             return
+        self._weights.watch()
         place = this_place()
 
         def share() -> ExportedMemory:
@@ -248,8 +253,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Send this step's jobs. Their blocks are held until the answer, so nothing waits here."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVLakeMetadata)
+        stale = self._weights.unknown_to(metadata.plan.weight_changes)
         if self._worker is not None:
-            self._worker.submit(metadata.plan, self._adapters.holds)
+            self._worker.submit(metadata.plan, self._adapters.holds, stale=stale)
         elif metadata.plan.loads or metadata.plan.stores:
             self._transfers = _unserved(metadata.plan, self._transfers)
 
@@ -270,6 +276,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Stores that ended on this rank, and once why it is not served, if it is not."""
         transfers, self._transfers = self._transfers, None
         report = StepReport() if transfers is None else transfers.report
+        if self._weights.take():
+            report = report.add(StepReport(weights_changed=True))
         if loaded := self._adapters.take():
             report = report.add(StepReport(adapters=loaded))
         if self._untold_refusal:

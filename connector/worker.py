@@ -120,12 +120,17 @@ class WorkerRole:
         return session
 
     def submit(
-        self, plan: StepPlan, holds: Callable[[int, str], bool] = lambda _number, _files: True
+        self,
+        plan: StepPlan,
+        holds: Callable[[int, str], bool] = lambda _number, _files: True,
+        *,
+        stale: bool = False,
     ) -> None:
         """Send this step's jobs; called after the step's forward pass was executed.
 
         `holds` says whether this worker computes with an adapter's number what these files hold.
         What is stored of another would be found under its name by every engine, so it is not.
+        All jobs of a `stale` plan fail: it was made for other weights.
         """
         if plan.retired:
             # In the middle of a step, so nothing is waited for. What is open ends as when a sidecar
@@ -133,6 +138,9 @@ class WorkerRole:
             self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
+        if stale:
+            self._fail(plan.loads, plan.stores)
+            return
         stores = [one for one in plan.stores if holds(one.adapter, one.adapter_files)]
         if len(stores) < len(plan.stores):
             kept = {one.job_id for one in stores}

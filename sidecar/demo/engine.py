@@ -254,6 +254,14 @@ class Engine:
         workers = self._call("rpc", method="kvlake_head_digests")["result"]
         return [{int(block): heads for block, heads in worker.items()} for worker in workers]
 
+    def rpc(self, method: str, **options: Any) -> None:
+        """Call a method of every worker."""
+        self._call("rpc", method=method, options=options)
+
+    def add_lora(self, adapter: tuple[str, int, str]) -> None:
+        """Load an adapter, called as in `begin`, before any request comes with it."""
+        self._call("add_lora", adapter=adapter)
+
     def core(self, method: str) -> list[Any]:
         """Per data-parallel rank: what a method of vLLM's engine core returns."""
         results: list[Any] = self._call("core", method=method)["result"]
@@ -523,15 +531,24 @@ class _Host:
         return {"value": sum(samples)}
 
     async def _do_rpc(
-        self, _: int, method: str, args: list[int | None] | None = None
+        self,
+        _: int,
+        method: str,
+        args: list[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        given = tuple(args or ())
+        given, named = tuple(args or ()), options or {}
         if self._engine.vllm_config.parallel_config.data_parallel_size == 1:
-            return {"result": await self._engine.collective_rpc(method, args=given)}
+            return {"result": await self._engine.collective_rpc(method, args=given, kwargs=named)}
         # vLLM calls the workers of all ranks too, but answers with the first rank's.
         core = self._engine.engine_core
-        ranks = await core.call_utility_all_async("collective_rpc", method, None, given, {})
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, given, named)
         return {"result": [worker for workers in ranks for worker in workers]}
+
+    async def _do_add_lora(self, _: int, adapter: list[Any]) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        return {"done": await self._engine.add_lora(LoRARequest(*adapter))}
 
     async def _do_core(self, _: int, method: str) -> dict[str, Any]:
         return {"result": await self._engine.engine_core.call_utility_all_async(method)}

@@ -259,6 +259,17 @@ ENGINE: Final[dict[str, Used]] = {
             "finish_weight_update": "()",
         }
     ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": Used(
+        {
+            "get_model": "()",
+            "reload_weights": "(weights_iterator=, weights_path=, is_checkpoint_format=)",
+            "drafter": ATTRIBUTE,
+        }
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": Used(
+        {"get_model": "()", "speculator": ATTRIBUTE}
+    ),
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": Used({"model": ATTRIBUTE}),
     "vllm.lora.worker_manager:WorkerLoRAManager": Used({"_load_adapter": "(lora_request)"}),
     "vllm.multimodal.inputs:MultiModalFeatureSpec": Used(attributes("identifier mm_position")),
     "vllm.multimodal.inputs:PlaceholderRange": Used(attributes("offset length")),
