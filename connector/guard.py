@@ -14,7 +14,8 @@ In any release
   to forget, and blocks of a sliding window that are somebody else's by then;
 * it makes room for what comes from another tier while it looks on, and may take what it has just
   found for the same request: that is then missing in turn, and so on, a step for each, or ends the
-  engine where it is loaded all the same.
+  engine where it is loaded all the same;
+* it goes on with what it has of the old weights where an engine's weights are replaced.
 
 A manager of tiers is shown no requests. But it hears which are scheduled as new, as one that goes
 on is, and which are preempted: before anything of that step is stored, and with vLLM 0.33, which
@@ -25,6 +26,7 @@ Owns what is known of requests from what a manager is told. Does not own tiers.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
+
+logger = logging.getLogger("vllm.kvlake")
 
 
 @dataclass(slots=True)
@@ -66,6 +70,8 @@ class Requests:
     def __init__(self, *, preempted_are_new: bool = False) -> None:
         self._preempted_are_new = preempted_are_new
         self._requests: dict[str, _Request] = {}
+        self._weights_changed = self._change_told = False
+        """Weights were replaced, and since then nothing was reset."""
 
     def began(self, request_id: str) -> None:
         """Take a request in."""
@@ -78,7 +84,7 @@ class Requests:
     def left_out(self, request_id: str) -> bool:
         """Whether nothing of it may be stored or found any more."""
         request = self._requests.get(request_id)
-        return request is not None and request.left_out
+        return self._weights_changed or (request is not None and request.left_out)
 
     def step(self, context: ScheduleEndContext) -> None:
         """Take in what vLLM scheduled and preempted."""
@@ -131,10 +137,25 @@ class Requests:
         """Leave out what goes on with KV from before. What only waits has none."""
         for request_id, request in self._requests.items():
             request.left_out = request.left_out or self.has_kv(request_id)
+        self._weights_changed = False
+
+    def weights_changed(self) -> None:
+        """Weights are about to be replaced, or were. Leave out everything until the next reset.
+
+        What a request begins with is not known here: vLLM's own cache may have it of before.
+        """
+        if not self._change_told:
+            self._change_told = True
+            logger.warning(
+                "kvlake: the weights of this engine are replaced while it runs: vLLM's offloading "
+                "loads and stores nothing from each change on, until vLLM's prefix cache is reset "
+                "with reset_connector"
+            )
+        self._weights_changed = True
 
 
-def guard(manager: Any, *, preempted_are_new: bool) -> None:
-    """Stand before a manager of vLLM's tiers."""
+def guard(manager: Any, *, preempted_are_new: bool) -> Requests:
+    """Stand before a manager of vLLM's tiers; what is known of its requests."""
     requests = Requests(preempted_are_new=preempted_are_new)
     began, ended = manager.on_new_request, manager.on_request_finished
     find, load, store = manager.lookup, manager.prepare_load, manager.prepare_store
@@ -186,3 +207,4 @@ def guard(manager: Any, *, preempted_are_new: bool) -> None:
         reset_cache,
     ):
         setattr(manager, hook.__name__, hook)
+    return requests

@@ -52,6 +52,7 @@ from connector.refusals import (
     rows_refusal,
     tails_refusal,
 )
+from connector.weight_updates import watch_engine
 from connector.weights import WeightsUnknown
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                     "preempted_are_new": preempted_are_new,
                     **note.get("events", {}),
                 }
-            guard(super().get_manager(), preempted_are_new=preempted_are_new)
+            requests = guard(super().get_manager(), preempted_are_new=preempted_are_new)
+            # Of changes that go round the engine core nothing is heard: a worker here tells none.
+            watch_engine(requests)
             self._unlink_region()
             _disown(self._scheduler_mmap)
         assert self._manager is not None

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_offload.base import ScheduleEndContext, make_offload_key
+from collections.abc import Collection
+from typing import Any
 
-from connector.guard import Requests
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+
+from connector.guard import Requests, guard
+from connector.offloading import NoTiers
 
 
 def requests_of(*names: str, preempted_are_new: bool = False) -> Requests:
@@ -115,3 +126,44 @@ def test_what_is_found_is_told_once_until_a_preemption() -> None:
     assert requests.first_found("a", key)
     assert not requests.first_found("b", key)
     assert not requests.first_found("nobody", key)
+
+
+class Tiers(NoTiers):
+    """Has everything, and takes everything."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
+        return [*keys]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nothing to remember."""
+
+
+@pytest.mark.promise("offloading-weights")
+def test_nothing_is_found_or_stored_once_weights_are_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Until a reset: what vLLM's own cache has of before may be a request's beginning."""
+    tiers = Tiers()
+    requests = guard(tiers, preempted_are_new=False)
+    key = make_offload_key(b"key", 0)
+
+    def found_and_stored(name: str) -> tuple[bool, bool]:
+        context = ReqContext(req_id=name)
+        tiers.on_new_request(context)
+        found = tiers.lookup(key, context) is LookupResult.HIT
+        return found, tiers.prepare_store([key], context) == [key]
+
+    assert found_and_stored("before") == (True, True)
+    for _ in range(2):
+        requests.weights_changed()
+        assert found_and_stored("after") == (False, False)
+        tiers.on_schedule_end(ScheduleEndContext(["running"], ()))
+        found_and_stored("running")
+        tiers.on_schedule_end(ScheduleEndContext(["running"], ()))
+        tiers.reset_cache()
+        assert found_and_stored("later") == (True, True)
+        assert requests.left_out("running")
+    assert caplog.text.count("are replaced while it runs") == 1

@@ -15,8 +15,10 @@ import os
 import random
 import secrets
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -41,6 +43,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.v1.engine.core import EngineCore
 
 from connector.offloading import (
     KVLakeOffloadingSpec,
@@ -137,6 +143,7 @@ class Engine:
         self.manager: Any = loaded.connector_scheduler.manager
         self.aggregator = KVOutputAggregator.from_connector(loaded, 1)
         self.computed: dict[str, int] = {}
+        self.weights = 0
 
     def step(self) -> None:
         output = self.scheduler.schedule()
@@ -182,7 +189,7 @@ class Engine:
         tokens = list(request.all_token_ids[:end])
         for layer, tensor in enumerate(self.layers.values()):
             words = tensor.view(torch.int16)
-            expected = content_of(tokens, request.cache_salt or "", 0, layer)
+            expected = content_of(tokens, request.cache_salt or "", self.weights, layer)
             for position in range(end):
                 block, slot = divmod(position, BLOCK_TOKENS)
                 value = int.from_bytes(expected[position][:2], "little", signed=True)
@@ -582,6 +589,32 @@ def test_states_of_other_dtypes_and_kernels_are_others(
     monkeypatch.setattr(ModelConfig, "has_inner_state", True)
     assert len({of(), *(of(**one) for one in changes)}) == len(changes) + 1
     assert of(layout="SD") == of(), "vLLM's own choice"
+
+
+@pytest.mark.promise("offloading-weights")
+def test_weights_that_are_replaced(model: Path, sidecar: SidecarProcess) -> None:
+    """Nothing of the old ones is loaded, and nothing of the new ones is in another engine."""
+    tokens, other = prompt(200), prompt(200)
+    with engine_of(model, sidecar) as first:
+        assert first.run("a", tokens) == 0
+        core: Any = object.__new__(EngineCore)
+        core.model_executor = SimpleNamespace(collective_rpc=lambda *_: None)
+        core.collective_rpc("reload_weights")
+        first.weights = 1
+        for host_tier in (False, True):
+            first.forget(host_tier=host_tier)
+            assert first.run("b", tokens) == 0
+            first.computed.clear()
+        assert first.scheduler.reset_prefix_cache(reset_connector=True)
+        for own in (tokens, other):
+            assert first.run("c", own) == 0
+            first.forget()
+            first.computed.clear()
+            assert first.run("c", own) == 192
+            first.computed.clear()
+        with engine_of(model, sidecar) as second:
+            assert second.run("d", tokens) == 192, "of the old ones, which it has"
+            assert second.run("e", other) == 0
 
 
 @pytest.mark.promise("offloading-adapters")
