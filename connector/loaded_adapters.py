@@ -87,7 +87,8 @@ def _wrap() -> None:
     # Not at import: vLLM imports the connector in processes that have no adapters.
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    load: Any = WorkerLoRAManager._load_adapter  # noqa: SLF001 (the one place that all loads pass)
+    managers: Any = WorkerLoRAManager
+    load = managers._load_adapter  # noqa: SLF001 (the one place that all loads pass)
     if load in _wrappers:
         return
 
@@ -100,4 +101,4 @@ def _wrap() -> None:
         return adapter
 
     _wrappers.add(load_adapter)
-    WorkerLoRAManager._load_adapter = load_adapter  # noqa: SLF001 (see above)
+    managers._load_adapter = load_adapter  # noqa: SLF001 (see above)

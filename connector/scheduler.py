@@ -7,7 +7,8 @@ stores are in `storing.py`.
 
 Invariants:
 
-* `matched_tokens` changes nothing that another call would see differently, and costs microseconds.
+* `matched_tokens` changes nothing that another call would see differently, and costs microseconds;
+  before a hit of an adapter it looks whether that one's files are still the same.
 * A load covers exactly the blocks between the engine's own hit and the end of the external one,
   in every KV cache group; of a group that reads a window, those that its window still reads, and
   of recurrent layers the state at that end.

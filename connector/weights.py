@@ -218,9 +218,10 @@ def read_adapter(path: str) -> AdapterFiles:
 
 
 def same_adapter(files: AdapterFiles) -> bool:
-    """Whether no file of an adapter was changed, added or removed since; costs microseconds.
+    """Whether no file of an adapter was changed, added or removed since.
 
-    Of files that were changed shortly before they were read that cannot be said.
+    It is cheap enough for each request. Of files that were changed shortly before they were read
+    that cannot be said.
 
     Raises:
         WeightsUnknown: it is not known which files vLLM loads.

@@ -47,6 +47,10 @@ class KVProbe:
             for block in _clean(layers[0].reshape(layers[0].shape[0], -1))
         }
 
+    def kvlake_load_no_weights(self) -> None:
+        """Call the model's own `load_weights`, as extensions for reinforcement learning do."""
+        self.model_runner.model.load_weights([])
+
     def _bytes(self) -> list[Any]:
         return [one.contiguous().view(_uint8()).numpy() for one in self._layers()]
 

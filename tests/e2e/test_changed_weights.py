@@ -111,7 +111,7 @@ def test_an_adapter_that_was_loaded_before_its_files_were_replaced(
 
 @pytest.mark.promise("weights-replaced")
 def test_a_model_whose_weights_are_replaced(engine: Engine, folder: Path, model: str) -> None:
-    """The last test of this engine, which from then on is by itself."""
+    """From then on the engine is by itself."""
     other = write_model(folder / "other-model", layers=6, hidden=256, heads=4, kv_heads=4, seed=9)
     call, salt = Call(PROMPT), fresh_salt()
     old = own_hit(engine, call, before=[call])
@@ -137,3 +137,19 @@ def test_a_model_whose_weights_are_replaced(engine: Engine, folder: Path, model:
         if prompt is PROMPT:
             assert generation.logprobs == before.logprobs
     assert own_hit(engine, call, before=[call]).generation.logprobs == old.generation.logprobs
+
+
+@pytest.mark.promise("weights-replaced")
+def test_an_extension_of_the_worker_that_loads_weights(engine: Engine) -> None:
+    """The engine core does not know the call; the worker says so with the next step."""
+    call, salt = Call(PROMPT), fresh_salt()
+    call.generate(engine, salt)
+    empty(engine)
+    assert call.generate(engine, salt).cached_tokens == CACHED
+    engine.rpc("kvlake_load_no_weights")
+    # The first step after it is where the scheduler hears of it, and what it loads then fails.
+    for _ in range(2):
+        empty(engine)
+        assert call.generate(engine, salt).cached_tokens == 0
+    empty(engine)
+    assert call.generate(engine, salt).cached_tokens == CACHED
