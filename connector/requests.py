@@ -198,7 +198,7 @@ class Requests(dict[str, RequestState]):
         world_size: int = 1,
     ) -> None:
         super().__init__()
-        self.adapters = Adapters(settings.adapters, world_size, self.void_adapter)
+        self.adapters = Adapters(settings.adapters, world_size, self._void_adapter)
         self._cached_names = cached_names
         self._caches_media = settings.caches_media
         self._ahead_tokens = ahead_tokens
@@ -253,16 +253,17 @@ class Requests(dict[str, RequestState]):
         for state in (*self.values(), *self.ended):
             state.void = True
 
-    def void_adapter(self, number: int, files: str = "") -> None:
+    def _void_adapter(self, number: int, files: str) -> None:
         """Nothing that runs with this number is to be cached, unless its adapter has these files.
 
         VLLM has loaded others, or may have.
         """
         for state in (*self.values(), *self.ended):
             if state.adapter_id == number and state.adapter.files != files:
-                self._void(state)
+                self.void(state)
 
-    def _void(self, state: RequestState) -> None:
+    def void(self, state: RequestState) -> None:
+        """Nothing of a request with an adapter is to be cached any more."""
         state.void = True
         self._distrust(_called(state.request.lora_request))
 
@@ -284,9 +285,9 @@ class Requests(dict[str, RequestState]):
             return
         for state in (*self.values(), *self.ended):
             if state.adapter_id == new.adapter_id and state.adapter != new.adapter:
-                self._void(state)
+                self.void(state)
                 if state.request.request_id in self:
-                    self._void(new)
+                    self.void(new)
 
     def _called_before(self, lora: Any, adapter: str) -> Any:
         """The engine's map of cached blocks, if one of this name and path was another before.

@@ -176,7 +176,7 @@ class SchedulerRole:
         if matched < self._settings.load_tokens_min or not self._fits(local_tokens + matched):
             return 0
         if not self.requests.adapters.unchanged(request.lora_request, state.adapter.files):
-            self.requests.void_adapter(state.adapter_id)
+            self.requests.void(state)
             return 0
         return matched
 

@@ -49,7 +49,7 @@ from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from connector.several import asked_by_several, outer_transfer
 from connector.sleep import SharedMemory
-from connector.weight_updates import WeightChanges, watch_engine
+from connector.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 
@@ -431,7 +431,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Detach; vLLM does not always call this, so the sidecar relies on end of file."""
+        unwatch(self._weights)
         if self._scheduler is not None:
+            unwatch(self._scheduler)
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()

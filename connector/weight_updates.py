@@ -116,6 +116,12 @@ def watch_engine(who: Noticing) -> None:
     core.collective_rpc = collective_rpc
 
 
+def unwatch(who: Noticing) -> None:
+    """Have somebody notice no more; again is harmless."""
+    _engines.discard(who)
+    _workers.discard(who)
+
+
 def _wrap(owner: Any, name: str, who: weakref.WeakSet[Any]) -> None:
     call = getattr(owner, name, None)
     if call is None or call in _wrappers:
