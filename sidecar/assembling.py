@@ -21,7 +21,7 @@ from tiers.arrow import SegmentMeta, payload_hasher
 from tiers.arrow_file import PAGE_BYTES
 from tiers.assembly import copy_overlap
 from tiers.catalog.names import object_name
-from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
+from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch, ObjectOdd
 from tiers.filesystems import run_to_end
 
 if TYPE_CHECKING:
@@ -254,4 +254,4 @@ def damaged(error: BaseException | None) -> bool:
     Another cluster's object may be intact and follow another geometry under the same name. Only
     whose header is as expected and whose bytes are not has surely been damaged.
     """
-    return isinstance(error, ImageChecksumMismatch)
+    return isinstance(error, ImageChecksumMismatch | ObjectOdd)

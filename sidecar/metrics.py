@@ -184,6 +184,8 @@ class HubCollector(Collector):
         yield _counter("store_failures", "Calls that failed, by cause", failures, ["verb", "cause"])
         retries = {(cause,): count for cause, count in store.retried().items()}
         yield _counter("store_retries", "Attempts tried again, by cause", retries, ["cause"])
+        skipped = {(): store.entries_skipped}
+        yield _counter("store_entries_skipped", "Odd entries left out of folder listings", skipped)
 
     def _catalog(self) -> Iterator[Metric]:
         catalogs = self._hub.catalogs

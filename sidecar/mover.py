@@ -54,6 +54,7 @@ from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
     ImageTruncated,
+    ObjectDenied,
     TierExpired,
     TierFull,
     TierUnavailable,
@@ -328,6 +329,9 @@ class Mover:
             return StoreOutcome.MISSING
         if isinstance(error, ChunkCorrupt):
             told = fields(object=name, error=error)
+            if isinstance(error, ObjectDenied):
+                _logger.warning("object must not be read", extra=told)
+                return StoreOutcome.UNREADABLE
             if foreign and not damaged(error):
                 _logger.warning("object of another cut is not used", extra=told)
                 return StoreOutcome.UNREADABLE

@@ -37,7 +37,7 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
     """
     url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
     try:
-        tier: ObjectTier = UrlObjects(
+        objects = UrlObjects(
             url,
             settings.access,
             storage_options=settings.storage_options,
@@ -45,8 +45,7 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
         )
     except TierError as error:
         raise StartError(f"store: {error}") from error
-    if wrap_store is not None:
-        tier = wrap_store(tier)
+    tier: ObjectTier = objects if wrap_store is None else wrap_store(objects)
     tier = billed = Billed(tier)
     together = DELETED_TOGETHER_MAX
     if (rate := settings.requests_per_second_max) is not None:
@@ -64,4 +63,4 @@ def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
     deadline = Deadline(
         retrying, seconds_max=settings.deadline_seconds_max, deleted_together_max=together
     )
-    return Metered(deadline, retrying=retrying, billed=billed)
+    return Metered(deadline, retrying=retrying, billed=billed, objects=objects)

@@ -63,6 +63,16 @@ class ChunkCorrupt(TierError):
     cause = "corrupt"
 
 
+class ObjectOdd(ChunkCorrupt):
+    """What stands under an object's name is no regular file: a link, a pipe, a socket, a folder."""
+
+
+class ObjectDenied(ChunkCorrupt):
+    """The object may be intact, but this user must not read it."""
+
+    cause = "denied"
+
+
 class ImageTruncated(ChunkCorrupt):
     """The image is shorter or longer than its layout says."""
 

@@ -17,6 +17,9 @@ Invariants:
 * Without `fsync` a write that has returned is seen by every reader of the folder, and may be lost
   with the power, direct or not: neither the file's length nor its name is on the disk then. With
   it, both are before the write returns.
+* Whoever can write to the folder can put anything under any name: a link, a pipe that never
+  answers, a name of another user's. Only regular files are read, none is waited for, and an entry
+  that cannot be looked at is left out of a listing and counted.
 * A slot's bytes beyond the object are left alone. (The kernel fills whole sectors: that is why the
   last page is not read directly.)
 """
@@ -35,7 +38,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from tiers.errors import ImageTruncated
+from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd
 from tiers.filesystems import (
     PIECE_BYTES,
     Bytes,
@@ -60,6 +63,11 @@ DIRECT_ALIGNMENT: Final = 4096
 """What memory, offsets and lengths are multiples of: at least any device's block."""
 DIRECT_BYTES_MIN: Final = 256 * 1024
 """Below it, waiting for the device costs more than copying."""
+
+_NO_WAY_THERE: Final = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_GONE_OR_ODD: Final = (*_NO_WAY_THERE, errno.ENOENT, errno.EACCES, errno.EPERM)
+"""What one folder within another answers for its own sake. Other errors may be the disk's or the
+server's, and a listing without what they hide would say that objects are gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +94,8 @@ class LocalFolder:
         self._writers = anyio.CapacityLimiter(threads)
         self._readers = anyio.CapacityLimiter(threads)
         self._listings = Leaving(threads)
+        self.entries_skipped = 0
+        """Entries that listings left out: no files, or not to be looked at. Each listing counts."""
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
         """See `Filesystem.put`."""
@@ -154,12 +164,9 @@ class LocalFolder:
         return _create(path)
 
     def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_object(path)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
-            size_bytes = status.st_size
+            size_bytes = os.fstat(fd).st_size
             check_size(size_bytes, into.nbytes)
             done = self._read_direct(fd, into, size_bytes)
             if seen is not None and done:
@@ -245,20 +252,40 @@ class LocalFolder:
             # for has to be there.
             try:
                 entries = os.scandir(f"{self._root}/{inner}" if inner else self._root)
-            except FileNotFoundError:
-                if inner != folder:
-                    continue
-                raise
+            except OSError as error:
+                if inner == folder or error.errno not in _GONE_OR_ODD:
+                    raise
+                self.entries_skipped += error.errno != errno.ENOENT
+                continue
             with entries:
                 for entry in entries:
                     name = f"{inner}/{entry.name}" if inner else entry.name
                     if not entry.is_dir(follow_symlinks=False):
-                        found.extend(_found_file(entry, name, dead_before))
+                        found.extend(self._found_file(entry, name, dead_before))
                     elif deep:
                         pending.append(name)
                     else:
                         found.append(Found(f"{name}/", 0, 0.0))
         return found
+
+    def _found_file(self, entry: os.DirEntry[str], name: str, dead_before: float) -> Listing:
+        """The line of one file; none for a temporary one, which is removed once it is old."""
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return []
+        except OSError:
+            self.entries_skipped += 1
+            return []
+        if not stat.S_ISREG(status.st_mode):
+            self.entries_skipped += 1
+        elif not entry.name.endswith(TEMPORARY_SUFFIX):
+            return [Found(name, status.st_size, status.st_mtime)]
+        elif status.st_mtime < dead_before:
+            # Who may only read the folder may still list it.
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+        return []
 
     def _remove(self, names: Sequence[str]) -> None:
         folders: set[str] = set()
@@ -278,7 +305,7 @@ class LocalFolder:
         # As a bucket's copy has it, its time is that of the moving. Another user's object keeps its
         # own, and so does any on a mount that sets no times.
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
         # As for a new file, a removal may take the folder away in between.
         for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
             try:
@@ -292,17 +319,44 @@ class LocalFolder:
         os.replace(path, target)
 
 
-def _found_file(entry: os.DirEntry[str], name: str, dead_before: float) -> Listing:
-    """The line of one file; none for a temporary one, which is removed once it is old."""
-    with contextlib.suppress(FileNotFoundError):
-        status = entry.stat()
-        if not entry.name.endswith(TEMPORARY_SUFFIX):
-            return [Found(name, status.st_size, status.st_mtime)]
-        if status.st_mtime < dead_before:
-            # Who may only read the folder may still list it.
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
-    return []
+def _open_object(path: str) -> int:
+    """Open a regular file to read, and nothing else; no open waits for a pipe's other end.
+
+    Raises `ObjectOdd`, `ObjectDenied`, and an `OSError` where no single entry is to blame.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_WAY_THERE and not os.path.islink(path):
+            # A file or a link stands where one of its folders should be: the object is not there.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(error.errno), path) from error
+        if error.errno == errno.ENOENT:
+            raise
+        # Raises again where the folder is at fault, and not this entry.
+        mode = os.lstat(path).st_mode
+        _require_regular(mode, path)
+        if error.errno != errno.EACCES:
+            raise
+        raise ObjectDenied(
+            f"this user must not read it (mode {stat.S_IMODE(mode):04o}); sidecars of several "
+            "users need store.folder.shared and a common group"
+        ) from error
+    try:
+        _require_regular(os.fstat(fd).st_mode, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_regular(mode: int, path: str) -> None:
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        # Object stores have no folders: such a name is one of no object.
+        raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
+    kind = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}.get(stat.filemode(mode)[0])
+    raise ObjectOdd(f"the name is that of {kind or 'a device'}, not of a regular file; it is moved")
 
 
 def _create(path: str) -> int:

@@ -29,7 +29,9 @@ from tiers.errors import (
     ChunkCorrupt,
     ChunkMissing,
     ImageTruncated,
+    ObjectDenied,
     ObjectExists,
+    ObjectOdd,
     TierError,
     TierUnavailable,
 )
@@ -88,7 +90,8 @@ class ObjectTier(Protocol):
 
         `seen` is told of its bytes as they come, so that they can be hashed out of the core's
         cache; a store that does not say so is hashed afterwards.
-        Raises `ChunkMissing`, or `ImageTruncated` for an object that is empty or does not fit.
+        Raises `ChunkMissing`, `ImageTruncated` for an object that is empty or does not fit, and in
+        a folder `ObjectOdd` or `ObjectDenied`.
         """
         ...
 
@@ -160,6 +163,11 @@ class UrlObjects:
     def url(self) -> str:
         """The URL without secrets."""
         return self._url
+
+    @property
+    def entries_skipped(self) -> int:
+        """Entries of a local folder that listings left out."""
+        return self.store.entries_skipped if isinstance(self.store, LocalFolder) else 0
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
@@ -272,8 +280,8 @@ class UrlObjects:
         target = f"{self._url}/{name}" if name else self._url
         try:
             yield
-        except ImageTruncated as error:
-            raise ImageTruncated(f"{verb} {target}: {error}") from None
+        except (ImageTruncated, ObjectOdd, ObjectDenied) as error:
+            raise type(error)(f"{verb} {target}: {error}") from None
         except TierError:
             raise
         except Exception as error:

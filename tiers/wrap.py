@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tiers.billing import Billed
     from tiers.filesystems import Bytes, Listing, Seen
-    from tiers.objects import Abilities, ObjectTier
+    from tiers.objects import Abilities, ObjectTier, UrlObjects
 
 T = TypeVar("T")
 Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"]
@@ -319,18 +319,25 @@ class Metered(Wrapper):
         *,
         retrying: Retrying | None = None,
         billed: Billed | None = None,
+        objects: UrlObjects | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
         self.billed = billed
         """What the store charges for, where that is counted."""
         self._retrying = retrying
+        self._objects = objects
         self._clock = clock
         self._tallies: dict[Verb, _Tally] = {verb: _Tally() for verb in VERBS}
 
     def retried(self) -> dict[str, int]:
         """Attempts that failed and were followed by another, by cause."""
         return {} if self._retrying is None else dict(self._retrying.retried)
+
+    @property
+    def entries_skipped(self) -> int:
+        """Entries of a folder that listings left out."""
+        return 0 if self._objects is None else self._objects.entries_skipped
 
     def snapshot(self) -> dict[Verb, VerbCounts]:
         """The counts of every verb at this moment."""

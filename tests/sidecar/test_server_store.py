@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import urllib.error
 from collections.abc import Awaitable, Callable
@@ -114,6 +115,47 @@ def test_corrupt_object_is_quarantined(short_directory: Path) -> None:
 
 def faulty(**rates: float) -> Callable[[ObjectTier], ObjectTier]:
     return lambda tier: Faulty(tier, seed=1, rates=FaultRates(**rates))
+
+
+@pytest.mark.promise("odd-entries")
+def test_odd_objects_are_withdrawn_and_the_store_stays_well(short_directory: Path) -> None:
+    keys = [key_of("odd", number) for number in range(8)]
+    intact = key_of("intact")
+    store = folder_store(short_directory, breaker={"failures_max": 2})
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        Worker(sidecar.path) as worker,
+    ):
+        for number, key in enumerate([*keys, intact]):
+            assert worker.store(number + 1, key, range(4)) is Outcome.OK
+        sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == len(keys) + 1)
+    bucket = short_directory / "bucket"
+    for number, key in enumerate(keys):
+        [path] = bucket.glob(f"v1/*/??/{key.hex()}/*.arrow")
+        path.unlink()
+        if number % 2:
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path.name)
+    [log_folder] = bucket.glob("v1/*/catalog/log")
+    (log_folder / "odd").symlink_to("odd")
+    with (
+        RunningSidecar(config_in(short_directory, store=store)) as sidecar,
+        Worker(sidecar.path),
+        Scheduler(sidecar.path) as scheduler,
+    ):
+        sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == len(keys) + 1)
+        for number, key in enumerate(keys):
+            answer = scheduler.lookup(number + 1, [key])
+            assert (answer.ready, answer.outcome) == (0, Outcome.CORRUPT)
+        assert scheduler.lookup(100, [intact]).ready == 1
+        now = sidecar.wait_until(lambda now: now["counters"]["quarantined_store"] == len(keys))
+        assert now["counters"]["reads_unavailable"] == 0
+        metrics = sidecar.get("/metrics").decode()
+        [skipped] = [
+            x for x in metrics.splitlines() if x.startswith("kvlake_store_entries_skipped")
+        ]
+        assert float(skipped.split()[-1]) > 0
 
 
 def test_unwell_store_leaves_the_host_tier_working(

@@ -157,7 +157,7 @@ async def test_what_cannot_be_given_a_time_is_moved_aside_with_its_own(
     """Another user's object, or any on a mount that sets no times."""
     await in_folder.write(NAME, image_of(10))
 
-    def forbid(path: str) -> None:
+    def forbid(path: str, *, follow_symlinks: bool) -> None:
         raise OSError(code, os.strerror(code), path)
 
     monkeypatch.setattr(os, "utime", forbid)

@@ -1,0 +1,159 @@
+"""A folder in which somebody put other things than files: pipes, links, sockets, folders."""
+
+# ruff: noqa: ASYNC240 - test files are small
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import anyio
+import pytest
+
+from tests.tiers.tier_suite import NAME, image_of, sized, slot
+from tiers.errors import ChunkMissing, ObjectDenied, ObjectOdd
+from tiers.objects import UrlObjects
+
+READERS: Final = 4
+ODD: Final[dict[str, Callable[[Path], None]]] = {
+    "pipe": os.mkfifo,
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "link to a file": lambda path: path.symlink_to("/etc/hostname"),
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "folder": Path.mkdir,
+}
+
+pytestmark = pytest.mark.promise("odd-entries")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def tier(root: Path) -> UrlObjects:
+    return UrlObjects(f"file://{root}")
+
+
+def put_odd(root: Path, kind: str, name: str = NAME) -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ODD[kind](path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "folder"])
+async def test_an_odd_object_is_refused_and_can_be_moved_aside(
+    tier: UrlObjects, root: Path, kind: str
+) -> None:
+    path = put_odd(root, kind)
+    with anyio.fail_after(20):
+        # As many as there are threads, and again: none of them is left behind.
+        for _ in range(2 * READERS):
+            with pytest.raises(ObjectOdd, match="not of a regular file"):
+                await tier.read(NAME, slot())
+        await tier.quarantine(NAME)
+        assert not os.path.lexists(path)
+        assert os.path.lexists(root / "quarantine" / NAME)
+        await tier.write(NAME, image_of(10))
+        assert await tier.read(NAME, slot()) == 10
+
+
+@pytest.mark.parametrize("kind", list(ODD))
+async def test_a_listing_goes_on_behind_an_odd_entry(
+    tier: UrlObjects, root: Path, kind: str
+) -> None:
+    await tier.write(NAME, image_of(10))
+    put_odd(root, kind, f"{NAME}-odd")
+    put_odd(root, kind, "odd")
+    with anyio.fail_after(20):
+        assert sized(await tier.list("")) == [(NAME, 10)]
+    assert tier.entries_skipped == (0 if kind == "folder" else 2)
+
+
+@pytest.mark.parametrize("code", [errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR])
+async def test_a_listing_goes_on_behind_a_folder_that_cannot_be_opened(
+    tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    await tier.write(NAME, image_of(10))
+    (root / "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if path.endswith("/locked"):
+            raise OSError(code, os.strerror(code), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert sized(await tier.list("")) == [(NAME, 10)]
+    assert tier.entries_skipped == 1
+
+
+async def test_an_entry_that_cannot_be_looked_at_is_skipped(
+    tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unwell:
+        """An entry whose inode is damaged."""
+
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self.path, self._entry = entry.name, entry.path, entry
+
+        def is_dir(self, *, follow_symlinks: bool) -> bool:
+            return self._entry.is_dir(follow_symlinks=follow_symlinks)
+
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            if self.name == "damaged":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return self._entry.stat(follow_symlinks=follow_symlinks)
+
+    class Listed(list[Unwell]):
+        def __enter__(self) -> Listed:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    await tier.write(NAME, image_of(10))
+    (root / "damaged").touch()
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: Listed(map(Unwell, scandir(path))))
+    assert sized(await tier.list("")) == [(NAME, 10)]
+    assert tier.entries_skipped == 1
+
+
+async def test_a_folder_in_an_objects_place_is_no_object(tier: UrlObjects, root: Path) -> None:
+    put_odd(root, "folder")
+    with pytest.raises(ChunkMissing):
+        await tier.read(NAME, slot())
+
+
+@pytest.mark.parametrize("kind", ["link to itself", "pipe"])
+async def test_where_a_folder_should_be_there_is_no_object(
+    tier: UrlObjects, root: Path, kind: str
+) -> None:
+    put_odd(root, kind, str(Path(NAME).parent))
+    with pytest.raises(ChunkMissing):
+        await tier.read(NAME, slot())
+
+
+async def test_an_object_of_another_user_is_denied_with_the_remedy(
+    tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tests may run as root, for whom no mode forbids anything.
+    await tier.write(NAME, image_of(10))
+    opened = os.open
+
+    def refuse(path: str, flags: int, *mode: int) -> int:
+        if path.endswith(NAME):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ObjectDenied, match=r"store\.folder\.shared"):
+        await tier.read(NAME, slot())
