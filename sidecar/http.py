@@ -15,8 +15,11 @@ Invariants:
   be served, and says in its body what is wrong; nothing here changes anything.
 * With a token, whoever does not give it learns from /healthz and /readyz only which is which: codes
   but no reasons, since probes of an orchestrator have no token and reasons name places.
-* A connection lasts `CONNECTION_SECONDS_MAX` at most, whatever it does, and there are never more
-  than `CONNECTIONS_MAX`: a client that sends its request byte by byte cannot use up descriptors.
+* A connection lasts `CONNECTION_SECONDS_MAX` at most, and a request has `HEADER_SECONDS_MAX` to
+  arrive. There are never more than `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address: a
+  client that sends its request byte by byte cannot use up descriptors.
+* A new connection is let in all the same: the one that has been idle longest (its request not
+  complete, or answered) is ended for it. So clients that only hold connections keep no probe out.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import asyncio
 import errno
 import hmac
 import json
+import os
+import socket
 from typing import TYPE_CHECKING, Final, cast
 
 from aiohttp import web
@@ -46,39 +51,55 @@ LINE_BYTES_MAX: Final = 4096
 SHUTDOWN_SECONDS_MAX: Final = 1.0
 CONNECTIONS_MAX: Final = 64
 CONNECTION_SECONDS_MAX: Final = 30.0
+PEER_CONNECTIONS_MAX: Final = 48
+ACCEPTED_TOGETHER_MAX: Final = 8
+"""In one turn of the loop. Far fewer than a peer may have: a request that comes right behind its
+connection is read before that connection is the one that has been idle longest."""
+QUEUED_MAX: Final = 128
+"""Connections that the kernel keeps until they are accepted; whom it drops tries again a second
+later."""
+HEADER_SECONDS_MAX: Final = 5.0
 SWEEP_SECONDS: Final = 1.0
 KEEPALIVE_SECONDS_MAX: Final = 15.0
 LINGER_SECONDS_MAX: Final = 1.0
 
 
-class _TurnedAway(asyncio.Protocol):
-    """A connection too many: closed as soon as it is there."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).abort()
-
-
 class _Connection(asyncio.Protocol):
-    """Forwards to aiohttp's handler, and is in `here` from its making until it is lost.
+    """Forwards to aiohttp's handler, and is in the server's list from its making until it is lost.
 
     aiohttp's own list has a connection only from its first turn of the loop on and says nothing
     when one ends; a limit that counts by it turns away who asks many times a second.
     """
 
-    def __init__(self, handler: web.RequestHandler, here: set[_Connection], begun: float) -> None:
+    def __init__(self, handler: web.RequestHandler, server: HttpServer, begun: float) -> None:
         self._handler = handler
-        self._here = here
+        self._server = server
+        self._transport: asyncio.Transport | None = None
         self.begun = begun
-        here.add(self)
+        self.peer = ""
+        self.answering = False
+        """Whether a complete request of it is being answered."""
+        self.idle_since = begun
+        self.asking_since: float | None = begun
+        """Since when a request has been due that is not complete; None: none has begun."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._handler.connection_made(transport)
+        self.peer = str(transport.get_extra_info("peername", ("",))[0])
+        self._transport = cast("asyncio.Transport", transport)
+        if self._server.enter(self._handler, self):
+            self._handler.connection_made(transport)
+        else:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._here.discard(self)
-        self._handler.connection_lost(exc)
+        self._server.leave(self._handler)
+        # Not of one that was turned away, which the handler never heard of.
+        if self._handler.transport is not None:
+            self._handler.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.asking_since is None and not self.answering:
+            self.asking_since = asyncio.get_running_loop().time()
         self._handler.data_received(data)
 
     def eof_received(self) -> None:
@@ -91,8 +112,10 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
     def cut(self) -> None:
-        """End it at once."""
-        self._handler.force_close()
+        """End it at once, whatever is still to be sent: a client may never read that."""
+        self._server.leave(self._handler)
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class HttpServer:
@@ -110,12 +133,12 @@ class HttpServer:
         self._reporter: Reporter | None = None
         self._server: asyncio.Server | None = None
         self._url = ""
-        self._connections: set[_Connection] = set()
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self.connections_refused = 0
         self.requests_refused = 0
         """Requests without the token."""
-        application = web.Application(client_max_size=BODY_BYTES_MAX)
+        application = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answering])
         application.add_routes(
             [
                 web.get("/metrics", self._guarded(self._metrics)),
@@ -141,7 +164,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                self._protocol, self._host, self._port, backlog=CONNECTIONS_MAX
+                self._protocol, self._host, self._port, backlog=ACCEPTED_TOGETHER_MAX
             )
         except OSError as error:
             await self._runner.cleanup()
@@ -153,6 +176,10 @@ class HttpServer:
             raise StartError(
                 f"http.host={self._host}, http.port={self._port} cannot be bound: {error}; {remedy}"
             ) from error
+        for one in self._server.sockets:
+            # asyncio takes one number for what it accepts in a turn and what the kernel queues.
+            with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                listening.listen(QUEUED_MAX)
         host, port = self._server.sockets[0].getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
         self._sweep()
@@ -178,17 +205,57 @@ class HttpServer:
 
     def _protocol(self) -> asyncio.BaseProtocol:
         server = self._runner.server
-        if server is None or len(self._connections) >= CONNECTIONS_MAX:
-            self.connections_refused += 1
-            return _TurnedAway()
-        now = asyncio.get_running_loop().time()
-        return _Connection(server(), self._connections, now)
+        assert server is not None, "the socket is closed before the runner is cleaned up"
+        return _Connection(server(), self, asyncio.get_running_loop().time())
+
+    def enter(self, handler: asyncio.BaseProtocol, connection: _Connection) -> bool:
+        """List a connection; False where it is turned away."""
+        same = [one for one in self._connections.values() if one.peer == connection.peer]
+        room = self._make_room(same, PEER_CONNECTIONS_MAX)
+        if room and self._make_room(list(self._connections.values()), CONNECTIONS_MAX):
+            self._connections[handler] = connection
+            return True
+        self.connections_refused += 1
+        return False
+
+    def _make_room(self, among: list[_Connection], connections_max: int) -> bool:
+        """End the one that has been idle longest where there are too many; False if none is."""
+        if len(among) < connections_max:
+            return True
+        idle = [one for one in among if not one.answering]
+        if not idle:
+            return False
+        self.connections_refused += 1
+        min(idle, key=lambda one: one.idle_since).cut()
+        return True
+
+    def leave(self, handler: asyncio.BaseProtocol) -> None:
+        """A connection has ended."""
+        self._connections.pop(handler, None)
+
+    @web.middleware
+    async def _answering(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        connection = self._connections.get(request.protocol)
+        if connection is None:
+            return await handler(request)
+        connection.asking_since, connection.answering = None, True
+        try:
+            return await handler(request)
+        finally:
+            connection.answering = False
+            connection.idle_since = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
         """End the connections whose time is over."""
         loop = asyncio.get_running_loop()
-        for connection in list(self._connections):
-            if loop.time() - connection.begun > CONNECTION_SECONDS_MAX:
+        now = loop.time()
+        for connection in list(self._connections.values()):
+            asking = 0.0 if connection.asking_since is None else now - connection.asking_since
+            if asking > HEADER_SECONDS_MAX or now - connection.begun > CONNECTION_SECONDS_MAX:
                 connection.cut()
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -248,12 +251,12 @@ def test_slow_clients_do_not_use_up_descriptors(
             sock.sendall(b"GET /healthz HTTP/1.1\r\nX-")
             slow.append(sock)
         # In the order of their coming; time cuts nobody off yet.
-        for sock in slow[8:]:
-            assert at_end(sock), "one too many is turned away"
+        for sock in slow[:32]:
+            assert at_end(sock), "who has been idle longest makes room"
         # The test's own ends count too; of the sidecar's there are never more than allowed.
         assert open_fds() <= before + 40 + 8 + 1
         places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 0.1)
-        for sock in slow[:8]:
+        for sock in slow[32:]:
             assert at_end(sock), "a request that is not over in time is cut off"
         for sock in slow:
             sock.close()
@@ -261,3 +264,104 @@ def test_slow_clients_do_not_use_up_descriptors(
         places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 3600.0)
         assert sidecar.get("/healthz") == b"ok\n"
         assert b'why="connection"' in sidecar.get("/metrics")
+
+
+def half_sent(sidecar: RunningSidecar) -> socket.socket:
+    sock = connect(sidecar)
+    sock.sendall(b"GET /healthz HTTP/1.1\r\nX-")
+    return sock
+
+
+@pytest.mark.promise("http-probes")
+@pytest.mark.parametrize("held", [64, 200])
+def test_probes_are_answered_while_requests_stand_half_sent(
+    sidecar: RunningSidecar, held: int
+) -> None:
+    """64 of them shut out every probe: 0 of 641 were answered in 36 s."""
+    slow = [half_sent(sidecar) for _ in range(held)]
+    for _ in range(20):
+        for page in ("/healthz", "/readyz"):
+            assert ask(f"{sidecar.info.http_url}{page}")[0] == 200
+        slow.append(half_sent(sidecar))
+    for sock in slow:
+        sock.close()
+
+
+@pytest.mark.promise("http-probes")
+def test_probes_are_answered_while_a_client_comes_back_at_once(sidecar: RunningSidecar) -> None:
+    stop = threading.Event()
+
+    def attack() -> None:
+        slow: collections.deque[socket.socket] = collections.deque()
+        while not stop.is_set():
+            slow.append(half_sent(sidecar))
+            if len(slow) > 100:
+                slow.popleft().close()
+        for sock in slow:
+            sock.close()
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    try:
+        for _ in range(50):
+            assert ask(f"{sidecar.info.http_url}/healthz") == (200, b"ok\n")
+    finally:
+        stop.set()
+        attacker.join()
+
+
+@pytest.mark.promise("http-slow")
+def test_a_request_that_does_not_arrive_is_cut_off_before_the_connections_end(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 3600.0)
+    places.patch(monkeypatch, "SWEEP_SECONDS", 0.05)
+    places.patch(monkeypatch, "HEADER_SECONDS_MAX", 0.2)
+    with (
+        RunningSidecar(config_in(short_directory)) as sidecar,
+        half_sent(sidecar) as never_asked,
+        connect(sidecar) as silent,
+    ):
+        assert at_end(never_asked)
+        assert at_end(silent)
+
+
+@pytest.mark.promise("http-slow")
+def test_who_never_reads_an_answer_is_cut_off(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing waited for what was still to be sent, so that its descriptor stayed."""
+    places.patch(monkeypatch, "SWEEP_SECONDS", 0.05)
+    places.patch(monkeypatch, "CONNECTION_SECONDS_MAX", 1.0)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        before = open_fds()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            host, port = sidecar.info.http_url.removeprefix("http://").rsplit(":", 1)
+            sock.connect((host, int(port)))
+            with contextlib.suppress(ConnectionError):
+                for _ in range(20_000):
+                    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            deadline = time.monotonic() + WAIT_SECONDS_MAX
+            # The test's own end is left.
+            while open_fds() > before + 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+
+@pytest.mark.promise("http-slow")
+def test_one_address_leaves_room_for_others(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.patch(monkeypatch, "PEER_CONNECTIONS_MAX", 4)
+    with RunningSidecar(config_in(short_directory)) as sidecar:
+        host, port = sidecar.info.http_url.removeprefix("http://").rsplit(":", 1)
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0)) as other:
+            slow = [half_sent(sidecar) for _ in range(8)]
+            for sock in slow[:4]:
+                assert at_end(sock), "of the address that has too many, the oldest makes room"
+            other.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in other.recv(65536)
+            for sock in slow:
+                sock.close()
