@@ -57,6 +57,12 @@ class Peer:
     gid: int
 
 
+def peer_of(sock: socket.socket) -> Peer:
+    """Who is at the other end of a Unix connection."""
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(packed))
+
+
 def listen(path: Path, mode: int) -> socket.socket:
     """A non-blocking listening socket at `path`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,8 +101,7 @@ class Connection:
         self._sock = sock
         # What goes out while nobody listens is a message or two; one that does not fit ends the
         # session instead of waiting (see `try_send`).
-        packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.peer = Peer(*_CREDENTIALS.unpack(packed))
+        self.peer = peer_of(sock)
 
     async def receive_attach(self) -> tuple[bytes, list[int]]:
         """The first frame and the descriptors that came with it; the caller owns those.

@@ -14,7 +14,8 @@ Invariants:
   and counted.
 * One request is answered at a time, as fast as who asked reads, for `ANSWER_SECONDS_MAX` at most.
   `REQUESTS_WAITING_MAX` wait; more are dropped, counted, and asked again by who wants them.
-* Over TCP beyond loopback a subscriber has a key that the configuration names.
+* Over TCP a subscriber has a key that the configuration names. The Unix sockets are for the
+  sidecar's own user and root.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class EventSockets:
         try:
             self._pub = self._socket(zmq.PUB, secret_key)
             self._pub.setsockopt(zmq.SNDHWM, settings.queue_batches)
+            # A subscription is a message, too.
+            self._pub.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
             self.endpoint = self._bind(self._pub, "events.endpoint", endpoint)
             self._router = self._socket(zmq.ROUTER, secret_key)
             self._router.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)

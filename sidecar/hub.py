@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from sidecar.directory import FlagChange
     from sidecar.directory import Realm as Held
     from sidecar.eventsockets import EventSockets
+    from sidecar.jobsocket import JobSocket
     from sidecar.listed import Keys
     from tiers.pool import HostPool
     from tiers.wrap import Metered
@@ -133,7 +134,7 @@ class Hub:
         self.draining = False
         self.drained = anyio.Event()
         """Set when, while draining, nothing is outstanding any more."""
-        self._router: Router | None = None
+        self._router: Router | JobSocket | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
         self._over = False
@@ -171,7 +172,7 @@ class Hub:
         held = self.catalogs.held(tenant, self.realms[realm_id].namespace_digest)
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
-    def connect(self, router: Router) -> None:
+    def connect(self, router: Router | JobSocket) -> None:
         """Give it the socket that its replies go to."""
         self._router = router
 
@@ -292,6 +293,8 @@ class Hub:
             # One that left by itself is hung up on once its memory is unmapped (`admission.py`).
             session.connection.hang_up()
         self.sessions.close(session)
+        if self._router is not None:
+            self._router.forget(session.token)
         if self.events is not None:
             self.events.leave(session.session_id)
         closed = SessionClosed(session.session_id)
@@ -329,6 +332,10 @@ class Hub:
         self.feed(event)
         if isinstance(event, LookedUp | LeaseTaken):
             self.deadlines.set()
+
+    def stranger(self, token: bytes) -> None:
+        """A connection for jobs named no session, and was closed."""
+        self._refuse(token, ProtocolError("unknown_peer", "no session has this token"))
 
     def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
         self.census.frames_refused[error.code] += 1

@@ -226,7 +226,9 @@ class HubCollector(Collector):
         yield _counter("frames_received", "Messages from clients", {(): census.frames_received})
         yield _counter("replies_dropped", "Answers without a taker", {(): census.replies_dropped})
         refused = {(why,): count for why, count in hub.handshakes_refused().items()}
-        yield _counter("handshakes_refused", "CURVE handshakes that failed", refused, ["why"])
+        yield _counter(
+            "handshakes_refused", "Connections for jobs refused unread", refused, ["why"]
+        )
         refused = {(code,): count for code, count in census.frames_refused.items()}
         yield _counter("frames_refused", "Messages that were refused, by code", refused, ["code"])
         refused = {(code,): count for code, count in census.attaches_refused.items()}

@@ -1,12 +1,14 @@
-"""The ZMQ side: one ROUTER on which all clients' jobs come in and all answers go out.
+"""Jobs over TCP: one ROUTER on which all clients' jobs come in and all answers go out.
 
 Owns the socket, its limits, and draining it from the event loop. Does not own who a routing id
-belongs to, nor what a frame says.
+belongs to, what a frame says, nor the Unix socket (`jobsocket.py`).
 
 Invariants:
 
 * One drain takes at most `FRAMES_PER_WAKE_MAX` frames and begins none after `WAKE_SECONDS_MAX`;
-  then the loop runs all else that is ready. ZMQ takes the frames of different peers in turn.
+  then the loop runs all else that is ready. ZMQ takes the messages of different peers in turn.
+* A message of more than one part is told as one of two; its parts are thrown away. (libzmq has kept
+  all of them until the last: only clients with a session's key can send any.)
 * Sending never waits. A peer that is gone or does not read is the caller's to deal with.
 """
 
@@ -25,15 +27,13 @@ from sidecar.curve import Doorkeeper
 from sidecar.protocol import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
 FRAMES_PER_WAKE_MAX: Final = 256
 WAKE_SECONDS_MAX: Final = 0.002
 CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 """ZMQ cuts a peer off at this size. Between it and FRAME_BYTES_MAX a frame is still answered."""
 LINGER_MILLISECONDS_MAX: Final = 200
-IPC_PATH_MODE: Final = 0o600
 
 
 class Sent(enum.Enum):
@@ -59,34 +59,28 @@ class Router:
     """The bound socket. `received(routing_id, parts, user)` is called on the loop, once a message.
 
     Args:
-        path: of the Unix socket that it binds, unless `curve` is given.
-        received: `user` is the key that the sender's connection proved to have; empty over ipc.
+        curve: the TCP address that it binds, and the keys of those who may connect.
+        received: `user` is the key that the sender's connection proved to have.
         broke: told of an error of its own.
-        mode: of that socket's file.
-        uids: the users who may connect to it.
         frames_queued_max: messages of one peer that wait here; more of them wait in the peer.
         replies_queued_max: messages that wait to be sent to one peer; more are refused.
-        curve: bind this TCP address instead, for connections with CURVE keys only.
     """
 
     def __init__(
         self,
-        path: Path,
+        curve: CurveSettings,
         received: Callable[[bytes, list[bytes], str], None],
         broke: Callable[[BaseException], None],
         *,
         frames_queued_max: int,
         replies_queued_max: int,
-        mode: int = IPC_PATH_MODE,
-        uids: Sequence[int] = (),
-        curve: CurveSettings | None = None,
     ) -> None:
-        self.endpoint = f"ipc://{path}"
+        self.endpoint = curve.endpoint
         self.public_key = b""
-        """What clients need to connect; empty over ipc."""
+        """What clients need to connect."""
         self._doorkeeper: Doorkeeper | None = None
-        self._path = path
-        self._mode = mode
+        self._parts: list[zmq.Frame] = []
+        """The address and first part of a message of which more is to come."""
         self._received = received
         self._broke = broke
         self._context = zmq.Context(io_threads=1)
@@ -97,14 +91,7 @@ class Router:
             self._socket.setsockopt(zmq.RCVHWM, frames_queued_max)
             self._socket.setsockopt(zmq.SNDHWM, replies_queued_max)
             self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS_MAX)
-            # The kernel says who connects (SO_PEERCRED), as on the attach socket.
-            for uid in uids:
-                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-            if curve is None:
-                self._socket.bind(self.endpoint)
-                path.chmod(mode)
-            else:
-                self._bind_tcp(curve)
+            self._bind(curve)
         except BaseException:
             self._dismiss()
             self._context.destroy(linger=0)
@@ -115,7 +102,7 @@ class Router:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
 
-    def _bind_tcp(self, curve: CurveSettings) -> None:
+    def _bind(self, curve: CurveSettings) -> None:
         try:
             self.public_key = zmq.curve_public(curve.secret_key)
         except (ValueError, KeyError, zmq.ZMQError) as error:
@@ -141,13 +128,8 @@ class Router:
         """Connections that failed to prove a welcome key, by what failed."""
         return {} if self._doorkeeper is None else self._doorkeeper.refused
 
-    def bind_again(self) -> None:
-        """Make the socket file anew after somebody removed it; connected peers notice nothing.
-
-        The old listener stays beside it: ending that one would remove the new file, later.
-        """
-        self._socket.bind(self.endpoint)
-        self._path.chmod(self._mode)
+    def forget(self, token: bytes) -> None:
+        """A session has ended: its key is not let in again. libzmq cannot end one connection."""
 
     def send(self, routing_id: bytes, payload: bytes) -> Sent:
         """Queue one message for a peer, or say why not."""
@@ -169,22 +151,25 @@ class Router:
         self._dismiss()
         self._context.destroy()
 
-    def _receive(self) -> tuple[bytes, list[bytes], str]:
-        if self._doorkeeper is None:
-            routing_id, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            return routing_id, parts, ""
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    def _receive(self) -> tuple[bytes, list[bytes], str] | None:
+        """One frame; the whole message with its last one."""
+        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more:
+            self._parts = [*self._parts, frame][:3]
+            return None
+        parts, self._parts = self._parts, []
+        payload = [frame.bytes] if len(parts) < 2 else [b"", b""]
         # libzmq tells with each frame which key the doorkeeper let its connection in for.
-        user = str(frames[-1].get("User-Id"))
-        return frames[0].bytes, [frame.bytes for frame in frames[1:]], user
+        return parts[0].bytes, payload, str(frame.get("User-Id"))
 
     def _drain(self) -> None:
         until = time.monotonic() + WAKE_SECONDS_MAX
         for _ in range(FRAMES_PER_WAKE_MAX):
             try:
-                routing_id, parts, user = self._receive()
+                message = self._receive()
             except zmq.Again:
                 break
-            self._received(routing_id, parts, user)
+            if message is not None:
+                self._received(*message)
             if time.monotonic() > until:
                 break

@@ -41,6 +41,7 @@ from sidecar.exits import Exit
 from sidecar.hostmemory import closing, map_ahead, open_pool
 from sidecar.http import HttpServer
 from sidecar.hub import Hub
+from sidecar.jobsocket import JobSocket
 from sidecar.logs import fields
 from sidecar.notify import Notifier
 from sidecar.redaction import conceal
@@ -178,18 +179,9 @@ class Server:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
             stack.callback(self.hub.close)
-            router = Router(
-                self._directory.jobs_path,
-                self.hub.received,
-                self._break,
-                frames_queued_max=self._config.limits.frames_queued_max,
-                replies_queued_max=self._config.limits.replies_queued_max,
-                mode=self._directory.socket_mode,
-                uids=self._config.runtime.served_uids,
-                curve=self._curve(),
-            )
-            stack.callback(router.close)
-            self.hub.connect(router)
+            jobs = self._open_jobs()
+            stack.callback(jobs.close)
+            self.hub.connect(jobs)
             events = self._open_events(stack)
             self._http.report(Reporter(self.hub, self._watchdog, self._http))
             stack.callback(self._http.report, None)
@@ -198,15 +190,15 @@ class Server:
             async with anyio.create_task_group() as tasks:
                 await self.start(tasks)
                 accepting = anyio.CancelScope()
-                admission = Admission(self.hub, router.endpoint, router.public_key)
-                upkeep = Upkeep(self.hub, self._directory, admission, router)
+                admission = Admission(self.hub, jobs.endpoint, jobs.public_key)
+                upkeep = Upkeep(self.hub, self._directory, admission, jobs)
                 self._watchdog.add(upkeep.check)
                 self._watchdog.mend(upkeep.mend)
                 tasks.start_soon(admission.run, listener, accepting)
                 info = ServerInfo(
                     epoch=self.hub.epoch,
                     attach_path=self._directory.attach_path,
-                    endpoint=router.endpoint,
+                    endpoint=jobs.endpoint,
                     http_url=self._http.url,
                     events="" if events is None else events.endpoint,
                     replay="" if events is None else events.replay_endpoint,
@@ -272,12 +264,27 @@ class Server:
         self.hub.publish(sockets, self._directory.first_number(self.hub.epoch))
         return sockets
 
-    def _curve(self) -> CurveSettings | None:
-        runtime = self._config.runtime
-        if not runtime.endpoint.startswith("tcp://"):
-            return None
-        secret = _secret(runtime.secret_key)
-        return CurveSettings(runtime.endpoint, secret.encode(), self.hub.sessions.has_user)
+    def _open_jobs(self) -> Router | JobSocket:
+        runtime, limits = self._config.runtime, self._config.limits
+        if runtime.endpoint.startswith("tcp://"):
+            secret = _secret(runtime.secret_key).encode()
+            return Router(
+                CurveSettings(runtime.endpoint, secret, self.hub.sessions.has_user),
+                self.hub.received,
+                self._break,
+                frames_queued_max=limits.frames_queued_max,
+                replies_queued_max=limits.replies_queued_max,
+            )
+        return JobSocket(
+            self._directory.jobs_path,
+            self.hub.received,
+            self.hub.sessions.has_peer,
+            self.hub.stranger,
+            self._break,
+            mode=self._directory.socket_mode,
+            uids=runtime.served_uids,
+            replies_queued_max=limits.replies_queued_max,
+        )
 
     def _break(self, error: BaseException) -> None:
         """End everything because of `error`, raised where the task group does not see it."""

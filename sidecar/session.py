@@ -1,8 +1,8 @@
 """Sessions: one attached client each, from admission to end of file.
 
 Owns the admission checks that need the sessions of now, the session's token, and turning a
-client's frame into an engine event. Does not own sockets (`attach.py`, `router.py`), the worker's
-mapped memory (`memory.py`), nor what an event does (`engine.py`).
+client's frame into an engine event. Does not own sockets (`attach.py`, `jobsocket.py`), the
+worker's mapped memory (`memory.py`), nor what an event does (`engine.py`).
 
 Invariants:
 
@@ -210,6 +210,11 @@ class Sessions:
     def by_token(self, token: bytes) -> Session | None:
         """The session whose frames carry this routing id."""
         return self._by_token.get(token)
+
+    def has_peer(self, token: bytes, uid: int) -> bool:
+        """Whether a session of this token lives, and is this user's."""
+        session = self._by_token.get(token)
+        return session is not None and session.connection.peer.uid == uid
 
     def lonely(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
         """Engines that lack ranks though others attached so long ago: id, ranks, world size."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from sidecar.attach import StartError, listen
+from sidecar.jobsocket import JobSocket
 from sidecar.logs import fields
 from sidecar.watchdog import Problem
 
@@ -66,12 +67,12 @@ class Upkeep:
     """Checks of one sidecar that serves. Make it when everything is there."""
 
     def __init__(
-        self, hub: Hub, directory: RuntimeDirectory, admission: Admission, router: Router
+        self, hub: Hub, directory: RuntimeDirectory, admission: Admission, jobs: Router | JobSocket
     ) -> None:
         self._hub = hub
         self._directory = directory
         self._admission = admission
-        self._router = router
+        self._jobs = jobs
         self._sockets = {FileMark(path): renew for path, renew in self._renewals()}
         pool = hub.pool.path
         self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
@@ -79,8 +80,8 @@ class Upkeep:
     def _renewals(self) -> Iterator[tuple[Path, Callable[[], None]]]:
         """Each socket that has a file, and how it is made again; those over TCP have none."""
         yield self._directory.attach_path, self._listen_again
-        if not self._router.public_key:
-            yield self._directory.jobs_path, self._router.bind_again
+        if isinstance(self._jobs, JobSocket):
+            yield self._directory.jobs_path, self._jobs.bind_again
         events = self._hub.event_sockets
         if events is not None:
             for path in events.paths:

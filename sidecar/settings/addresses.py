@@ -25,11 +25,6 @@ def require_endpoint(value: str) -> str:
     return value
 
 
-def host_of(endpoint: str) -> str:
-    """The address in `tcp://ADDRESS:PORT`, without brackets."""
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address is one that only this machine reaches. Other names are not looked up."""
     if host == "localhost":

@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr, field_serializer, field_validator, model_
 
 from sidecar.configfile import MASK
 from sidecar.secretfiles import read_secret
-from sidecar.settings.addresses import host_of, is_loopback, require_absolute, require_endpoint
+from sidecar.settings.addresses import is_loopback, require_absolute, require_endpoint
 from sidecar.settings.fieldtypes import Count, Directory, Flag, Size
 from sidecar.settings.section import Section
 
@@ -119,10 +119,11 @@ class Events(Section):
                 "FILE`, then events.curve_secret_key_file: FILE"
             )
         for name, place in over_tcp.items():
-            if self.curve_secret_key_file is None and not is_loopback(host_of(place)):
+            if self.curve_secret_key_file is None:
                 raise ValueError(
-                    f"{name}={place} can be reached from other machines, and prompts can be read "
-                    "there; use 127.0.0.1, or give curve_secret_key_file and subscribers"
+                    f"{name}={place} can be reached by every user of this machine at least, and "
+                    "prompts can be read there; use `ipc`, or give curve_secret_key_file and "
+                    "subscribers"
                 )
         return self
 

@@ -20,14 +20,13 @@ from typing import Any
 
 import anyio
 import pytest
-import zmq
 
 from sidecar.attach import StartError
 from sidecar.copies import Copies
 from sidecar.notify import Notifier
+from sidecar.jobsocket import JobSocket
 from sidecar.protocol import Outcome
 from sidecar.report import Reporter
-from sidecar.router import Router
 from sidecar.server import ServerInfo, serve
 from sidecar.watchdog import PROBLEMS, Phase, Problem, Watchdog
 from tests import places
@@ -152,16 +151,16 @@ def test_a_socket_that_cannot_be_made_again_is_unready(
 def test_a_socket_that_cannot_be_bound_is_tried_again(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of want of room, say. The library's error is no `OSError`."""
-    bind_again = Router.bind_again
+    """For want of room, say."""
+    bind_again = JobSocket.bind_again
     left = [errno.ENOSPC, errno.EMFILE]
 
-    def fails_twice(router: Router) -> None:
+    def fails_twice(router: JobSocket) -> None:
         if left:
-            raise zmq.ZMQError(left.pop())
+            raise OSError(left.pop(), "no room")
         bind_again(router)
 
-    monkeypatch.setattr(Router, "bind_again", fails_twice)
+    monkeypatch.setattr(JobSocket, "bind_again", fails_twice)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         jobs = sidecar.path.parent / "jobs.sock"
         jobs.unlink()

@@ -110,6 +110,10 @@ class SimRouter:
         self._process = process
         self.wires: dict[bytes, Wire] = {}
 
+    def forget(self, token: bytes) -> None:
+        """Close the connection of a session that has ended."""
+        self.wires.pop(token, None)
+
     def send(self, routing_id: bytes, payload: bytes) -> Sent:
         """Queue one message for a client."""
         wire = self.wires.get(routing_id)
