@@ -6,19 +6,24 @@ framing (`attach.py`).
 
 Invariants: a client is refused in words before anything is made for it, or has a session; its
 descriptors are mapped by that session or closed; nothing that it does here can raise beyond its
-own connection.
+own connection. A user who is not served is told so before a byte is read, costs no task, and keeps
+nobody else from being accepted; a refusal is logged once a minute for each user and code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
+import socket
+import time
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
 
-from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, close_fds
+from sidecar.attach import BACKLOG_CONNECTIONS_MAX, AttachRefused, Connection, close_fds, peer_of
 from sidecar.curve import usable_key
 from sidecar.logs import fields
 from sidecar.memory import take_memory
@@ -32,19 +37,27 @@ from sidecar.protocol import (
     Role,
     decode_attach,
     encode,
+    frame_stream,
 )
 from sidecar.session import Session, check_shape
 from tiers.errors import LayoutError, PoolError
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Generator
 
+    from sidecar.attach import Peer
     from sidecar.hub import Hub
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Realm
 
 ACCEPT_PAUSE_SECONDS: Final = 0.1
+TURNED_AWAY_PER_WAKE_MAX: Final = 256
+TURNED_AWAY_MAX: Final = 16
+"""Connections of users who are not served that are open for them to read the reason; more are
+closed without one, which takes a fifth of the time."""
+TURNED_AWAY_SECONDS: Final = 2.0
+TELL_AGAIN_SECONDS: Final = 60.0
+TOLD_MAX: Final = 1024
 UNMAP_SECONDS_MAX: Final = 30.0
 """Until then a client that left is not hung up on while a copy of its memory runs."""
 
@@ -83,6 +96,10 @@ class Admission:
         self._connections = 0
         self._listener: socket.socket | None = None
         self._listening = anyio.CancelScope()
+        self._served_uids = hub.config.runtime.served_uids
+        self._turned_away: set[socket.socket] = set()
+        self._told: dict[tuple[int, str], float] = {}
+        """When a line of the log last told of a user's refusal, by its code."""
 
     async def run(self, listener: socket.socket, accepting: anyio.CancelScope) -> None:
         """Serve connections until cancelled; `accepting` ends earlier, those that are here stay.
@@ -97,6 +114,8 @@ class Admission:
                         await self._accept_all(self._listener, tasks)
         finally:
             self._listener.close()
+            for sock in self._turned_away:
+                sock.close()
 
     def move_to(self, listener: socket.socket) -> None:
         """Accept on another listener from now on; those that are connected stay."""
@@ -107,13 +126,18 @@ class Admission:
         """Accept until `move_to`, then close the listener."""
         with anyio.CancelScope() as self._listening:
             while True:
-                sock = await self._accept(listener)
-                if sock is not None:
-                    tasks.start_soon(self.serve, sock)
+                await anyio.wait_readable(listener)
+                for _ in range(TURNED_AWAY_PER_WAKE_MAX):
+                    sock = await self._accept(listener)
+                    if sock is None:
+                        break
+                    if self._served(sock):
+                        tasks.start_soon(self.serve, sock)
+                        # It counts from its first turn on, before another is accepted.
+                        break
         listener.close()
 
     async def _accept(self, listener: socket.socket) -> socket.socket | None:
-        await anyio.wait_readable(listener)
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -123,12 +147,43 @@ class Admission:
             _logger.error("cannot accept", extra=fields(error=error))  # noqa: TRY400
             await anyio.sleep(ACCEPT_PAUSE_SECONDS)
             return None
-        limits = self._hub.config.limits
-        if self._connections >= limits.sessions_max + BACKLOG_CONNECTIONS_MAX:
+        return sock
+
+    def _served(self, sock: socket.socket) -> bool:
+        """Whether a connection is served; else it is closed, and nothing of it is read."""
+        peer = peer_of(sock)
+        if peer.uid not in self._served_uids:
+            self._turn_away(sock, peer)
+            return False
+        if self._connections >= self._hub.config.limits.sessions_max + BACKLOG_CONNECTIONS_MAX:
             self._hub.census.connections_cut += 1
             sock.close()
-            return None
-        return sock
+            return False
+        return True
+
+    def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
+        """Send the reason, and close a little later: a client reads it once it has sent all."""
+        if len(self._turned_away) >= TURNED_AWAY_MAX:
+            self._hub.census.attaches_refused["user"] += 1
+            sock.close()
+            return
+        error = AttachRefused(
+            "user",
+            f"uid={peer.uid}: this sidecar serves the uids "
+            f"{', '.join(str(uid) for uid in self._served_uids)}; run the engine as one of them, "
+            "or add its uid to runtime.allow_uids of the sidecar",
+        )
+        self._note_refusal(peer, error)
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.send(frame_stream(encode(Refused(error.code, str(error)))), socket.MSG_NOSIGNAL)
+            sock.shutdown(socket.SHUT_WR)
+        self._turned_away.add(sock)
+        asyncio.get_running_loop().call_later(TURNED_AWAY_SECONDS, self._end_turned_away, sock)
+
+    def _end_turned_away(self, sock: socket.socket) -> None:
+        self._turned_away.discard(sock)
+        sock.close()
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve one client that connected, until it is gone."""
@@ -168,8 +223,6 @@ class Admission:
         """The session of a client that was let in; None once it was refused or is gone."""
         try:
             with anyio.fail_after(self._hub.config.limits.attach_deadline):
-                if await self._turned_away(connection):
-                    return None
                 frame, fds = await connection.receive_attach()
             try:
                 with _in_words(connection):
@@ -192,10 +245,11 @@ class Admission:
             return None
         except TimeoutError:
             self._hub.census.attaches_expired += 1
-            _logger.warning(
-                "connection cut off: it did not attach within limits.attach_deadline",
-                extra=fields(pid=connection.peer.pid),
-            )
+            if self._first(connection.peer, "expired"):
+                _logger.warning(
+                    "connection cut off: it did not attach within limits.attach_deadline",
+                    extra=fields(pid=connection.peer.pid, uid=connection.peer.uid),
+                )
             return None
         except (EOFError, OSError) as error:
             self._hub.census.connections_cut += 1
@@ -206,33 +260,28 @@ class Admission:
             connection.hang_up()
         return session
 
-    async def _turned_away(self, connection: Connection) -> bool:
-        """Whether this user is not served; told so, and then nothing that it says is read."""
-        peer, runtime = connection.peer, self._hub.config.runtime
-        if peer.uid in runtime.served_uids:
-            return False
-        error = AttachRefused(
-            "user",
-            f"uid={peer.uid}: this sidecar serves the uids "
-            f"{', '.join(str(uid) for uid in runtime.served_uids)}; run the engine as one of them, "
-            "or add its uid to runtime.allow_uids of the sidecar",
-        )
-        self._note_refusal(connection, error)
-        await connection.turn_away(encode(Refused(error.code, str(error))))
-        return True
-
     def _refuse(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
-        self._note_refusal(connection, error)
+        self._note_refusal(connection.peer, error)
         connection.try_send(encode(Refused(error.code, str(error))))
 
-    def _note_refusal(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
+    def _note_refusal(self, peer: Peer, error: AttachRefused | ProtocolError) -> None:
         self._hub.census.attaches_refused[error.code] += 1
-        _logger.warning(
-            "attach refused",
-            extra=fields(
-                pid=connection.peer.pid, uid=connection.peer.uid, code=error.code, reason=error
-            ),
-        )
+        if self._first(peer, error.code):
+            _logger.warning(
+                "attach refused (told once a minute per user and code)",
+                extra=fields(pid=peer.pid, uid=peer.uid, code=error.code, reason=error),
+            )
+
+    def _first(self, peer: Peer, code: str) -> bool:
+        """Whether nothing was told of this user and code for a while: clients come back at once."""
+        now, which = time.monotonic(), (peer.uid, code)
+        if now - self._told.get(which, -math.inf) < TELL_AGAIN_SECONDS:
+            return False
+        self._told.pop(which, None)
+        while len(self._told) >= TOLD_MAX:
+            del self._told[next(iter(self._told))]
+        self._told[which] = now
+        return True
 
     def _attach(self, connection: Connection, attach: Attach, fds: list[int]) -> Session:
         """Check everything, cheap and stateless first; what is made here is made last."""

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 ATTACH_BYTES_MAX: Final = 1024 * 1024
 BACKLOG_CONNECTIONS_MAX: Final = 128
-DISCARD_BYTES_MAX: Final = 16 * 1024
+QUEUED_MAX: Final = 4096
+"""Connections that the kernel keeps until they are accepted; others are refused at once. As many as
+it allows by default: whoever may pass the directory can connect, and fill it."""
 # Room for more descriptors than are allowed, so that extras arrive, are seen, and are closed.
 _FDS_RECEIVED_MAX: Final = 32
 _CREDENTIALS = struct.Struct("iII")
@@ -70,7 +72,7 @@ def listen(path: Path, mode: int) -> socket.socket:
         listener.setblocking(False)
         listener.bind(str(path))
         path.chmod(mode)
-        listener.listen(BACKLOG_CONNECTIONS_MAX)
+        listener.listen(QUEUED_MAX)
     except OSError:
         listener.close()
         raise
@@ -116,32 +118,6 @@ class Connection:
         except BaseException:
             close_fds(fds)
             raise
-
-    async def turn_away(self, payload: bytes) -> None:
-        """Send `payload` to a client that is not listened to, and wait until it has hung up.
-
-        What it sends meanwhile is thrown away: closing at once, with bytes unread, would reset the
-        connection before it has read the reason.
-        """
-        if not self.try_send(payload):
-            return
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-        left = ATTACH_BYTES_MAX
-        while left > 0:
-            await anyio.wait_readable(self._sock)
-            fds: list[int] = []
-            try:
-                data = self._receive(DISCARD_BYTES_MAX, fds)
-            except BlockingIOError:
-                continue
-            except (OSError, AttachRefused):
-                return
-            finally:
-                close_fds(fds)
-            if not data:
-                return
-            left -= len(data)
 
     async def _receive_exactly(self, num_bytes: int, fds: list[int]) -> bytes:
         received = bytearray()

@@ -255,6 +255,60 @@ def test_a_stranger_who_sends_without_reading_is_cut_off(short_directory: Path) 
             assert own.store(1, key_of("own"), [0]) is Outcome.OK
 
 
+HAMMER = """
+import time
+until = time.monotonic() + 60
+held = []
+print("begun", flush=True)
+while time.monotonic() < until and not os.path.exists(where + ".stop"):
+    s = socket.socket(socket.AF_UNIX)
+    s.setblocking(False)
+    try:
+        s.connect(where)
+        held.append(s)
+    except OSError:
+        s.close()
+    for old in held[:-200]:
+        old.close()
+    del held[:-200]
+"""
+
+
+def patient_worker(path: Path) -> Worker:
+    """As the connector does: the kernel's queue may be full, and then it tries again."""
+    while True:
+        try:
+            return Worker(path)
+        except BlockingIOError:
+            time.sleep(0.01)
+
+
+@pytest.mark.promise("stranger-flood")
+@needs_root
+def test_a_stranger_who_hammers_keeps_nobody_out_and_fills_no_log(
+    short_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """11 of 62 attaches got through beside one, and 8,831 lines of the log told of it."""
+    short_directory.chmod(0o711)
+    config = config_in(short_directory, runtime={"allow_uids": [OTHER]})
+    with RunningSidecar(config) as sidecar:
+        stop = Path(f"{sidecar.path}.stop")
+        command = [sys.executable, "-c", BECOME + HAMMER, str(STRANGER), str(sidecar.path)]
+        with subprocess.Popen(command, cwd=places.ROOT, stdout=subprocess.PIPE) as hammer:
+            assert hammer.stdout is not None
+            assert hammer.stdout.readline() == b"begun\n"
+            try:
+                for number in range(20):
+                    with patient_worker(sidecar.path) as worker:
+                        assert worker.store(1, key_of(number), [0]) is Outcome.OK
+                sidecar.wait_until(lambda now: now["sockets"]["attaches_refused"]["user"] > 1000)
+            finally:
+                stop.touch()
+        refused = [one for one in caplog.records if "attach refused" in one.getMessage()]
+        assert len(refused) == 1
+        assert sidecar.status()["sockets"]["connections_cut"] == 0
+
+
 # --- configuration -------------------------------------------------------------------------------
 
 
