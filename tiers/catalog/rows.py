@@ -10,7 +10,7 @@ orders rows of one segment and the age of chunks: a clock that is off costs hits
 Invariants: a file is accepted whole or not at all; before the parser sees it, its length is
 bounded, its digest, xxh3_128, is the one in its name, and nothing in it is compressed, so that what
 it takes in memory is what it has in bytes (`footer.py`); after it, the schema is equal to the byte,
-nothing is null and every segment's name parses.
+nothing is null and every segment's name parses. Nothing is encoded that would not be accepted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ ROWS_PER_FILE_MAX: Final = 500_000
 BATCHES_PER_FILE_MAX: Final = 16
 SEGMENTS_PER_FILE_MAX: Final = 65_536
 TIME_MAX: Final = 1 << 62
+TIME_LATEST: Final = 1 << 53
+"""In the year 2255. A later time counts as this one, whoever wrote it: what withdraws a row is
+later by one, and a time next to `TIME_MAX` would make a file that no reader accepts. Of equal times
+the withdrawal counts."""
 
 _FIXED_KEY = pa.binary(KEY_BYTES)
 SCHEMA: Final = pa.schema(
@@ -176,9 +180,17 @@ def digest_of(body: Bytes) -> str:
 
 
 def encode(rows: Rows) -> Bytes:
-    """The rows as an Arrow IPC file of at most `ROWS_PER_FILE_MAX` rows."""
+    """The rows as an Arrow IPC file. Raises `ValueError` for what `decode` would refuse.
+
+    Times are taken into the range that readers know.
+    """
     if len(rows) > ROWS_PER_FILE_MAX:
         raise ValueError(f"{len(rows)} rows: a file has at most {ROWS_PER_FILE_MAX}")
+    try:
+        _check_segments(rows.segments)
+        _check_sizes(rows)
+    except (CatalogCorrupt, LayoutError) as error:
+        raise ValueError(f"rows that no reader would accept: {error}") from error
     names: Any = pa.array(rows.segments, type=pa.string())
     columns: list[Any] = [
         _binary(rows.keys),
@@ -186,14 +198,19 @@ def encode(rows: Rows) -> Bytes:
         names.take(pa.array(rows.segment_ids)),
         pa.array(rows.num_blocks, type=pa.int32()),
         pa.array(rows.size_bytes, type=pa.int64()),
-        pa.array(rows.written_at, type=pa.int64()).cast(SCHEMA.field("written_at").type),
+        pa.array(np.clip(rows.written_at, 1, TIME_LATEST), type=pa.int64()).cast(
+            SCHEMA.field("written_at").type
+        ),
         _binary(rows.tenants),
     ]
     batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as file:
         file.write_batch(batch)
-    return np.frombuffer(sink.getvalue(), dtype=np.uint8)
+    body: Bytes = np.frombuffer(sink.getvalue(), dtype=np.uint8)
+    if body.nbytes > FILE_BYTES_MAX:
+        raise ValueError(f"{body.nbytes} bytes: a file has at most {FILE_BYTES_MAX}")
+    return body
 
 
 def decode(body: Bytes, digest: str) -> Rows:
@@ -226,10 +243,10 @@ def _table(body: Bytes) -> Any:
 def _checked(table: Any) -> Rows:
     encoded: Any = table["segment"].combine_chunks().dictionary_encode()
     segments = tuple(encoded.dictionary.to_pylist())
-    if len(segments) > SEGMENTS_PER_FILE_MAX:
-        raise CatalogCorrupt(f"{len(segments)} kinds of segments: at most {SEGMENTS_PER_FILE_MAX}")
-    for name in segments:
-        Segment.parse(name)
+    _check_segments(segments)
+    times: Longs = table["written_at"].cast(pa.int64()).to_numpy()
+    if len(times) and not 0 < times.min() <= times.max() < TIME_MAX:
+        raise CatalogCorrupt("written_at is no time after 1970")
     rows = Rows(
         keys=_fixed_column(table["key"], KEY_BYTES),
         parents=_fixed_column(table["parent"], KEY_BYTES),
@@ -237,14 +254,23 @@ def _checked(table: Any) -> Rows:
         segment_ids=encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32),
         num_blocks=table["num_blocks"].to_numpy(),
         size_bytes=table["size_bytes"].to_numpy(),
-        written_at=table["written_at"].cast(pa.int64()).to_numpy(),
+        written_at=np.minimum(times, TIME_LATEST),
         tenants=_fixed_column(table["tenant"], TENANT_BYTES),
     )
+    _check_sizes(rows)
+    return rows
+
+
+def _check_segments(segments: Sequence[str]) -> None:
+    if len(segments) > SEGMENTS_PER_FILE_MAX:
+        raise CatalogCorrupt(f"{len(segments)} kinds of segments: at most {SEGMENTS_PER_FILE_MAX}")
+    for name in segments:
+        Segment.parse(name)
+
+
+def _check_sizes(rows: Rows) -> None:
     if len(rows) and (rows.size_bytes.min() < 0 or rows.num_blocks.min() < 0):
         raise CatalogCorrupt("a size is negative")
-    if len(rows) and not 0 < rows.written_at.min() <= rows.written_at.max() < TIME_MAX:
-        raise CatalogCorrupt("written_at is no time after 1970")
-    return rows
 
 
 def _fixed_column(column: Any, width: int) -> Bytes:

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import places
+from tiers.catalog.merge import merged, newest_of_chunk, withdrawals
 from tiers.catalog.rows import (
     SCHEMA,
+    TIME_LATEST,
+    TIME_MAX,
     CatalogCorrupt,
     Row,
     Rows,
@@ -28,7 +31,7 @@ rows = st.builds(
     Row,
     key=st.binary(min_size=32, max_size=32),
     segment=st.sampled_from(["0-8.0-4", "0-8.4-8", "8-16.0-4"]),
-    written_at=st.integers(1, 2**62 - 1),
+    written_at=st.integers(1, TIME_LATEST),
     size_bytes=st.integers(0, 2**62),
     num_blocks=st.integers(0, 2**31 - 1),
     parent=st.binary(min_size=32, max_size=32),
@@ -141,6 +144,34 @@ def test_what_the_schema_allows_and_a_catalog_does_not(changes: Any, words: str)
     body = file_of(table(**changes))
     with pytest.raises(CatalogCorrupt, match=words):
         decode(body, digest_of(body))
+
+
+@pytest.mark.promise("catalog-times")
+@pytest.mark.parametrize("time", [TIME_LATEST, TIME_LATEST + 1, TIME_MAX - 1])
+def test_a_row_of_the_far_future_can_be_withdrawn(time: int) -> None:
+    """It was withdrawn by a row dated one later, in a file that no reader accepted."""
+    body = file_of(table(written_at=pa.array([time], pa.timestamp("us", tz="UTC"))))
+    there = decode(body, digest_of(body))
+    assert listed(there)[0].written_at == TIME_LATEST
+    gone = encode(withdrawals(there, newest_of_chunk(there) + 1, missing=False))
+    again = merged(joined([decode(gone, digest_of(gone)), there]))
+    assert [one.withdrawn for one in listed(again)] == [True]
+
+
+@pytest.mark.promise("catalog-times")
+@pytest.mark.parametrize("time", [-5, 0, TIME_MAX, 2**63 - 1])
+def test_no_time_is_written_that_is_not_read(time: int) -> None:
+    body = encode(rows_of([row(written_at=time)]))
+    [found] = listed(decode(body, digest_of(body)))
+    assert found.written_at == min(max(time, 1), TIME_LATEST)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"segment": "../../etc"}, {"size_bytes": -1}, {"num_blocks": -1}]
+)
+def test_what_no_reader_accepts_is_not_written(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no reader would accept"):
+        encode(rows_of([row(**fields)]))
 
 
 def test_other_files_are_no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
