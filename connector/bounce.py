@@ -34,7 +34,7 @@ from connector.keys import NO_PARENT
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from sidecar.protocol import JOBS_PER_MESSAGE_MAX
 from tiers.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
-from tiers.memfd import sealed_memfd
+from tiers.memfd import keep_out_of_dumps, sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,6 +134,7 @@ class Bounce:
         layout = row_layout(num_rows, region.shape[1])
         fd = sealed_memfd("kvlake-bounce", layout.size_bytes)
         self._map = mmap.mmap(fd, layout.size_bytes)
+        keep_out_of_dumps(self._map)
         flat = np.frombuffer(self._map, dtype=np.uint8)
         self._rows: Rows = flat[: num_rows * region.shape[1]].reshape(num_rows, region.shape[1])
         self._free = list(range(num_rows))

@@ -29,7 +29,7 @@ from tiers.cuda.sharing import SharedAllocation, ShareRefused, share
 from tiers.errors import LayoutError
 from tiers.fence import WorkerFence
 from tiers.layout import KVLayout, Segment
-from tiers.memfd import sealed_memfd
+from tiers.memfd import keep_out_of_dumps, sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,6 +97,7 @@ class MemfdAllocation(TorchFunctionMode):
         fd = sealed_memfd("kvlake-kv", mapped_bytes)
         try:
             mapping = mmap.mmap(fd, mapped_bytes)
+            keep_out_of_dumps(mapping)
         except OSError:
             os.close(fd)
             raise
@@ -285,3 +286,5 @@ def _map_over(address: int, size_bytes: int, fd: int) -> None:
     if mapped != address:
         code = ctypes.get_errno()
         raise OSError(code, f"KV memory cannot be mapped again: {os.strerror(code)}")
+    # As `keep_out_of_dumps`, of a mapping that is no Python object.
+    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), mmap.MADV_DONTDUMP)

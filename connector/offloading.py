@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -305,8 +306,10 @@ def take_note(engine_id: str) -> dict[str, Any]:
     """What the first worker left; a refusal where there is nothing of this user's."""
     path = note_path(engine_id)
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags)) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
                 return {"refusal": f"{path} is somebody else's; remove it"}
             note: dict[str, Any] = json.load(file)
         path.unlink()

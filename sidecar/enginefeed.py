@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 BATCHES_PER_WAKE_MAX: Final = 64
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
+WAITING_BYTES_MAX: Final = 64 << 20
+"""Of batches that came while a replay was waited for; beyond it, it is not waited for any more."""
 REPLAY_SECONDS_MAX: Final = 5.0
 PAUSE_SECONDS: Final = 5.0
 """Until an engine that did not answer is asked again; twice as long each time, up to the next."""
@@ -66,6 +68,7 @@ class EngineFeed:
         self._tell = tell
         self._last = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
         self._replaying: asyncio.TimerHandle | None = None
         self._again: asyncio.TimerHandle | None = None
         self._pause_seconds = PAUSE_SECONDS
@@ -132,10 +135,13 @@ class EngineFeed:
     def _came(self, number: int, payload: bytes) -> None:
         if self._replaying is not None:
             self._waiting.append((number, payload))
-            if len(self._waiting) > BATCHES_WAITING_MAX:
+            self._waiting_bytes += len(payload)
+            too_many = len(self._waiting) > BATCHES_WAITING_MAX
+            if too_many or self._waiting_bytes > WAITING_BYTES_MAX:
                 self._late()
         elif number > self._last + 1 and self._asked():
             self._waiting.append((number, payload))
+            self._waiting_bytes += len(payload)
         else:
             self._follow(number, payload)
 
@@ -181,6 +187,7 @@ class EngineFeed:
             return
         self._replaying.cancel()
         self._replaying = None
+        self._waiting_bytes = 0
         while self._waiting:
             self._follow(*self._waiting.popleft())
 

@@ -27,7 +27,7 @@ from sidecar.protocol import KIND_MEMFD, MEMORY_FDS
 from tiers.copy import CopyPlan
 from tiers.fence import PAGE_BYTES, SidecarFence
 from tiers.filesystems import run_to_end
-from tiers.memfd import check_sealed
+from tiers.memfd import check_sealed, keep_out_of_dumps
 from tiers.prefault import populate
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class HostRegion:
             check_sealed("memory", fd, layout.size_bytes)
             self.plan = CopyPlan(layout)
             self._map = mmap.mmap(fd, layout.size_bytes)
+            keep_out_of_dumps(self._map)
         finally:
             os.close(fd)
         self.size_bytes = layout.size_bytes

@@ -119,6 +119,7 @@ class Folder:
 
     direct: bool = True
     fsync: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,12 @@ class TierExpired(TierUnavailable):
     cause = "expired"
 
 
+class TierUnmounted(TierUnavailable):
+    """The folder is another than before: most likely it is not mounted any more."""
+
+    cause = "unmounted"
+
+
 class TierFull(TierError):
     """No slot or no space is left; the caller drops the work or makes room."""
 

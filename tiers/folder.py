@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd
+from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd, TierUnmounted
 from tiers.filesystems import (
     PIECE_BYTES,
     Bytes,
@@ -83,8 +83,14 @@ class LocalFolder:
         fsync: bool,
         direct: bool,
         direct_bytes_min: int = DIRECT_BYTES_MIN,
+        shared: bool = False,
     ) -> None:
         self._root = root
+        # KV and token ids are nobody else's to read, unless several users share them.
+        self._file_mode = 0o666 if shared else 0o600
+        self._folder_mode = 0o777 if shared else 0o700
+        self._seen: os.stat_result | None = None
+        """The root when it was last looked at."""
         self._fsync = fsync
         self.direct = direct
         """Whether direct I/O is used; False from the moment that the file system refused it."""
@@ -132,11 +138,43 @@ class LocalFolder:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def _require_root(self) -> None:
+        """Raise `TierUnmounted` where the root is another than before: one below its mount point.
+
+        What is written there fills another disk, and what is not found there is not gone.
+        """
+        place, seen = self._root, self._seen
+        while True:
+            try:
+                found = os.stat(place)
+                break
+            except FileNotFoundError:
+                place = os.path.dirname(place)
+        if place == self._root:
+            # A mount that comes back may have another device; its root has the same inode.
+            same = seen is None or seen.st_ino == found.st_ino
+            seen = found
+        else:
+            # Somebody removed it, and it is made again, or the mount is gone that it was on.
+            same = seen is None or seen.st_dev == found.st_dev
+            seen = None
+        if not same:
+            raise TierUnmounted(
+                f"{self._root} is not the folder that it was: is it not mounted any more? Mount it "
+                "again, or restart the sidecar to use the folder that is there",
+                retryable=True,
+            )
+        self._seen = seen
+
     def _put(self, path: str, image: Bytes, place: Callable[[str, str], None]) -> None:
+        self._require_root()
         temporary = f"{path}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
         fd = self._create_in_folder(temporary)
         try:
             try:
+                if self._seen is None:
+                    # It has just been made.
+                    self._require_root()
                 done = self._write_direct(fd, image)
                 rest = image.data[done:]
                 while rest:
@@ -158,13 +196,35 @@ class LocalFolder:
         # because a removal may take an empty folder away in between.
         for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
             with contextlib.suppress(FileNotFoundError):
-                return _create(path)
+                return self._create(path)
             with contextlib.suppress(FileNotFoundError):
-                _make_folders(os.path.dirname(path))
-        return _create(path)
+                self._make_folders(os.path.dirname(path))
+        return self._create(path)
+
+    def _create(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(path, flags, self._file_mode)
+
+    def _make_folders(self, path: str) -> None:
+        try:
+            os.mkdir(path, self._folder_mode)
+        except FileNotFoundError:
+            self._make_folders(os.path.dirname(path))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, self._folder_mode)
+        except FileExistsError as error:
+            if os.path.isdir(path) or not os.path.lexists(path):
+                # There, or taken away again by a removal: whoever needs it finds out.
+                return
+            # Not the name that is written: a file, or a link to nowhere, on the way to it.
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
     def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
-        fd = _open_object(path)
+        try:
+            fd = _open_object(path)
+        except FileNotFoundError:
+            self._require_root()
+            raise
         try:
             size_bytes = os.fstat(fd).st_size
             check_size(size_bytes, into.nbytes)
@@ -243,6 +303,7 @@ class LocalFolder:
             _log.info("%s: no direct I/O here (%s); buffered instead", self._root, error.strerror)
 
     def _find(self, folder: str, *, deep: bool) -> Listing:
+        self._require_root()
         found: Listing = []
         pending = [folder]
         dead_before = time.time() - TEMPORARY_SECONDS_MAX
@@ -288,6 +349,7 @@ class LocalFolder:
         return []
 
     def _remove(self, names: Sequence[str]) -> None:
+        self._require_root()
         folders: set[str] = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -302,6 +364,7 @@ class LocalFolder:
                     inner = os.path.dirname(inner)
 
     def _move(self, path: str, target: str) -> None:
+        self._require_root()
         # As a bucket's copy has it, its time is that of the moving. Another user's object keeps its
         # own, and so does any on a mount that sets no times.
         with contextlib.suppress(OSError):
@@ -309,7 +372,7 @@ class LocalFolder:
         # As for a new file, a removal may take the folder away in between.
         for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
             try:
-                _make_folders(os.path.dirname(target))
+                self._make_folders(os.path.dirname(target))
                 os.replace(path, target)
             except FileNotFoundError:
                 if not os.path.lexists(path):
@@ -357,21 +420,6 @@ def _require_regular(mode: int, path: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
     kind = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}.get(stat.filemode(mode)[0])
     raise ObjectOdd(f"the name is that of {kind or 'a device'}, not of a regular file; it is moved")
-
-
-def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
-def _make_folders(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except FileExistsError as error:
-        if os.path.isdir(error.filename) or not os.path.lexists(error.filename):
-            # A folder that a removal took away, and others may have made again since.
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-        # Not the name that is written: a file, or a link to nowhere, on the way to it.
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
 
 def _sync_folder(path: str) -> None:

@@ -1,7 +1,7 @@
 """Memory that processes share by descriptor, and that cannot shrink under whoever maps it.
 
-Owns making such memory (`sealed_memfd`) and the check that what somebody else made is such memory
-(`check_sealed`). Does not own what is in it, nor its mappings.
+Owns making such memory (`sealed_memfd`), the check that what somebody else made is such memory
+(`check_sealed`), and keeping mappings out of core dumps. Does not own what is in it.
 
 Invariant: a descriptor that passed `check_sealed` can be mapped and touched over its whole checked
 length for as long as the mapping lasts. Touching a page beyond the end of a file that was cut short
@@ -11,9 +11,11 @@ A seal is the kernel's promise that it cannot happen, whoever holds the descript
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from typing import Final
@@ -40,6 +42,15 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def keep_out_of_dumps(mapping: mmap.mmap) -> None:
+    """Leave a mapping out of core dumps: they would hold prompts, and take as long as it is large.
+
+    Where the kernel cannot, it stays in them.
+    """
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTDUMP)
 
 
 def check_sealed(what: str, fd: int, size_bytes: int) -> None:

@@ -309,6 +309,7 @@ def _open(
             threads_max=threads_max,
             fsync=folder.fsync,
             direct=folder.direct,
+            shared=folder.shared,
         )
     # Here: each needs packages that a sidecar with another kind of store does not have.
     if backend == "obstore":

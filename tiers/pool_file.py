@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiers.errors import PoolError
+from tiers.memfd import keep_out_of_dumps
 from tiers.pool_lock import (
     Owner,
     lock_path_of,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
 
-_FILE_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,9 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
             os.pwrite(fd, superblock(wanted, read_boot_id()), 0)
         if wanted.file_bytes < found.st_size:
             os.ftruncate(fd, wanted.file_bytes)
-        return MappedPool(mmap.mmap(fd, wanted.file_bytes), wanted, shape.size_bytes)
+        mapping = mmap.mmap(fd, wanted.file_bytes)
+        keep_out_of_dumps(mapping)
+        return MappedPool(mapping, wanted, shape.size_bytes)
     finally:
         os.close(fd)
 
@@ -184,6 +187,7 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
         _require_room(path, shape, 0)
         os.ftruncate(fd, shape.file_bytes)
         mapping = mmap.mmap(fd, shape.file_bytes)
+        keep_out_of_dumps(mapping)
         # Several threads allocate by touching; one alone does by posix_fallocate, which holds the
         # file's lock. It comes after in any case, for it says what is missing where touching fails.
         populated = backing.prefault and backing.populate(np.frombuffer(mapping, dtype=np.uint8))

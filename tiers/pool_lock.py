@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -78,11 +79,11 @@ def lock_path_of(path: Path) -> Path:
 def read_owner(lock_path: Path) -> Owner | None:
     """Who the record names, without locking it; None where there is no record of ours."""
     try:
-        fd = os.open(lock_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(lock_path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return owner_of(fd)
+        return owner_of(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     finally:
         os.close(fd)
 
@@ -120,9 +121,10 @@ def take_lock(lock_path: Path) -> int:
 
 def _lock(lock_path: Path) -> int:
     for _ in range(_ATTEMPTS_MAX):
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         lock_fd = os.open(lock_path, flags, 0o600)
         try:
+            _require_ours(os.fstat(lock_fd))
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # An owner that closed in between removed the file that we have just locked.
             record = os.fstat(lock_fd)
@@ -141,6 +143,17 @@ def _lock(lock_path: Path) -> int:
             raise
         os.close(lock_fd)
     raise PoolError(f"pool is in use: {lock_path} changed owners {_ATTEMPTS_MAX} times")
+
+
+def _require_ours(found: os.stat_result) -> None:
+    # In a directory such as /dev/shm anybody can make a file of this name first, and then owns it:
+    # could read and replace the record, and keep the lock.
+    if not stat.S_ISREG(found.st_mode):
+        raise FileExistsError(errno.EEXIST, "it is no regular file")
+    if found.st_uid != os.geteuid():
+        raise FileExistsError(
+            errno.EEXIST, f"it belongs to uid {found.st_uid}, not to uid {os.geteuid()}"
+        )
 
 
 def _in_use(lock_path: Path, owner: Owner | None) -> str:

@@ -108,6 +108,8 @@ class Folder(Section):
     """Past the page cache (O_DIRECT), for a fraction of the processor time."""
     fsync: Flag = False
     """On the disk before a write counts as done; off, a power cut may lose the last ones."""
+    shared: Flag = False
+    """Sidecars of several users share it: modes by the umask, not 0600 and 0700."""
 
 
 class Access(Section):

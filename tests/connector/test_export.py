@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
+from tests.mappings import flags_of
 from tiers.errors import LayoutError
 from tiers.layout import Segment
 from tiers.memfd import check_sealed
@@ -65,6 +66,7 @@ class TestMemfdAllocation:
         assert allocation.size_bytes % mmap.PAGESIZE == 0
         assert os.fstat(allocation.fd).st_size == allocation.size_bytes >= SIZE_BYTES
         assert not os.get_inheritable(allocation.fd)
+        assert [one for one in flags_of("memfd:kvlake-kv") if "dd" in one], "left out of core dumps"
         caches = caches_over(buffer)
         memory = export(whole(caches), allocation)
         assert memory.fd == allocation.fd

@@ -639,6 +639,14 @@ class TestNotes:
         assert take_note(name) == {"identity": {"b": 2}}
         assert "first worker" in take_note(name)["refusal"]
 
+    def test_a_pipe_is_not_waited_for(self) -> None:
+        name = secrets.token_hex(8)
+        os.mkfifo(note_path(name))
+        try:
+            assert "somebody else's" in take_note(name)["refusal"]
+        finally:
+            note_path(name).unlink()
+
     def test_a_link_is_not_followed(self, tmp_path: Path) -> None:
         name = secrets.token_hex(8)
         target = tmp_path / "elsewhere"

@@ -189,6 +189,36 @@ def test_an_idle_engine_that_answers_late_is_asked_again(
             assert follower.names("GPU") == {1, 2}
 
 
+def test_what_comes_while_a_replay_does_not_is_bounded_in_bytes(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 batches of up to 64 MiB each were kept."""
+    places.patch(monkeypatch, "REPLAY_SECONDS_MAX", 3600.0)
+    batch = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(1, 2)]))
+    places.patch(monkeypatch, "WAITING_BYTES_MAX", 3 * len(batch))
+    attach = {
+        "events_endpoint": f"ipc://{short_directory}/engine",
+        "events_replay": f"ipc://{short_directory}/again",
+    }
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as silent,
+        context.socket(zmq.PUB) as engine,
+    ):
+        silent.bind(attach["events_replay"])
+        engine.bind(attach["events_endpoint"])
+        with (
+            RunningSidecar(with_events(short_directory)) as sidecar,
+            Scheduler(sidecar.path, **attach),
+        ):
+            number = 0
+            while [one["blocks"] for one in sidecar.status()["events"]["engines"]] != [2]:
+                engine.send_multipart((b"", kvevents.number_frame(number), batch))
+                number += 1
+                assert number < 1000, "it is waited for as before"
+        silent.close(linger=0)
+
+
 def test_an_engine_that_cannot_be_followed_is_served(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

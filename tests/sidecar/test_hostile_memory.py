@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from sidecar.protocol import Outcome
+from tests.mappings import flags_of
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RefusedError,
@@ -204,3 +205,11 @@ def test_the_memory_may_be_mapped_whole(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker, mmap.mmap(worker.memory_fd, 0) as mapping:
         mapping[:4096] = bytes(4096)
         assert worker.store(1, key_of("x"), [0]) is Outcome.OK
+
+
+@pytest.mark.promise("core-dumps")
+def test_engines_memory_is_not_in_the_sidecars_core_dumps(sidecar: RunningSidecar) -> None:
+    with Worker(sidecar.path) as worker:
+        assert worker.store(1, key_of(1), [0]) is Outcome.OK
+        # The worker's own mapping, and the sidecar's.
+        assert sorted("dd" in flags for flags in flags_of("memfd:test-kv")) == [False, True]

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
 from tests.tiers.tier_suite import NAME, image_of, sized, slot
+from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierFull, TierUnavailable
 from tiers.folder import TEMPORARY_SECONDS_MAX
 from tiers.objects import UrlObjects
@@ -184,3 +187,77 @@ class TestLocalFolder:
         monkeypatch.setattr(os, "unlink", refuse)
         assert sized(await tier.list("")) == [(NAME, 10)]
         monkeypatch.undo()
+
+    @pytest.mark.promise("folder-modes")
+    @pytest.mark.parametrize(
+        ("shared", "file_mode", "folder_mode"), [(False, 0o600, 0o700), (True, 0o640, 0o750)]
+    )
+    async def test_objects_are_for_their_user_unless_the_folder_is_shared(
+        self, root: Path, shared: bool, file_mode: int, folder_mode: int
+    ) -> None:
+        """They were 0644 beside a pool of 0600."""
+        tier = UrlObjects(f"file://{root}", Access(folder=Folder(shared=shared)))
+        before = os.umask(0o027)
+        try:
+            await tier.write(NAME, image_of(10))
+            await tier.quarantine(NAME)
+        finally:
+            os.umask(before)
+        for path in (root, *root.rglob("*")):
+            wanted = folder_mode if path.is_dir() else file_mode
+            assert path.stat().st_mode & 0o777 == wanted, path
+
+    @pytest.mark.promise("folder-unmounted")
+    async def test_below_a_mount_point_nothing_is_written_and_nothing_is_gone(
+        self, tier: UrlObjects, root: Path
+    ) -> None:
+        """A folder that is not mounted any more was written to the disk below, and listed empty."""
+        await tier.write(NAME, image_of(10))
+        mounted = root.with_name("mounted")
+        root.rename(mounted)
+        root.mkdir()
+        for call in (
+            tier.write(NAME, image_of(10)),
+            tier.read(NAME, slot()),
+            tier.list(""),
+            tier.delete([NAME]),
+            tier.quarantine(NAME),
+        ):
+            with pytest.raises(TierUnavailable, match="not mounted any more") as info:
+                await call
+            assert info.value.retryable
+        assert list(root.iterdir()) == []
+        root.rmdir()
+        mounted.rename(root)
+        assert await tier.read(NAME, slot()) == 10
+        await tier.write(NAME, image_of(20))
+
+    async def test_a_folder_that_was_removed_is_made_again(
+        self, tier: UrlObjects, root: Path
+    ) -> None:
+        await tier.write(NAME, image_of(10))
+        shutil.rmtree(root)
+        assert await tier.list("") == []
+        await tier.write(NAME, image_of(10))
+        assert await tier.read(NAME, slot()) == 10
+
+    @pytest.mark.promise("folder-unmounted")
+    async def test_a_folder_within_a_mount_that_is_gone_is_not_made_again(
+        self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await tier.write(NAME, image_of(10))
+        shutil.rmtree(root)
+        stat = os.stat
+
+        def elsewhere(path: str | Path, *args: Any, **options: Any) -> os.stat_result:
+            found = stat(path, *args, **options)
+            if path != str(root.parent):
+                return found
+            # The device is the third number.
+            return os.stat_result((*found[:2], found.st_dev + 1, *found[3:10]))
+
+        monkeypatch.setattr(os, "stat", elsewhere)
+        with pytest.raises(TierUnavailable, match="not mounted any more"):
+            await tier.write(NAME, image_of(10))
+        monkeypatch.undo()
+        assert not root.exists()

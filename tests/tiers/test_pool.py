@@ -28,8 +28,10 @@ from hypothesis.stateful import (
 )
 
 from tests import places
+from tests.mappings import flags_of
 from tiers.errors import PoolError
 from tiers.pool import HostPool
+from tiers.pool_file import inspect_pool
 from tiers.pool_table import TableShape
 from tiers.prefault import populate
 
@@ -291,6 +293,51 @@ def test_files_of_others_are_left_alone(path: Path) -> None:
     with pytest.raises(PoolError, match="was not made by kvlake"):
         HostPool.open(path, 4 * PAGE)
     assert target.read_text() == "precious"
+
+
+@pytest.mark.promise("pool-lock")
+@pytest.mark.parametrize("there", [False, True])
+def test_a_lock_of_another_user_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """It was adopted: its owner could replace the record, and take the lock first."""
+    lock = path.with_name("pool.lock")
+    if there:
+        lock.write_text("kvlake pool of pid 0\n")
+    else:
+        lock.touch()
+    before = lock.read_bytes()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PoolError, match=f"belongs to uid {lock.stat().st_uid}, not to uid 12345"):
+        HostPool.open(path, 4 * PAGE)
+    assert lock.read_bytes() == before
+    assert not path.exists()
+
+
+@pytest.mark.promise("pool-lock")
+def test_a_pipe_in_the_locks_place_is_refused_and_stays(path: Path) -> None:
+    """It was locked, and removed when the pool could not be made."""
+    lock = path.with_name("pool.lock")
+    os.mkfifo(lock)
+    with pytest.raises(PoolError, match="it is no regular file"):
+        HostPool.open(path, 4 * PAGE)
+    assert lock.is_fifo()
+    # To look at a pool waits for nobody who writes to the pipe.
+    assert inspect_pool(path).owner is None
+
+
+@pytest.mark.promise("core-dumps")
+def test_a_pool_is_not_in_core_dumps(path: Path) -> None:
+    for _ in range(2):
+        # Made, and then taken over.
+        pool = HostPool.open(path, 4 * PAGE)
+        offset = pool.allocate(pool.register_class(PAGE))
+        assert offset is not None
+        pool.seal(offset)
+        flags = flags_of(str(path))
+        assert flags
+        assert all("dd" in one for one in flags)
+        pool.close(keep=True)
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
