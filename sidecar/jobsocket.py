@@ -3,7 +3,7 @@
 Owns the listening socket, its connections, their handshake and framing (ZMTP 3.0 with the NULL
 mechanism, https://rfc.zeromq.org/spec/23), and sending. Does not own sessions, nor what a frame
 says. libzmq's own ROUTER keeps every part of a message until the last one, whoever sends it:
-nothing that it can be told bounds that (ADR 0033).
+nothing that it can be told bounds that (ADR 0034).
 
 Invariants:
 
