@@ -23,8 +23,8 @@ import pytest
 
 from sidecar.attach import StartError
 from sidecar.copies import Copies
-from sidecar.notify import Notifier
 from sidecar.jobsocket import JobSocket
+from sidecar.notify import Notifier
 from sidecar.protocol import Outcome
 from sidecar.report import Reporter
 from sidecar.server import ServerInfo, serve
