@@ -46,7 +46,7 @@ from sidecar.protocol import (
 from tiers.index import IndexReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -111,12 +111,12 @@ class Client:
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: tuple[str, ...],
         make_attempt: Callable[[], Attempt],
         *,
         retry_seconds: float = 0.2,
     ) -> None:
-        self._paths = tuple(paths)
+        self._paths = paths
         self._make_attempt = make_attempt
         self._retry_seconds = retry_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

@@ -54,7 +54,7 @@ def main() -> None:
     )
     try:
         with SidecarProcess(folder, {"host": {"size": "64MiB"}}) as sidecar:
-            client = Client(sidecar.socket, lambda: Attempt(attach))
+            client = Client((sidecar.socket,), lambda: Attempt(attach))
             assert client.wait_attached(10)
             result: dict[str, float] = {}
             for keys, name in ((1, "round_trip"), (400, "lookup_400")):

@@ -72,7 +72,7 @@ class Steps:
                 memory=shared,
             )
 
-        self.role = CountingRole(memory, lambda attempt: Client(socket, attempt), describe)
+        self.role = CountingRole(memory, lambda attempt: Client((socket,), attempt), describe)
         self.ended: dict[int, bool] = {}
         self._requests: dict[str, int] = {}
 
