@@ -114,7 +114,7 @@ def test_events_wait_until_their_client_speaks(sidecar: RunningSidecar) -> None:
 
 def test_the_connector_brings_its_key(sidecar: RunningSidecar) -> None:
     client = ConnectorClient(
-        str(sidecar.path), lambda: Attempt(attach_message(Role.SCHEDULER, engine_id="vllm"))
+        (str(sidecar.path),), lambda: Attempt(attach_message(Role.SCHEDULER, engine_id="vllm"))
     )
     try:
         assert client.wait_attached(WAIT_SECONDS_MAX)
