@@ -29,8 +29,8 @@ class DriverMissing(CudaFailed):
     """No driver, no cuda-python, or no device that this process may see."""
 
     remedy = (
-        "install the NVIDIA driver and kvlake[cuda], and give the container its GPUs and "
-        "libcuda.so.1"
+        "install the NVIDIA driver and, in a clone of kvlake, '.[cuda]', and give the container "
+        "its GPUs and libcuda.so.1"
     )
 
     def __init__(self, found: str, code: int = 100) -> None:
