@@ -319,19 +319,23 @@ class Client:
 
     def _connect(self) -> socket.socket:
         """To the first path that takes it; raises the last one's `OSError`."""
-        for path in self._paths:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            connection.settimeout(REPLY_SECONDS_MAX)
-            try:
-                connection.connect(path)
-                if len(self._paths) > 1:
-                    _check_owner(path)
-            except OSError as error:
-                connection.close()
-                failed = error
-            else:
-                return connection
-        raise failed
+        *others, last = self._paths
+        for path in others:
+            with contextlib.suppress(OSError):
+                return self._connect_to(path)
+        return self._connect_to(last)
+
+    def _connect_to(self, path: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(REPLY_SECONDS_MAX)
+        try:
+            connection.connect(path)
+            if len(self._paths) > 1:
+                _check_owner(path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     def _attach(self, connection: socket.socket, attempt: Attempt) -> Session:
         # A key for this session only: who attached may send jobs over TCP, and nobody else.

@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-import connector.ownership  # noqa: F401 (before what it looks at)
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.drafting import drafting_of, drafting_refusal
 from connector.events import events_endpoints
 from connector.guard import guard

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-import connector.ownership  # noqa: F401 (before what it looks at)
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.bounce import BLOCK_TOKENS, Bounce, Row
 from connector.chunknames import ChunkNames, namespace_of
 from connector.client import Attempt, Client

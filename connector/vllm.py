@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-import connector.ownership  # noqa: F401 (before what it looks at)
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
 from connector.engine import EngineGroup, ServedEngine
 from connector.events import events_endpoints, events_of, hits_are_told
