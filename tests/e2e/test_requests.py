@@ -185,12 +185,12 @@ def test_another_engine_and_the_store_know_an_adapter_by_its_files(
     assert counters(sidecar)["chunks_read"] > 0
 
 
-@pytest.mark.promise("structured-outputs")
 def spelled(token: int) -> str:
     """The word that a token of the model is, or the character: behind the words are the bytes."""
     return f"w{token}" if token < WORDS - 256 else chr(token - (WORDS - 256))
 
 
+@pytest.mark.promise("structured-outputs")
 def test_constrained_outputs_share_with_others(engine: Engine) -> None:
     """They change which tokens are chosen, not what their KV is."""
     prompt = words(500, 2)
