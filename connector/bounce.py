@@ -1,7 +1,7 @@
 """Carries rows of somebody else's memory to and from the sidecar, through memory of our own.
 
 vLLM's offloading keeps chunks in a region of host memory that is not ours to share: it is a plain
-file, which the sidecar refuses to map (`tiers/memfd.py`), and its rows are handed out again when
+file, which the sidecar refuses to map (`tiers/kv/memfd.py`), and its rows are handed out again when
 vLLM pleases. So a few rows of a memfd stand between: a thread copies between a row of the region
 and one of these, the sidecar between these and its slots.
 
@@ -33,8 +33,8 @@ from connector.export import ExportedMemory
 from connector.keys import NO_PARENT
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from sidecar.protocol import JOBS_PER_MESSAGE_MAX
-from tiers.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
-from tiers.memfd import keep_out_of_dumps, sealed_memfd
+from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
+from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -43,7 +43,7 @@ from sidecar.protocol import (
     frame_stream,
     stream_length,
 )
-from tiers.index import IndexReader
+from tiers.kv.index import IndexReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

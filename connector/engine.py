@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from connector.export import ExportedMemory
     from connector.ranks import Cut, Place
-    from tiers.layout import KVLayout, Segment
+    from tiers.kv.layout import KVLayout, Segment
 
 
 CHUNK_TOKENS: Final = 256

@@ -6,7 +6,7 @@ seen (a vLLM that allocates differently), the storage is moved to shared memory 
 KV is in it.
 
 CUDA: the allocation that the cache lies in is exported whole, by a legacy IPC handle or, where its
-memory is of the virtual memory API, as a descriptor (`tiers/cuda/sharing.py`). Nothing is moved.
+memory is of the virtual memory API, as a descriptor (`tiers/cuda/ipc_export.py`). Nothing is moved.
 What cannot be shared (MIG, several allocations) is refused with the remedy.
 """
 
@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from sidecar.protocol import KIND_CUDA_IPC, KIND_CUDA_VMM, KIND_MEMFD, Memory
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.fencing import StreamFence
-from tiers.cuda.sharing import SharedAllocation, ShareRefused, share
+from tiers.cuda.ipc_export import SharedAllocation, ShareRefused, share
+from tiers.cuda.stream_fence import StreamFence
 from tiers.errors import LayoutError
-from tiers.fence import WorkerFence
-from tiers.layout import KVLayout, Segment
-from tiers.memfd import keep_out_of_dumps, sealed_memfd
+from tiers.kv.fence import WorkerFence
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.groups import aligned, longest_hit
-from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -3,7 +3,7 @@
 Owns the reading of vLLM's configuration into a small JSON object. Equal JSON, equal bytes for
 equal tokens; anything that could change the bytes is in it. What tells weights from others is in
 `weights.py`. Tokens per block are in it only where blocks of one size cannot be made of others
-(`tiers/packing.py`).
+(`tiers/kv/packing.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from connector.options import samples_weights
 from connector.processing import adapter_settings, overrides_of, plain, processing_of
 from connector.recurrent import recurrent, state_description, state_encoding, state_settings
 from connector.weights import model_identity
-from tiers.packing import BY_TOKEN, regroups
+from tiers.kv.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

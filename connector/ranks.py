@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiers.errors import LayoutError
-from tiers.layout import Segment, head_segment
+from tiers.kv.layout import Segment, head_segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

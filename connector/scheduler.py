@@ -616,7 +616,7 @@ class SchedulerRole:
 
     def new_id(self) -> int:
         """The id of the next job."""
-        # One sequence for all jobs: `tiers.fence` revokes by order of id.
+        # One sequence for all jobs: `tiers.kv.fence` revokes by order of id.
         self._next_id += 1
         return self._next_id
 

@@ -47,7 +47,7 @@ from sidecar.protocol import (
     Release,
     Role,
 )
-from tiers.index import FLAG_HOST, FLAG_STORE, tags_of
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from connector.plan import BLOCK_ID_BYTES, PIECE_BYTES, Store, StorePiece
 from sidecar.protocol import FRAME_BYTES_MAX
-from tiers.index import FLAG_HOST, tags_of
+from tiers.kv.index import FLAG_HOST, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

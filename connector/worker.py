@@ -4,8 +4,8 @@ What is too much for one message goes out in several, loads first: each of them 
 
 Owns the jobs of this rank between their submission and their answer. Each ends exactly once:
 answered by the sidecar, failed because there is none, or revoked after its deadline. A job that
-may still touch this engine's memory is never ended (see `tiers.fence`): after a deadline, or when
-the sidecar is gone, it ends only once the fence page says that no copy of it can run.
+may still touch this engine's memory is never ended (see `tiers.kv.fence`): after a deadline, or
+when the sidecar is gone, it ends only once the fence page says that no copy of it can run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sidecar.protocol import (
     Submit,
 )
 from tiers.errors import TierError
-from tiers.fence import WorkerFence
+from tiers.kv.fence import WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

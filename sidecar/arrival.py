@@ -1,7 +1,7 @@
 """An object on its way from the store into a slot: hashed as it comes, judged when it is there.
 
-Owns the hash of one read and its verdict. Does not own reading (`tiers/objects.py`), the checks
-themselves (`tiers/arrow.py`), nor what follows from a verdict (`mover.py`).
+Owns the hash of one read and its verdict. Does not own reading (`tiers/store/object_tier.py`), the
+checks themselves (`tiers/kv/slot_image.py`), nor what follows from a verdict (`mover.py`).
 
 A payload that is hashed after it has arrived is read from memory once more, which takes half as
 long as receiving it. So whoever receives it tells of each piece while it is in the core's cache, in
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiers.arrow import payload_hasher
+from tiers.kv.slot_image import payload_hasher
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from sidecar.realms import Rank
-    from tiers.arrow import SegmentMeta, SlotTemplate
+    from tiers.kv.slot_image import SegmentMeta, SlotTemplate
 
     Bytes = npt.NDArray[np.uint8]
 

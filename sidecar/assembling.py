@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import anyio
 import numpy as np
 
-from tiers.arrow import SegmentMeta, payload_hasher
-from tiers.arrow_file import PAGE_BYTES
-from tiers.assembly import copy_overlap
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch, ObjectOdd
-from tiers.filesystems import run_to_end
+from tiers.kv.arrow_file import PAGE_BYTES
+from tiers.kv.reshard import copy_overlap
+from tiers.kv.slot_image import SegmentMeta, payload_hasher
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.commands import Read
     from sidecar.realms import Rank, Realm
-    from tiers.layout import ChunkLayout
-    from tiers.objects import ObjectTier
+    from tiers.kv.layout import ChunkLayout
+    from tiers.store.object_tier import ObjectTier
 
     Bytes = npt.NDArray[np.uint8]
 

@@ -20,20 +20,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from tiers.catalog.census import Holding
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.tally import Tally
+from tiers.catalog.usage import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sidecar.realms import Realm
     from tiers.catalog.rows import Row
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 NOTHING_HELD: Final = Holding()
 

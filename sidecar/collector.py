@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from sidecar.logs import fields
-from tiers.catalog.bounds import Bounds, Limits
 from tiers.catalog.compaction import Plan, Report, Superseded, compact
 from tiers.catalog.lease import Lease
+from tiers.catalog.leftovers import remove_leftovers
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
+from tiers.catalog.retention import Bounds, Limits
 from tiers.errors import TierError
-from tiers.leftovers import remove_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sidecar.settings.store import Store
     from sidecar.tenants import Quota
     from sidecar.watch import StoreHealth
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 LEASE_SECONDS: Final = 60.0
 GIVE_BACK_SECONDS_MAX: Final = 5.0

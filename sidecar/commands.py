@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from sidecar.listed import Keys, ListedRows
     from sidecar.protocol import Lookup, Pin, Role, ServerMessage, Submit
-    from tiers.layout import ChunkLayout
-    from tiers.layout import Segment as LayoutSegment
+    from tiers.kv.layout import ChunkLayout
+    from tiers.kv.layout import Segment as LayoutSegment
 
 # --- events ------------------------------------------------------------------------------------
 

@@ -31,16 +31,16 @@ import numpy.typing as npt
 from sidecar.commands import Copied, CopyOutcome, Gather, Scatter
 from sidecar.copyqueue import CopyQueue, Group
 from sidecar.logs import fields, story_of
-from tiers.arrow import payload_hasher
 from tiers.errors import ChunkCorrupt
-from tiers.filesystems import run_to_end
-from tiers.turns import OwnThreads
+from tiers.kv.slot_image import payload_hasher
+from tiers.store.client import run_to_end
+from tiers.threads import OwnThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from sidecar.session import Session
-    from tiers.copy import Transfer
+    from tiers.kv.copy import Transfer
 
 T = TypeVar("T")
 Memory = npt.NDArray[np.uint8]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sidecar.memory import WorkerMemory
     from sidecar.realms import Rank
     from sidecar.session import Session
-    from tiers.copy import Region
+    from tiers.kv.copy import Region
 
 LOADS_IN_A_ROW_MAX: Final = 8
 """Loads go before stores, but a waiting store gets every ninth turn."""

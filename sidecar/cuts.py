@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiers.assembly import cover
+from tiers.kv.reshard import cover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tiers.layout import Segment
+    from tiers.kv.layout import Segment
 
 FOREIGN_MAX: Final = 32
 """Segments of other cuts that a realm knows: those of 1, 2, 4, 8 and 16 ranks are 31."""

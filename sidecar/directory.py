@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sidecar.listed import Offers
     from sidecar.stored import Masks
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
     Flags = npt.NDArray[np.bool_]
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from sidecar.attach import StartError
 from sidecar.storage import open_store
+from tiers.cuda.calibration import describe_rates
 from tiers.cuda.device import Device
 from tiers.cuda.driver import Driver
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.selftest import describe_rates
 from tiers.errors import PoolError, TierError
-from tiers.numa import Placement, sample
+from tiers.pool.numa import Placement, sample
 
 if TYPE_CHECKING:
     from sidecar.config import Config

@@ -24,12 +24,12 @@ import anyio
 from sidecar.attach import AttachRefused
 from sidecar.logs import fields
 from sidecar.protocol import KIND_CUDA_IPC
+from tiers.cuda.calibration import describe_rates
 from tiers.cuda.device import Device, DeviceMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.pins import Pins
-from tiers.cuda.selftest import describe_rates
-from tiers.filesystems import run_to_end
+from tiers.cuda.pinned_memory import Pins
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from sidecar.protocol import Memory
     from sidecar.settings.host import Gpu
-    from tiers.copy import Transfer
-    from tiers.layout import KVLayout
+    from tiers.kv.copy import Transfer
+    from tiers.kv.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
     BlockIds = npt.NDArray[np.int64]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sidecar.commands import Counters
     from sidecar.slotallocator import SlotAllocator
     from sidecar.tenants import Tenants
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
     from tiers.policy.policy import Policy
 
 VICTIMS_SCANNED_MAX: Final = 1024

@@ -1,7 +1,7 @@
 """Host memory as this sidecar's file: opened, looked through, mapped ahead, kept or given back.
 
 Owns how the pool's life is tied to the process' and what an operator is told about it. Does not own
-the file (`tiers/pool.py`), nor what becomes of what it held (`engine.py`).
+the file (`tiers/pool/host_pool.py`), nor what becomes of what it held (`engine.py`).
 
 Invariants: a sidecar that ends in order leaves its memory exactly if `host.after_stop` says so and
 there is something in it; one that ends because of a bug in it leaves none, for what it decided last
@@ -22,10 +22,10 @@ from sidecar.commands import RestoredSlot
 from sidecar.logs import fields
 from sidecar.retention import read_tag
 from tiers.errors import PoolError
-from tiers.filesystems import run_to_end
-from tiers.numa import Placement, sample
-from tiers.pool import POPULATE_BYTES_PER_CALL, HostPool
-from tiers.rescan import FoundImage, rescan
+from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
+from tiers.pool.numa import Placement, sample
+from tiers.pool.recovery import FoundImage, rescan
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable

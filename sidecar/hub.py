@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from sidecar.eventsockets import EventSockets
     from sidecar.jobsocket import JobSocket
     from sidecar.listed import Keys
-    from tiers.pool import HostPool
-    from tiers.wrap import Metered
+    from tiers.pool.host_pool import HostPool
+    from tiers.store.middleware import Metered
 
 JOBS_SLACK: Final = 4
 """A worker that revoked a job no longer counts it, while its end may still be on the way here."""

@@ -2,7 +2,7 @@
 
 Owns turning its commands into entries, and when and how an index is replaced by a larger one: a
 small one at once, a large one a few slots at a time, so that the event loop is held for some
-milliseconds and no longer. Does not own the tables (`tiers/index.py`), nor who reads them.
+milliseconds and no longer. Does not own the tables (`tiers/kv/index.py`), nor who reads them.
 
 Invariants: until the larger one takes its place, the smaller one is what readers have, and is true
 but for entries that found no room in it; one growth of a realm runs at a time. Without memory for a
@@ -19,8 +19,8 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from sidecar.logs import fields
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of, tags_in
-from tiers.index_growth import IndexGrowth
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of, tags_in
+from tiers.kv.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,8 +1,8 @@
 """`kvlake inspect`: what a chunk file holds and whether it is intact.
 
 Owns getting a file's bytes (a path or a URL) and wording what was found. Does not own the checks:
-those are `tiers.arrow.inspect_image`. Invariants: nothing is ever loaded anywhere; a file that
-cannot be read, or is no chunk file, is a finding with a reason and never an exception; Arrow's
+those are `tiers.kv.slot_image.inspect_image`. Invariants: nothing is ever loaded anywhere; a file
+that cannot be read, or is no chunk file, is a finding with a reason and never an exception; Arrow's
 parser sees a file only after every byte of it was checked.
 """
 
@@ -18,12 +18,12 @@ import numpy as np
 
 from sidecar.configfile import mask_url
 from sidecar.units import approximate_size
-from tiers.access import Access, provider_of
+from tiers.store.access import Access, provider_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tiers.arrow import SegmentReport
+    from tiers.kv.slot_image import SegmentReport
 
 IMAGE_BYTES_MAX: Final = 4 << 30
 """Far more than the largest image: a slot's payload is below 2 GiB."""
@@ -126,7 +126,7 @@ def inspect_file(
     if not image:
         return Finding(shown, "the file is empty")
 
-    from tiers.arrow import inspect_image
+    from tiers.kv.slot_image import inspect_image
 
     report = inspect_image(image)
     if report.error is not None:
@@ -143,7 +143,7 @@ def _read_path(path: Path) -> bytes:
 
 
 async def _read_object(url: str, access: Access, options: Mapping[str, object]) -> bytes:
-    from tiers.objects import UrlObjects
+    from tiers.store.object_tier import UrlObjects
 
     root, _, name = url.rpartition("/")
     tier = UrlObjects(root, access, storage_options=options)

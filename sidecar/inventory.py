@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sidecar.commands import RestoredSlot
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
 
 class Inventory:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sidecar.directory import Chunk, Directory, Realm, Segment
     from sidecar.host import HostTier
     from sidecar.tenants import Tenants
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
 _OUTCOME_OF_COPY: Final = {
     CopyOutcome.OK: Outcome.OK,

@@ -5,7 +5,7 @@ nor how GPU memory is mapped and copied (`tiers/cuda/`).
 
 Invariants: the memory stays mapped while a copy uses it, and is unmapped as soon as its session
 has ended and its last copy has; every descriptor that comes in is mapped or closed; what is mapped
-is at least as large as it was said to be, and sealed against shrinking (`tiers/memfd.py`).
+is at least as large as it was said to be, and sealed against shrinking (`tiers/kv/memfd.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import numpy.typing as npt
 from sidecar.attach import AttachRefused, close_fds
 from sidecar.logs import fields
 from sidecar.protocol import KIND_MEMFD, MEMORY_FDS
-from tiers.copy import CopyPlan
-from tiers.fence import PAGE_BYTES, SidecarFence
-from tiers.filesystems import run_to_end
-from tiers.memfd import check_sealed, keep_out_of_dumps
-from tiers.prefault import populate
+from tiers.kv.copy import CopyPlan
+from tiers.kv.fence import PAGE_BYTES, SidecarFence
+from tiers.kv.memfd import check_sealed, keep_out_of_dumps
+from tiers.pool.prefault import populate
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from sidecar.gpus import Gpus
     from sidecar.protocol import Attach
-    from tiers.copy import Region, Visit
-    from tiers.layout import KVLayout
+    from tiers.kv.copy import Region, Visit
+    from tiers.kv.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
     BlockIds = npt.NDArray[np.int64]

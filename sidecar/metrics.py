@@ -21,9 +21,9 @@ from prometheus_client.registry import Collector
 from sidecar.breaker import BreakerState
 from sidecar.tenants import OTHER, TenantCounters
 from sidecar.watchdog import PROBLEMS
-from tiers.billing import OPERATIONS
-from tiers.catalog.bounds import BOUNDS
-from tiers.catalog.census import Holding
+from tiers.catalog.retention import BOUNDS
+from tiers.catalog.usage import Holding
+from tiers.store.billing import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -59,7 +59,7 @@ from tiers.errors import (
     TierFull,
     TierUnavailable,
 )
-from tiers.filesystems import run_to_end
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from sidecar.protocol import ServerMessage
     from sidecar.realms import Rank, Realm, Realms
     from sidecar.session import Session, Sessions
-    from tiers.arrow import SegmentMeta
-    from tiers.objects import ObjectTier
+    from tiers.kv.slot_image import SegmentMeta
+    from tiers.store.object_tier import ObjectTier
 
 C = TypeVar("C", Write, Read, Quarantine)
 

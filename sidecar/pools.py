@@ -1,6 +1,6 @@
 """`kvlake pool`: the memory that a sidecar left behind, or has, shown and given back.
 
-Owns what is said about it. Does not own the files (`tiers/pool_file.py`).
+Owns what is said about it. Does not own the files (`tiers/pool/file.py`).
 
 Invariant: showing changes nothing, also beside a running sidecar; what is in use is not removed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sidecar.units import approximate_size
-from tiers.pool_file import PoolReport, inspect_pool
+from tiers.pool.file import PoolReport, inspect_pool
 
 if TYPE_CHECKING:
     from pathlib import Path

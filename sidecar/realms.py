@@ -28,12 +28,12 @@ import msgspec
 
 from sidecar.attach import AttachRefused
 from sidecar.cuts import FOREIGN_MAX
-from tiers.arrow import SlotTemplates
-from tiers.arrow_file import PAGE_BYTES, find_descriptor
-from tiers.assembly import overlap, refusal
 from tiers.errors import LayoutError
-from tiers.index import IndexWriter
-from tiers.layout import Segment
+from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
+from tiers.kv.index import IndexWriter
+from tiers.kv.layout import Segment
+from tiers.kv.reshard import overlap, refusal
+from tiers.kv.slot_image import SlotTemplates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.protocol import Attach
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
     Bytes = npt.NDArray[np.uint8]
 

@@ -3,7 +3,7 @@
 Owns going through a namespace's objects: at once where a reader doubts its catalog (there is none,
 or a file of it is damaged or missing), and slowly, a slice at a time, for ever. That is how chunks
 that an earlier release wrote, or that a sidecar wrote right before it died, are found. Does not
-own listing and naming (`tiers/catalog/sweep.py`), nor what the engine makes of rows.
+own listing and naming (`tiers/catalog/orphans.py`), nor what the engine makes of rows.
 
 Invariants: one listing runs at a time, of one slice; nothing is announced twice by one sweep, nor
 while too many rows wait to be announced; a namespace is gone through because of a doubt at most
@@ -25,9 +25,9 @@ import anyio.lowlevel
 import numpy as np
 
 from sidecar.logs import fields
-from tiers.catalog.comparing import MARGIN_SECONDS
+from tiers.catalog.diff import MARGIN_SECONDS
 from tiers.catalog.names import namespace_prefix
-from tiers.catalog.sweep import SLICES, objects_in, slices_there
+from tiers.catalog.orphans import SLICES, objects_in, slices_there
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sidecar.catalogs import Catalogs
     from sidecar.realms import Realm, Realms
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 SWEEP_PAUSE_SECONDS: Final = 600.0
 RECONCILE_RETRY_SECONDS: Final = 2.0

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from sidecar.metrics import HubCollector, WatchdogCollector, held_in_store, version
 from sidecar.protocol import PROTOCOL_VERSION
-from tiers.billing import monthly
+from tiers.store.billing import monthly
 
 if TYPE_CHECKING:
     from sidecar.engine import EngineSnapshot

@@ -18,14 +18,14 @@ import numpy as np
 
 from sidecar.assembling import SLACK_BYTES, damaged, fingerprint
 from tiers.errors import ChunkCorrupt, ImageTruncated
-from tiers.filesystems import run_to_end
+from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.assembling import SourceError
     from sidecar.realms import Rank
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 LOOKS_MAX: Final = 2
 

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sidecar.config import Config
-    from tiers.pool import HostPool
-    from tiers.wrap import Metered
+    from tiers.pool.host_pool import HostPool
+    from tiers.store.middleware import Metered
 
 STOP_SIGNALS: Final = (
     signal.SIGTERM,

@@ -43,7 +43,7 @@ from sidecar.protocol import (
     decode_client,
 )
 from tiers.errors import LayoutError
-from tiers.layout import BLOCK_ENTRIES_MAX
+from tiers.kv.layout import BLOCK_ENTRIES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
 
 class SlotAllocator(Protocol):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiers.layout import ChunkLayout
-    from tiers.pool import HostPool
+    from tiers.kv.layout import ChunkLayout
+    from tiers.pool.host_pool import HostPool
 
 
 class PoolSlots:

@@ -1,6 +1,6 @@
 """The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
 
-Owns the order of the wrappers. Does not own what any of them does (`tiers/wrap.py`).
+Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware.py`).
 
 Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(Billed(tier))))))`. The
 deadline holds for a request with its retries and with its wait for a turn, as
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from sidecar.attach import StartError
-from tiers.access import names_per_removal
-from tiers.billing import Billed
 from tiers.errors import TierError
-from tiers.objects import ObjectTier, UrlObjects
-from tiers.wrap import DELETED_TOGETHER_MAX, Deadline, Limited, Metered, Paced, Retrying
+from tiers.store.access import names_per_removal
+from tiers.store.billing import Billed
+from tiers.store.middleware import DELETED_TOGETHER_MAX, Deadline, Limited, Metered, Paced, Retrying
+from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
     from sidecar.settings.store import Store

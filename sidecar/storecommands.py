@@ -26,25 +26,25 @@ from sidecar.collector import LEASE_SECONDS, collect, holder_name, namespaces, p
 from sidecar.storage import open_store
 from sidecar.storelisting import Listing, TenantNames, Wanted, age, list_chunks, table
 from sidecar.units import approximate_size, format_duration
-from tiers.catalog.bounds import Why
-from tiers.catalog.census import CHUNKS, OBJECTS, SIZE, Census, tenant_of
 from tiers.catalog.compaction import Report, Superseded, compact
 from tiers.catalog.lease import Lease
+from tiers.catalog.leftovers import Leftovers, remove_leftovers
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS, catalog_folder
 from tiers.catalog.reader import Files
-from tiers.catalog.shards import all_rows
+from tiers.catalog.retention import Why
+from tiers.catalog.scan import all_rows
+from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, Census, tenant_of
 from tiers.errors import TierError
-from tiers.leftovers import Leftovers, remove_leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from sidecar.config import Config
-    from tiers.catalog.bounds import Whys
-    from tiers.catalog.census import Holding
+    from tiers.catalog.retention import Whys
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.catalog.usage import Holding
+    from tiers.store.object_tier import ObjectTier
 
 LEASE_POLL_SECONDS: Final = 2.0
 TENANTS_TOLD_MAX: Final = 1000

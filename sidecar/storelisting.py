@@ -1,7 +1,7 @@
 """`kvlake ls`, and what `kvlake gc --dry-run --list` names: chunks, a batch at a time.
 
 Owns which chunks of a namespace are listed, and writing them as a table or as JSON while the
-catalog is being read. Does not own reading it (`tiers/catalog/shards.py`), nor who has to go.
+catalog is being read. Does not own reading it (`tiers/catalog/scan.py`), nor who has to go.
 
 Invariants: however many chunks there are, some files of the catalog are in memory, as columns, and
 a batch of chunks as text; of a listing that the store cut off, the JSON is not closed.
@@ -20,13 +20,13 @@ import numpy as np
 
 from sidecar.tenants import UNSALTED
 from sidecar.units import approximate_size
-from tiers.catalog.bounds import Why
-from tiers.catalog.census import Chunks, tenant_of, word_of
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
+from tiers.catalog.retention import Why
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.shards import all_rows
+from tiers.catalog.scan import all_rows
+from tiers.catalog.usage import Chunks, tenant_of, word_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.config import Config
-    from tiers.catalog.bounds import Whys
+    from tiers.catalog.retention import Whys
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 BATCH_CHUNKS: Final = 1000
 _ID: Final = re.compile(r"^[0-9a-f]{16}$")

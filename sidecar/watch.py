@@ -26,7 +26,7 @@ from sidecar.commands import CaughtUp, Event, Listed
 from sidecar.listed import ListedRows, by_key
 from sidecar.logs import fields
 from sidecar.reconcile import Reconciler
-from tiers.catalog.census import cells_by_tenant, holdings
+from tiers.catalog.usage import cells_by_tenant, holdings
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sidecar.catalogs import Catalogs
     from sidecar.realms import Realm, Realms
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 ROWS_PER_SLICE: Final = 1024
 """One or two milliseconds of the event loop, where rows are next to each other."""

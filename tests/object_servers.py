@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sidecar.demo.servers import HOST, ServerFailed, serve_process
-from tiers.access import Access, Credentials
+from tiers.store.access import Access, Credentials
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from sidecar.demo.servers import S3Server
-    from tiers.access import BackendChoice
+    from tiers.store.access import BackendChoice
 
 BUCKET: Final = "kvlake"
 ACCOUNT: Final = "kvlakeaccount"

@@ -17,13 +17,13 @@ import numpy as np
 from tiers.cuda.device import Device
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import NOT_READY
-from tiers.cuda.pins import Pins
+from tiers.cuda.pinned_memory import Pins
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.protocol import Memory
-    from tiers.layout import KVLayout
+    from tiers.kv.layout import KVLayout
 
 THREADS: Final = 2
 """For each direction. The sidecar has `copy.threads` of them for both."""

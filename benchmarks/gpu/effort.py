@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tests.gpu.layouts import layout_in
 
 if TYPE_CHECKING:
-    from tiers.layout import KVLayout
+    from tiers.kv.layout import KVLayout
 
 STORES: Final = "stores"
 LOADS: Final = "loads"

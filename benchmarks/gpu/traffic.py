@@ -18,7 +18,7 @@ from tests.gpu.real.engine import Engine
 
 if TYPE_CHECKING:
     from sidecar.protocol import Memory
-    from tiers.layout import KVLayout
+    from tiers.kv.layout import KVLayout
 
 STEPS_AHEAD: Final = 2
 """Steps that an engine queues before the first of them has ended."""

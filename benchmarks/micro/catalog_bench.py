@@ -38,10 +38,10 @@ from benchmarks.micro.catalog_world import (
 from sidecar.config import Config
 from sidecar.storecommands import census_of
 from sidecar.storelisting import Listing, TenantNames, Wanted, list_chunks
-from tiers.catalog.bounds import Bounds, Limits
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.compaction import Report as CompactionReport
-from tiers.index import IndexReader, tags_of
+from tiers.catalog.retention import Bounds, Limits
+from tiers.kv.index import IndexReader, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -26,15 +26,15 @@ from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.realms import Realms
 from sidecar.watch import StoreWatch
 from tiers.catalog import manifest as manifests
-from tiers.catalog.census import Holding
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Manifest
 from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode
 from tiers.catalog.snapshots import SNAPSHOT_ROWS
-from tiers.layout import ChunkLayout, Segment
-from tiers.objects import UrlObjects
+from tiers.catalog.usage import Holding
+from tiers.kv.layout import ChunkLayout, Segment
 from tiers.policy import make
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tiers.arrow import SlotTemplates, payload_hasher
-from tiers.copy import CopyPlan
-from tiers.layout import KVLayout, Segment
-from tiers.pool import HostPool
+from tiers.kv.copy import CopyPlan
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.slot_image import SlotTemplates, payload_hasher
+from tiers.pool.host_pool import HostPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable

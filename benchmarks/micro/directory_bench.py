@@ -26,7 +26,7 @@ from sidecar.writes import WritePolicy
 from tiers.policy import make
 
 if TYPE_CHECKING:
-    from tiers.layout import ChunkLayout
+    from tiers.kv.layout import ChunkLayout
 
 LIMITS = EngineLimits(
     writes_inflight_max=8,

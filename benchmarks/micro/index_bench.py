@@ -14,7 +14,7 @@ import os
 import random
 import time
 
-from tiers.index import FLAG_HOST, IndexReader, IndexWriter, tag_of, tags_of
+from tiers.kv.index import FLAG_HOST, IndexReader, IndexWriter, tag_of, tags_of
 
 
 def measure(slots: int, keys: int, rounds: int) -> dict[str, float]:
@@ -53,7 +53,7 @@ def measure(slots: int, keys: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Parse the options, measure, print."""
-    parser = argparse.ArgumentParser(description="micro-benchmark of tiers/index.py")
+    parser = argparse.ArgumentParser(description="micro-benchmark of tiers/kv/index.py")
     parser.add_argument("--slots", type=int, default=1 << 20)
     parser.add_argument("--keys", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=4000)

@@ -29,10 +29,10 @@ from sidecar.hostmemory import open_pool
 from sidecar.protocol import Role
 from sidecar.slots import PoolSlots
 from sidecar.writes import WritePolicy
-from tiers.arrow import SlotTemplates
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplates
 from tiers.policy import make
-from tiers.pool import HostPool
+from tiers.pool.host_pool import HostPool
 
 if TYPE_CHECKING:
     from sidecar.commands import RestoredSlot

@@ -28,7 +28,7 @@ from connector.plan import StepReport
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
 from sidecar.protocol import ClientMessage, Limits, ServerMessage, encode
-from tiers.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
+from tiers.kv.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ from sidecar.demo.engine import Engine, EngineSpec
 from sidecar.demo.model import WORDS, write_model
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 MEGABYTES_PER_SECOND: Final = (10, 25, 50, 100, 200, 500, 1000, 2000)
 UNLIMITED: Final = 1e12

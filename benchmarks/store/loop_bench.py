@@ -32,7 +32,7 @@ from benchmarks.store.plain_server import plain_server
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome, Release
 from tests.sidecar.client import BLOCK_TOKENS, BLOCKS_PER_CHUNK, Scheduler, Worker, key_of
-from tiers.layout import KVLayout, Segment
+from tiers.kv.layout import KVLayout, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Generator

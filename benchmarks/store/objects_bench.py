@@ -45,15 +45,15 @@ from sidecar.realms import Rank
 from sidecar.settings.host import Integrity
 from sidecar.settings.store import Store
 from sidecar.storage import open_store
-from tiers.arrow import SlotTemplate, SlotTemplates
-from tiers.cloud import CloudStore
-from tiers.filesystems import run_to_end
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplate, SlotTemplates
+from tiers.store.client import run_to_end
+from tiers.store.obstore_client import CloudStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tiers.wrap import Metered
+    from tiers.store.middleware import Metered
 
 MIB: Final = 1 << 20
 READS: Final = 16

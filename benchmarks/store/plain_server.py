@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tiers.access import Access, Credentials
+from tiers.store.access import Access, Credentials
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -161,7 +161,7 @@ def _pool_show(options: argparse.Namespace) -> int:
 def _pool_remove(options: argparse.Namespace) -> int:
     from sidecar.units import approximate_size
     from tiers.errors import PoolError
-    from tiers.pool_file import remove_pool
+    from tiers.pool.file import remove_pool
 
     path = load_config(options.config).pool_path
     try:

@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tiers.access import Access, Credentials
+from tiers.store.access import Access, Credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from tiers.access import BackendChoice
+    from tiers.store.access import BackendChoice
 
 HOST: Final = "127.0.0.1"
 REGION: Final = "us-east-1"

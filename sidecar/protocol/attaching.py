@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from sidecar.protocol.limits import GROUPS_MAX
-from tiers.layout import KVLayout, Segment
+from tiers.kv.layout import KVLayout, Segment
 
 
 class Role(enum.StrEnum):

@@ -1,8 +1,8 @@
 """The settings by which a site reaches its object store, as sections of the configuration file.
 
 Owns what people write below `store`: credentials, TLS, encryption, a local folder. Does not own
-what a provider or a client can follow: that is `tiers/access.py`, which is asked when a file is
-checked, so that nobody learns it from a running sidecar.
+what a provider or a client can follow: that is `tiers/store/access.py`, which is asked when a file
+is checked, so that nobody learns it from a running sidecar.
 
 Invariant: no value of a credential is in a `repr`, or in what `kvlake config show` prints.
 """
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 from sidecar.configfile import MASK, mask_url, secrets_of_url
 from sidecar.settings.fieldtypes import Directory, Duration, Flag
 from sidecar.settings.section import Section
-from tiers import access
+from tiers.store import access
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from sidecar.settings.addresses import require_absolute
 from sidecar.settings.fieldtypes import Count, Directory, Flag, Nodes, Ratio, Size
 from sidecar.settings.section import Section
-from tiers.prefault import default_threads
+from tiers.pool.prefault import default_threads
 
 
 class Chunk(Section):

@@ -16,8 +16,8 @@ from sidecar.settings.access import Access
 from sidecar.settings.fieldtypes import Count, Duration, Flag, Ratio, ReadMode, Size, WriteMode
 from sidecar.settings.section import Section
 from sidecar.units import format_duration
-from tiers.access import AccessError, check, chosen_backend
-from tiers.billing import Operation, PriceTable
+from tiers.store.access import AccessError, check, chosen_backend
+from tiers.store.billing import Operation, PriceTable
 
 Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 

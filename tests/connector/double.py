@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from connector.client import Client, Session
 from sidecar.protocol import ClientMessage, Limits, ServerMessage
-from tiers.index import IndexReader, IndexWriter
+from tiers.kv.index import IndexReader, IndexWriter
 
 LIMITS = Limits(
     lookup_wait_ms_max=500,

@@ -20,8 +20,8 @@ from sidecar.protocol import (
 from tests.connector.content import Block, entries_of
 from tests.connector.double import SALT, session_of
 from tests.connector.rank import Rank
-from tiers.fence import SidecarFence
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of
+from tiers.kv.fence import SidecarFence
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of
 
 if TYPE_CHECKING:
     from tests.connector.engine import Engine

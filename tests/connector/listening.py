@@ -20,7 +20,7 @@ import zmq
 
 from sidecar.protocol import Attached, decode_attach, encode, frame_stream
 from tests.connector.double import LIMITS, SALT
-from tiers.index import IndexWriter
+from tiers.kv.index import IndexWriter
 
 WAIT_SECONDS_MAX = 60.0
 

@@ -21,8 +21,8 @@ from sidecar.protocol import Attach, Memory, Role
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config
 from tests.connector.content import Block
 from tests.connector.double import Clock, DoubleClient, session_of
-from tiers.fence import SidecarFence, WorkerFence
-from tiers.layout import KVLayout, Segment
+from tiers.kv.fence import SidecarFence, WorkerFence
+from tiers.kv.layout import KVLayout, Segment
 
 
 def ours_of(loaded: Any) -> KVLakeConnector:

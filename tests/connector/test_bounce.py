@@ -26,7 +26,7 @@ from sidecar.protocol import (
 )
 from tests.connector.double import LIMITS
 from tests.connector.workersession import WorkerSession
-from tiers.layout import CONTENT_BYTES_MAX
+from tiers.kv.layout import CONTENT_BYTES_MAX
 
 ROW_BYTES = 8192
 ROWS = 4

@@ -33,7 +33,7 @@ from sidecar.protocol import (
 from tests import places
 from tests.connector.double import LIMITS, SALT
 from tests.connector.listening import WAIT_SECONDS_MAX, Sidecar, until
-from tiers.index import FLAG_HOST, IndexWriter, tag_of, tags_of
+from tiers.kv.index import FLAG_HOST, IndexWriter, tag_of, tags_of
 
 KEY = b"k" * 32
 

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from connector.export import ExportedMemory, ExportRefused, GroupTensors, MemfdAllocation, export
 from tests.mappings import flags_of
 from tiers.errors import LayoutError
-from tiers.layout import Segment
-from tiers.memfd import check_sealed
+from tiers.kv.layout import Segment
+from tiers.kv.memfd import check_sealed
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 16, 8
 DTYPE = torch.bfloat16

@@ -34,7 +34,7 @@ from tests.connector.prompts import (
     seen,
     total,
 )
-from tiers.index import FLAG_HOST, FLAG_STORE, tag_of
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, tag_of
 
 
 class TestHits:

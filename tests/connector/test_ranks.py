@@ -23,7 +23,7 @@ from connector.namespace import encoding_of, namespace_of
 from connector.ranks import Cut, Place
 from sidecar.protocol import Role
 from tiers.errors import LayoutError
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 LAYERS, BLOCKS, BLOCK_TOKENS, LATENT = 2, 4, 32, 576
 MLA = MLAAttentionSpec(

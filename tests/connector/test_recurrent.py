@@ -41,8 +41,8 @@ from tests.connector.configurations import (
 from tests.connector.conversations import prompt_of
 from tests.connector.engine import Engine
 from tests.releases import STATE_BEFORE, has_vllm, require_vllm
-from tiers.copy import CopyPlan
-from tiers.layout import Segment
+from tiers.kv.copy import CopyPlan
+from tiers.kv.layout import Segment
 
 PROMPT = prompt_of(300, 1)
 SPECS: list[KVCacheSpec] = [spec_of(), state_of()]

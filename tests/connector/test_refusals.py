@@ -46,7 +46,7 @@ from tests.connector.configurations import (
     vllm_config,
 )
 from tests.connector.engine import Engine
-from tiers.memfd import sealed_memfd
+from tiers.kv.memfd import sealed_memfd
 
 PROMPT = [number % 89 for number in range(300)]
 

@@ -23,7 +23,7 @@ from tests.connector.prompts import (
     chain_of,
     seen,
 )
-from tiers.index import FLAG_HOST, tag_of
+from tiers.kv.index import FLAG_HOST, tag_of
 
 
 class TestWhoShares:

@@ -22,8 +22,8 @@ from sidecar.protocol import (
 )
 from tests.connector.double import LIMITS
 from tests.connector.workersession import WorkerSession
-from tiers.fence import SidecarFence, WorkerFence
-from tiers.layout import KVLayout, Segment
+from tiers.kv.fence import SidecarFence, WorkerFence
+from tiers.kv.layout import KVLayout, Segment
 
 SEGMENT = Segment(first_layer=0, num_layers=1, first_head=0, num_heads=1)
 LAYOUT = KVLayout.from_views(

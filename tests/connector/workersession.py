@@ -9,7 +9,7 @@ from connector.client import Attempt, Client
 from connector.export import ExportedMemory
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Role
 from tests.connector.double import Clock, DoubleClient, session_of
-from tiers.fence import SidecarFence, WorkerFence
+from tiers.kv.fence import SidecarFence, WorkerFence
 
 
 class WorkerSession:

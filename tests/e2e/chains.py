@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 import pyarrow as pa
 
 from sidecar.demo.sidecars import POOLS
-from tiers.arrow_file import PAGE_BYTES
+from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from sidecar.demo.sidecars import SidecarProcess

@@ -27,7 +27,7 @@ from sidecar.copyqueue import Group
 from sidecar.protocol import decode_attach
 from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as
-from tiers.copy import CopyPlan
+from tiers.kv.copy import CopyPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import numpy as np
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import PATIENT, SESSIONS, attach, empty, idle
 from tiers.catalog.names import parse_name
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Generator

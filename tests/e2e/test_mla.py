@@ -31,7 +31,7 @@ from tests.e2e.arms import (
 )
 from tests.e2e.setups import folder_store, listed, sidecar_in
 from tiers.catalog.names import parse_name
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

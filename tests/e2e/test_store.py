@@ -45,7 +45,7 @@ from tests.e2e.arms import (
 from tests.e2e.chains import QUARANTINE, in_folder
 from tests.e2e.test_topology import announced, refreshed
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tiers.arrow import PAYLOAD_OFFSET
+from tiers.kv.slot_image import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

@@ -34,10 +34,10 @@ from tests.e2e.arms import (
 )
 from tests.e2e.setups import SMALL, Bucket, folder_store, held, sidecar_in
 from tests.tiers.packed import packed
-from tiers.arrow import SlotTemplates
-from tiers.arrow_file import Descriptor, find_descriptor
 from tiers.catalog.names import object_name, parse_name
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.arrow_file import Descriptor, find_descriptor
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

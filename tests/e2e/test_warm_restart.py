@@ -34,7 +34,7 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.chains import in_pool, pool_of
-from tiers.arrow import PAYLOAD_OFFSET
+from tiers.kv.slot_image import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,6 @@ import pyarrow as pa
 
 from tests.fuzz.mutation import INPUT_BYTES_MAX, change, damage
 from tiers.catalog import manifest as manifests
-from tiers.catalog.census import Holding
 from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -50,12 +49,13 @@ from tiers.catalog.rows import (
     encode,
     rows_of,
 )
+from tiers.catalog.usage import Holding
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
-from tiers.filesystems import Found, Listing
+from tiers.store.client import Found, Listing
 
 if TYPE_CHECKING:
-    from tiers.filesystems import Seen
-    from tiers.objects import ObjectTier
+    from tiers.store.client import Seen
+    from tiers.store.object_tier import ObjectTier
 
 FOLDER: Final = "v1/0123456789abcdef/catalog"
 GENERATION: Final = 7

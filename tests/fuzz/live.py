@@ -36,9 +36,9 @@ from sidecar.protocol import Attached, Outcome, ProtocolError, Refused, Role
 from tests.fuzz.mutation import damage, damage_message
 from tests.fuzz.targets import client_frames
 from tests.sidecar.client import Scheduler, Worker, attach_message, key_of, layout_of
-from tiers.fence import PAGE_BYTES
-from tiers.index import FLAG_HOST
-from tiers.memfd import sealed_memfd
+from tiers.kv.fence import PAGE_BYTES
+from tiers.kv.index import FLAG_HOST
+from tiers.kv.memfd import sealed_memfd
 
 CONNECTIONS_MAX: Final = 24
 DESCRIPTORS_MAX: Final = 40

@@ -61,14 +61,14 @@ from tests import places
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message, damage_yaml
 from tests.tiers.golden_images import CASES, NAMESPACE, image
-from tiers.arrow import SlotTemplate, SlotTemplates, inspect_image
-from tiers.arrow_file import find_descriptor
 from tiers.catalog.names import NAMESPACE_CHARACTERS, object_name, parse_name
-from tiers.copy import CopyPlan
 from tiers.errors import ChunkCorrupt, LayoutError
-from tiers.fence import SidecarFence
-from tiers.index import IndexReader, IndexWriter, tag_of, tags_of
-from tiers.layout import KVLayout, Segment
+from tiers.kv.arrow_file import find_descriptor
+from tiers.kv.copy import CopyPlan
+from tiers.kv.fence import SidecarFence
+from tiers.kv.index import IndexReader, IndexWriter, tag_of, tags_of
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.slot_image import SlotTemplate, SlotTemplates, inspect_image
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 CONFIGS: Final = places.ROOT / "configs"

@@ -12,8 +12,8 @@ import pytest
 from tests.fuzz.mutation import INPUT_BYTES_MAX, damage
 from tests.fuzz.targets import TARGETS, Target
 from tests.tiers.golden_images import CASES, NAMESPACE, image
-from tiers.arrow import SlotTemplate, inspect_image
 from tiers.errors import ChunkCorrupt
+from tiers.kv.slot_image import SlotTemplate, inspect_image
 
 pytestmark = pytest.mark.promise("fuzz-targets")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiers.layout import KVLayout, Segment
+from tiers.kv.layout import KVLayout, Segment
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 

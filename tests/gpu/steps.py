@@ -19,8 +19,8 @@ from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import WorkerRole
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Outcome, Role
 from tests.sidecar.client import NAMESPACE
-from tiers.fence import WorkerFence
-from tiers.layout import KVLayout
+from tiers.kv.fence import WorkerFence
+from tiers.kv.layout import KVLayout
 
 BLOCKS_PER_CHUNK = 4
 WAIT_SECONDS_MAX = 90.0

@@ -11,7 +11,7 @@ from tests.gpu.child import Child, ChildError
 from tests.gpu.double.control import Double, uuid_of, wait_until
 from tests.gpu.layouts import ORDERS, layout_in
 from tiers.cuda.errors import CudaFailed, failure
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -34,10 +34,10 @@ def own(layout, seed, vmm):
 
 READER = """
 import mmap, os, numpy as np
-from tiers.copy import CopyPlan
+from tiers.kv.copy import CopyPlan
 from tiers.cuda.device import Device
 from tiers.cuda.driver import driver
-from tiers.cuda.pins import Pins
+from tiers.cuda.pinned_memory import Pins
 pool = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
 def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16, strided="batch"):
     global device, pins

@@ -16,7 +16,7 @@ from sidecar.doctor import numa_finding
 from tests import places
 from tests.gpu.double.control import Double
 from tests.tiers.test_numa import machine
-from tiers.pool import HostPool
+from tiers.pool.host_pool import HostPool
 
 pytest.importorskip("cuda.bindings.driver")
 

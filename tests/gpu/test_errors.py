@@ -36,7 +36,7 @@ def tried(handle):
 WORKER = """
 from tiers.cuda.errors import CudaFailed
 from connector.export import ExportRefused
-import tiers.cuda.fencing as fencing
+import tiers.cuda.stream_fence as fencing
 gpu = Device()
 def cycle(base):
     memory = share(gpu, base, layout)

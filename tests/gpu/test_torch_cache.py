@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.layouts import ORDERS, layout_in
 from tests.gpu.real import caches
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from connector.export import ExportedMemory, GroupTensors, export
 from connector.sleep import SharedMemory
 from tests.gpu.device import Device, call
 from tests.gpu.steps import Steps
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 
 class DeviceTensor:

@@ -30,8 +30,8 @@ from sidecar.protocol import Role
 from sidecar.realms import Rank, Realm, Realms
 from sidecar.session import Session, Sessions
 from tests.sidecar.client import WAIT_SECONDS_MAX, attach_message, key_of, layout_of
-from tiers.fence import WorkerFence
-from tiers.memfd import sealed_memfd
+from tiers.kv.fence import WorkerFence
+from tiers.kv.memfd import sealed_memfd
 
 SLOTS = 8
 LAYOUT = layout_of(num_blocks=16)

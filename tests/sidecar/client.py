@@ -54,11 +54,11 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.server import ServerInfo, serve
-from tiers.fence import WorkerFence
-from tiers.index import IndexReader, tags_of
-from tiers.layout import KVLayout, Segment
-from tiers.memfd import sealed_memfd
-from tiers.objects import ObjectTier
+from tiers.kv.fence import WorkerFence
+from tiers.kv.index import IndexReader, tags_of
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.memfd import sealed_memfd
+from tiers.store.object_tier import ObjectTier
 
 WAIT_SECONDS_MAX = 90.0
 BLOCK_TOKENS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.layout import ChunkLayout, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

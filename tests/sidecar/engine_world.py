@@ -47,7 +47,7 @@ from tests.sidecar.engine_names import (
     namespace_of,
 )
 from tests.sidecar.engine_watch import Watched
-from tiers.layout import ChunkLayout
+from tiers.kv.layout import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from tiers.objects import Abilities
-from tiers.wrap import Verb, Wrapper
+from tiers.store.middleware import Verb, Wrapper
+from tiers.store.object_tier import Abilities
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tiers.filesystems import Bytes
+    from tiers.store.client import Bytes
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from tiers.layout import ChunkLayout
+from tiers.kv.layout import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sidecar.arrival import Arrival
 from sidecar.realms import Rank
 from tests.sidecar.client import layout_of
-from tiers.arrow import SlotTemplates
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
+from tiers.kv.slot_image import SlotTemplates
 
 if TYPE_CHECKING:
     import numpy.typing as npt

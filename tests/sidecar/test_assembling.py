@@ -19,11 +19,11 @@ from sidecar.protocol import Role
 from sidecar.realms import Rank, Realms
 from tests.sidecar.client import attach_message
 from tests.sidecar.test_cuts import HEADS, LAYERS, cuts, grid
-from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageChecksumMismatch, ImageHeaderMismatch
-from tiers.layout import ChunkLayout, Segment
-from tiers.objects import UrlObjects
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplates
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.realms import Realm
-    from tiers.filesystems import Seen
-    from tiers.objects import ObjectTier
+    from tiers.store.client import Seen
+    from tiers.store.object_tier import ObjectTier
 
     Bytes = npt.NDArray[np.uint8]
 

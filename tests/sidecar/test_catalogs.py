@@ -21,12 +21,12 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.errors import TierUnavailable
-from tiers.index import FLAG_HOST, FLAG_STORE
-from tiers.wrap import Verb, Wrapper
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.store.middleware import Verb, Wrapper
 
 if TYPE_CHECKING:
-    from tiers.filesystems import Bytes
-    from tiers.objects import ObjectTier
+    from tiers.store.client import Bytes
+    from tiers.store.object_tier import ObjectTier
 
 QUICK = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 

@@ -22,10 +22,10 @@ from sidecar.demo.servers import S3Server
 from sidecar.inspection import inspect_file
 from sidecar.status import StatusError, fetch, render, url_of
 from tests import places
-from tiers.arrow import SlotTemplate
-from tiers.layout import ChunkLayout, Segment
-from tiers.objects import UrlObjects
-from tiers.pool import HostPool
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplate
+from tiers.pool.host_pool import HostPool
+from tiers.store.object_tier import UrlObjects
 
 KEY = bytes(range(32))
 

@@ -9,7 +9,6 @@ from sidecar.collector import Collected, Collector, collect, namespaces
 from sidecar.config import loads
 from sidecar.watch import StoreHealth
 from tests.tiers.catalog.bucket import Bucket, View
-from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan
 from tiers.catalog.lease import Lease
 from tiers.catalog.log import LogWriter, new_writer
@@ -21,6 +20,7 @@ from tiers.catalog.names import (
     namespace_prefix,
     segment_name,
 )
+from tiers.catalog.retention import Bounds
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
 

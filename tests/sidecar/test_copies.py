@@ -26,8 +26,8 @@ from sidecar.protocol import Role
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of
-from tiers.fence import PAGE_BYTES
-from tiers.filesystems import run_to_end
+from tiers.kv.fence import PAGE_BYTES
+from tiers.store.client import run_to_end
 
 
 def is_mapped(bench: Bench) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.cuts import FOREIGN_MAX, Cuts
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 LAYERS, HEADS = 8, 8
 

@@ -17,7 +17,7 @@ from sidecar.settings.limits import Limits
 from sidecar.settings.store import Store
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.stores import Stalled, announce
-from tiers.wrap import Verb
+from tiers.store.middleware import Verb
 
 SHORT_SECONDS = 0.1
 NEVER = 1 << 40

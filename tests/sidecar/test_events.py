@@ -31,7 +31,7 @@ from tests.sidecar.client import (
     with_events,
 )
 from tests.sidecar.subscriber import Subscriber, kv_events
-from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
 
 # --- the format ----------------------------------------------------------------------------------
 

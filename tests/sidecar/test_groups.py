@@ -42,8 +42,8 @@ from tests.sidecar.client import (
     key_of,
     layout_of,
 )
-from tiers.index import FLAG_HOST, FLAG_STORE
-from tiers.layout import KVLayout, Segment
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.layout import KVLayout, Segment
 
 OTHER_NAMESPACE = b'{"group":1,' + NAMESPACE[1:]
 OTHER_BLOCK_TOKENS = 32

@@ -35,10 +35,10 @@ from tests.sidecar.client import (
     layout_of,
     open_fds,
 )
-from tiers.fence import PAGE_BYTES
-from tiers.index import FLAG_HOST
-from tiers.layout import KVLayout, Segment
-from tiers.memfd import sealed_memfd
+from tiers.kv.fence import PAGE_BYTES
+from tiers.kv.index import FLAG_HOST
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.memfd import sealed_memfd
 
 LAYOUT = layout_of()
 UNCHUNKED: dict[str, Any] = {"block_tokens": 2, "blocks_per_chunk": 65_536}

@@ -25,8 +25,8 @@ from tests.sidecar.client import (
     layout_of,
     open_fds,
 )
-from tiers.fence import PAGE_BYTES
-from tiers.memfd import sealed_memfd
+from tiers.kv.fence import PAGE_BYTES
+from tiers.kv.memfd import sealed_memfd
 
 SIZE_BYTES = layout_of().size_bytes
 

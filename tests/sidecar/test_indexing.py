@@ -24,8 +24,8 @@ from sidecar.protocol import Role
 from sidecar.realms import Realm, Realms
 from tests import places
 from tests.sidecar.client import attach_message
-from tiers.index import FLAG_HOST, FLAG_STORE, SLOTS_PER_PASS, IndexReader, IndexWriter, tags_in
-from tiers.index_growth import IndexGrowth
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, SLOTS_PER_PASS, IndexReader, IndexWriter, tags_in
+from tiers.kv.index_growth import IndexGrowth
 
 Keys = npt.NDArray[np.uint8]
 

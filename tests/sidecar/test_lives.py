@@ -20,7 +20,7 @@ import pytest
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
 from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
-from tiers.fence import WorkerFence
+from tiers.kv.fence import WorkerFence
 
 SIDECAR = """
 import json, sys

@@ -33,11 +33,11 @@ from sidecar.realms import Rank
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import key_of
-from tiers.arrow import SlotTemplates
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
-from tiers.index import IndexWriter
-from tiers.objects import ObjectTier, UrlObjects
+from tiers.kv.index import IndexWriter
+from tiers.kv.slot_image import SlotTemplates
+from tiers.store.object_tier import ObjectTier, UrlObjects
 
 
 def objects_in(directory: Path) -> list[Path]:

@@ -10,9 +10,10 @@ import pytest
 from sidecar.config import loads
 from sidecar.storage import open_store
 from tests import places
-from tiers import errors, object_errors
+from tiers import errors
 from tiers.errors import TierError
-from tiers.object_errors import Verdict
+from tiers.store import errors as object_errors
+from tiers.store.errors import Verdict
 
 PAGE = places.page("object-stores.md")
 EXAMPLES = re.findall(r"```yaml\n(store:\n.*?)```", PAGE.read_text(), re.DOTALL)

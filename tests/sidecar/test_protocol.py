@@ -54,7 +54,7 @@ from sidecar.protocol import (
     frame_stream,
     stream_length,
 )
-from tiers.layout import KVLayout, Segment
+from tiers.kv.layout import KVLayout, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -38,7 +38,7 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tiers.pool import HostPool
+from tiers.pool.host_pool import HostPool
 
 
 @pytest.fixture(autouse=True)

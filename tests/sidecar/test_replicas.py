@@ -25,7 +25,7 @@ from tests.sidecar.engine_names import key
 from tests.sidecar.engine_world import World
 from tests.sidecar.worlds import make_world
 from tiers.catalog.names import parse_name
-from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

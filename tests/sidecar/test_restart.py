@@ -27,7 +27,7 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tiers.index import FLAG_HOST
+from tiers.kv.index import FLAG_HOST
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")
 

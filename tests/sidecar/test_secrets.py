@@ -43,7 +43,7 @@ SPILL = """
     from sidecar.cli import main
     from tests import places
     from tiers.errors import TierUnavailable
-    from tiers.objects import UrlObjects
+    from tiers.store.object_tier import UrlObjects
 
     def spilling(url, access, *, storage_options, **more):
         tier = UrlObjects("file://" + sys.argv[2] + "/bucket", **more)

@@ -27,8 +27,8 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tiers.index import FLAG_HOST
-from tiers.numa import PAGES_SAMPLED, memory_nodes
+from tiers.kv.index import FLAG_HOST
+from tiers.pool.numa import PAGES_SAMPLED, memory_nodes
 
 
 def test_load_gives_back_exactly_what_was_stored(sidecar: RunningSidecar) -> None:

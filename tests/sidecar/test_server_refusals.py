@@ -26,8 +26,8 @@ from tests.sidecar.client import (
     layout_of,
     open_fds,
 )
-from tiers.layout import KVLayout, Segment
-from tiers.memfd import sealed_memfd
+from tiers.kv.layout import KVLayout, Segment
+from tiers.kv.memfd import sealed_memfd
 
 
 def refused(call: Callable[[], Client]) -> RefusedError:

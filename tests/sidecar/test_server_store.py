@@ -29,9 +29,9 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tiers.index import FLAG_HOST, FLAG_STORE
-from tiers.objects import ObjectTier
-from tiers.wrap import FaultRates, Faulty, Verb, Wrapper
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.store.middleware import FaultRates, Faulty, Verb, Wrapper
+from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")
 

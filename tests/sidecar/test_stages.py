@@ -19,8 +19,8 @@ from tests.sidecar.client import (
     layout_of,
 )
 from tiers.catalog.names import parse_name
-from tiers.index import FLAG_HOST, FLAG_STORE
-from tiers.layout import KVLayout, Segment
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.layout import KVLayout, Segment
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,8 +21,8 @@ from tests.sidecar.client import (
     config_in,
     key_of,
 )
-from tiers.cloud import CloudStore
-from tiers.index import FLAG_HOST, FLAG_STORE
+from tiers.kv.index import FLAG_HOST, FLAG_STORE
+from tiers.store.obstore_client import CloudStore
 
 if TYPE_CHECKING:
     from sidecar.demo.servers import S3Server

@@ -22,7 +22,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.sidecar.client import BLOCKS_PER_CHUNK, WAIT_SECONDS_MAX, Scheduler, Worker, key_of
-from tiers.index import FLAG_STORE
+from tiers.kv.index import FLAG_STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

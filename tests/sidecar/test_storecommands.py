@@ -21,9 +21,9 @@ from sidecar.settings.store import Store
 from sidecar.storage import WrapStore, open_store
 from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
-from tiers.index import FLAG_STORE
-from tiers.objects import UrlObjects
-from tiers.wrap import Metered
+from tiers.kv.index import FLAG_STORE
+from tiers.store.middleware import Metered
+from tiers.store.object_tier import UrlObjects
 
 QUICK: dict[str, Any] = {"refresh_seconds": 0.05, "catalog_flush": 0.05}
 SOON: dict[str, Any] = {"deadline_seconds_max": 2.0, "gc": {"every": 1.0, "grace": 2.1}}

@@ -12,9 +12,9 @@ from sidecar.protocol import Role
 from sidecar.realms import Realms
 from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
-from tiers.catalog.census import Holding
 from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
 from tiers.catalog.rows import Row
+from tiers.catalog.usage import Holding
 
 if TYPE_CHECKING:
     from sidecar.realms import Realm

@@ -18,16 +18,16 @@ from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
-from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
+from tiers.catalog.orphans import objects_in
 from tiers.catalog.reader import CatalogReader
+from tiers.catalog.retention import Bounds
 from tiers.catalog.rows import Row, Rows
-from tiers.catalog.sweep import objects_in
-from tiers.layout import Segment
-from tiers.objects import ObjectTier, UrlObjects
+from tiers.kv.layout import Segment
+from tiers.store.object_tier import ObjectTier, UrlObjects
 
 RANKS = ("0-8.0-2", "0-8.2-4")
 WHOLE = "0-8.0-4"

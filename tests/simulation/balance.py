@@ -19,7 +19,7 @@ from sidecar.lookups import PendingLookup
 from sidecar.tenants import TenantRules
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import Model, Truth
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

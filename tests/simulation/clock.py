@@ -36,8 +36,8 @@ from anyio._backends._asyncio import CancelScope as BackendScope
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests import places
-from tiers.arrow import payload_hasher
-from tiers.arrow_file import learn
+from tiers.kv.arrow_file import learn
+from tiers.kv.slot_image import payload_hasher
 
 START_SECONDS = 1_000.0
 EPOCH_SECONDS = 1_800_000_000

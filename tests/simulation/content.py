@@ -19,8 +19,8 @@ import numpy.typing as npt
 from connector.groups import Attention, Geometry, chunk_tokens_of
 from connector.keys import KeyChain, root_key
 from tests.simulation.clock import Violation
-from tiers.arrow import SlotTemplates
-from tiers.layout import ChunkLayout, KVLayout, Segment
+from tiers.kv.layout import ChunkLayout, KVLayout, Segment
+from tiers.kv.slot_image import SlotTemplates
 
 Words = npt.NDArray[np.uint64]
 

@@ -2,7 +2,8 @@
 
 Owns the objects, who damaged or removed them, and how a request fares: how long it takes, in how
 many pieces its bytes move, and whether it fails, before or after it was carried out. Implements
-`tiers.objects.ObjectTier`; the real wrappers (deadline, retries, limits, counters) are around it.
+`tiers.store.object_tier.ObjectTier`; the real wrappers (deadline, retries, limits, counters) are
+around it.
 
 Invariant: an object is replaced as a whole; what a writer's memory holds when its last piece is
 taken is not what decides, but what each piece held when it was taken.
@@ -27,8 +28,8 @@ from tiers.errors import (
     TierFull,
     TierUnavailable,
 )
-from tiers.filesystems import Found, Listing, Seen
-from tiers.objects import Abilities
+from tiers.store.client import Found, Listing, Seen
+from tiers.store.object_tier import Abilities
 
 if TYPE_CHECKING:
     from tests.simulation.process import SidecarProcess

@@ -16,8 +16,8 @@ from sidecar.protocol import Attach, Memory, Role
 from tests.simulation.clock import Violation
 from tests.simulation.content import BLOCK_TOKENS, POISON, Words
 from tests.simulation.wire import Wire
-from tiers.fence import WorkerFence
-from tiers.memfd import sealed_memfd
+from tiers.kv.fence import WorkerFence
+from tiers.kv.memfd import sealed_memfd
 
 if TYPE_CHECKING:
     from tests.simulation.engine import SimEngine

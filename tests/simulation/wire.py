@@ -26,7 +26,7 @@ from sidecar.protocol import (
     encode,
 )
 from tests.simulation.clock import Violation, World
-from tiers.index import IndexReader
+from tiers.kv.index import IndexReader
 
 if TYPE_CHECKING:
     from tests.simulation.process import SidecarProcess, SimConnection

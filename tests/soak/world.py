@@ -25,7 +25,7 @@ from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 SHM: Final = Path("/dev/shm")
 BYTES_PER_SECOND: Final = 40 << 20

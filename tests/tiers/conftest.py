@@ -8,7 +8,7 @@ import pytest
 
 from tests.faulty_proxy import FaultyProxy, faulty_proxy
 from tests.object_servers import place
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiers.arrow import SlotTemplate
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplate
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -1,4 +1,5 @@
-"""A reference for `tiers/packing.py`: where kernels put each element, written with transposes."""
+"""A reference for `tiers/kv/packing.py`: where kernels put each element, written with
+transposes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tiers.pool import HostPool
+from tiers.pool.host_pool import HostPool
 
 PAGE = 4096
 PAGES = 48

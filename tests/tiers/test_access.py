@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests import places
-from tiers.access import (
+from tiers.store.access import (
     Access,
     AccessError,
     Credentials,

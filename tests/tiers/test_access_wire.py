@@ -23,16 +23,16 @@ from tests import places
 from tests.faulty_proxy import Exchange, Fault, FaultyProxy, faulty_proxy
 from tests.object_servers import ACCOUNT, place
 from tests.tiers.tier_suite import NAME, image_of, slot
-from tiers.access import Access, Credentials, Encryption, Tls
 from tiers.errors import TierUnavailable
-from tiers.objects import UrlObjects
+from tiers.store.access import Access, Credentials, Encryption, Tls
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from sidecar.demo.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
-    from tiers.access import Backend
+    from tiers.store.access import Backend
 
     Server = S3Server | GcsServer | AzureServer
 

@@ -24,7 +24,6 @@ from tests.tiers.golden_images import (
     payload,
     token_ids,
 )
-from tiers.arrow import PAYLOAD_OFFSET, SlotTemplate, SlotTemplates, inspect_image
 from tiers.errors import (
     ChunkCorrupt,
     ImageChecksumMismatch,
@@ -34,7 +33,8 @@ from tiers.errors import (
     ImageTruncated,
     LayoutError,
 )
-from tiers.layout import ITEM_BYTES, ChunkLayout, Segment
+from tiers.kv.layout import ITEM_BYTES, ChunkLayout, Segment
+from tiers.kv.slot_image import PAYLOAD_OFFSET, SlotTemplate, SlotTemplates, inspect_image
 
 LAYOUT, BLOCKS = CASES["bfloat16"]
 TEMPLATE = SlotTemplate(LAYOUT, BLOCKS, NAMESPACE)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.packed import packed
-from tiers.assembly import SOURCES_MAX, copy_overlap, cover, refusal
 from tiers.errors import LayoutError
-from tiers.layout import ChunkLayout, Segment
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.reshard import SOURCES_MAX, copy_overlap, cover, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,10 @@ import secrets
 import pytest
 
 from tests.tiers.tier_suite import TierSuite, image_of, slot
-from tiers.billing import GIGABYTE, MONTH_SECONDS, Billed, Operation, PriceTable, monthly
 from tiers.errors import TierUnavailable
-from tiers.objects import ObjectTier, UrlObjects
-from tiers.wrap import FaultRates, Faulty, Retrying
+from tiers.store.billing import GIGABYTE, MONTH_SECONDS, Billed, Operation, PriceTable, monthly
+from tiers.store.middleware import FaultRates, Faulty, Retrying
+from tiers.store.object_tier import ObjectTier, UrlObjects
 
 
 def memory() -> Billed:

@@ -8,14 +8,14 @@ import pytest
 
 from tests.object_servers import place
 from tests.tiers.tier_suite import TierSuite
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from sidecar.demo.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
-    from tiers.access import Backend
+    from tiers.store.access import Backend
 
 
 @pytest.fixture(params=["obstore", "fsspec"])

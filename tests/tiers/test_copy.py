@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.copy import CopyPlan
 from tiers.errors import LayoutError
-from tiers.layout import KVLayout, Segment
+from tiers.kv.copy import CopyPlan
+from tiers.kv.layout import KVLayout, Segment
 
 pytest.importorskip("vllm")
 

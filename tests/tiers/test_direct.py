@@ -16,11 +16,11 @@ from anyio.abc import SocketAttribute
 
 from tests import places
 from tests.tiers.tier_suite import image_of
-from tiers.access import Access, Credentials
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
-from tiers.filesystems import PIECE_BYTES
-from tiers.objects import UrlObjects
-from tiers.turns import TURNS_MAX
+from tiers.store.access import Access, Credentials
+from tiers.store.client import PIECE_BYTES
+from tiers.store.object_tier import UrlObjects
+from tiers.threads import TURNS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests import places
-from tiers.fence import PAGE_BYTES, SidecarFence, WorkerFence
+from tiers.kv.fence import PAGE_BYTES, SidecarFence, WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # A sidecar in a process of its own: one command a line, one answer a line.
 SIDECAR = """
 import contextlib, sys
-from tiers.fence import SidecarFence
+from tiers.kv.fence import SidecarFence
 
 fence = SidecarFence(int(sys.argv[1]))
 copies = {}
@@ -42,7 +42,7 @@ for line in sys.stdin:
 # A worker that takes the lock to revoke, and is stopped in that very moment.
 WORKER = """
 import fcntl, sys
-from tiers.fence import lock_page
+from tiers.kv.fence import lock_page
 
 lock_page(int(sys.argv[1]), fcntl.F_WRLCK)
 print("locked", flush=True)

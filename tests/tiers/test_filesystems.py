@@ -16,9 +16,9 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
-from tiers.filesystems import Leaving, run_to_end
-from tiers.objects import UrlObjects
-from tiers.wrap import Deadline
+from tiers.store.client import Leaving, run_to_end
+from tiers.store.middleware import Deadline
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from tests.tiers.tier_suite import NAME, image_of, sized, slot
-from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierFull, TierUnavailable
-from tiers.folder import TEMPORARY_SECONDS_MAX
-from tiers.objects import UrlObjects
+from tiers.store.access import Access, Folder
+from tiers.store.folder import TEMPORARY_SECONDS_MAX
+from tiers.store.object_tier import UrlObjects
 
 
 class TestLocalFolder:

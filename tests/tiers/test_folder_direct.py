@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from tests.tiers.tier_suite import NAME, TierSuite, image_of
-from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierFull, TierUnavailable
-from tiers.folder import DIRECT_ALIGNMENT, DIRECT_BYTES_MIN, LocalFolder
-from tiers.objects import UrlObjects
+from tiers.store.access import Access, Folder
+from tiers.store.folder import DIRECT_ALIGNMENT, DIRECT_BYTES_MIN, LocalFolder
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from tiers.filesystems import Bytes
+    from tiers.store.client import Bytes
 
 PAGE: Final = DIRECT_ALIGNMENT
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, image_of, sized, slot
 from tiers.errors import ChunkMissing, ObjectDenied, ObjectOdd
-from tiers.objects import UrlObjects
+from tiers.store.object_tier import UrlObjects
 
 READERS: Final = 4
 ODD: Final[dict[str, Callable[[Path], None]]] = {

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.tiers.tier_suite import image_of
-from tiers.fsspec_clients import _S3, SlotBody, _SyncFilesystem
+from tiers.store.fsspec_client import _S3, SlotBody, _SyncFilesystem
 
 
 class TestSlotBody:

@@ -22,8 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import LayoutError
-from tiers.index import FLAG_HOST, FLAG_STORE, IndexReader, IndexWriter, mix_words, tag_of, tags_of
-from tiers.index_growth import IndexGrowth
+from tiers.kv.index import (
+    FLAG_HOST,
+    FLAG_STORE,
+    IndexReader,
+    IndexWriter,
+    mix_words,
+    tag_of,
+    tags_of,
+)
+from tiers.kv.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -345,7 +353,7 @@ ALLOWED = (frozenset({1}), frozenset({2}), frozenset({1, 3}))
 
 WRITER = """
     import random, socket, sys
-    from tiers.index import IndexWriter
+    from tiers.kv.index import IndexWriter
 
     # Far fewer slots than tags: every slot changes hands all the time.
     generator = random.Random(int(sys.argv[2]))

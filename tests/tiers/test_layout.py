@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers.errors import LayoutError
-from tiers.layout import LAYERS_MAX, ChunkLayout, KVLayout, Segment, head_segment
+from tiers.kv.layout import LAYERS_MAX, ChunkLayout, KVLayout, Segment, head_segment
 
 pytest.importorskip("vllm")
 

@@ -12,16 +12,16 @@ import pytest
 from tests import places
 from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
 from tests.tiers.tier_suite import NAME, image_of, sized
-from tiers.catalog.names import namespace_prefix, object_name
-from tiers.errors import TierExpired
-from tiers.layout import Segment
-from tiers.leftovers import (
+from tiers.catalog.leftovers import (
     PROBE_SECONDS_MAX,
     REMOVED_TOGETHER,
     Leftovers,
     remove_leftovers,
 )
-from tiers.objects import UrlObjects
+from tiers.catalog.names import namespace_prefix, object_name
+from tiers.errors import TierExpired
+from tiers.kv.layout import Segment
+from tiers.store.object_tier import UrlObjects
 
 WEEK = 7 * 86_400.0
 ONE, OTHER = bytes(range(32)), bytes(range(1, 33))

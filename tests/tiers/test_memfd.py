@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.memfd import NotSealed, check_sealed, sealed_memfd
+from tiers.kv.memfd import NotSealed, check_sealed, sealed_memfd
 
 SIZE_BYTES = 2 * 4096
 

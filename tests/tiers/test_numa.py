@@ -13,9 +13,9 @@ import pytest
 
 from tests import places
 from tiers.errors import PoolError
-from tiers.numa import PAGES_SAMPLED, Placement, gpu_nodes, libc, memory_nodes, sample
-from tiers.pool import HostPool
-from tiers.prefault import Backing
+from tiers.pool.host_pool import HostPool
+from tiers.pool.numa import PAGES_SAMPLED, Placement, gpu_nodes, libc, memory_nodes, sample
+from tiers.pool.prefault import Backing
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ import ssl
 import pytest
 
 from tiers.errors import ChunkMissing, ImageTruncated, TierError, TierFull, TierUnavailable
-from tiers.object_errors import (
+from tiers.store.errors import (
     CHAIN_LENGTH_MAX,
     DETAIL_CHARACTERS_MAX,
     Secrets,

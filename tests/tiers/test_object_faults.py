@@ -16,9 +16,9 @@ from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
-from tiers.fsspec_clients import SlotBody
-from tiers.objects import UrlObjects
-from tiers.wrap import Deadline
+from tiers.store.fsspec_client import SlotBody
+from tiers.store.middleware import Deadline
+from tiers.store.object_tier import UrlObjects
 
 
 async def every_verb(tier: UrlObjects) -> list[BaseException]:

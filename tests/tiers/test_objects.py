@@ -16,16 +16,16 @@ from tests import places
 from tests.faulty_proxy import FaultyProxy
 from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
-from tiers.access import Access, Folder
 from tiers.errors import ImageTruncated, TierUnavailable
-from tiers.filesystems import fill
-from tiers.objects import UrlObjects
-from tiers.wrap import Retrying
+from tiers.store.access import Access, Folder
+from tiers.store.client import fill
+from tiers.store.middleware import Retrying
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from tiers.filesystems import Seen
+    from tiers.store.client import Seen
 
 
 class TestMemory(TierSuite):

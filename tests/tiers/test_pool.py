@@ -30,10 +30,10 @@ from hypothesis.stateful import (
 from tests import places
 from tests.mappings import flags_of
 from tiers.errors import PoolError
-from tiers.pool import HostPool
-from tiers.pool_file import inspect_pool
-from tiers.pool_table import TableShape
-from tiers.prefault import populate
+from tiers.pool.file import inspect_pool
+from tiers.pool.host_pool import HostPool
+from tiers.pool.prefault import populate
+from tiers.pool.table import TableShape
 
 PAGE = 4096
 MIB = 1 << 20
@@ -201,7 +201,7 @@ def test_an_array_that_is_still_held_stays_valid(path: Path) -> None:
 
 OWNER = """
 import pathlib, sys
-from tiers.pool import HostPool
+from tiers.pool.host_pool import HostPool
 pool = HostPool.open(pathlib.Path(sys.argv[1]), 16 * 4096)
 pool.memory[:] = 1
 print("ready", flush=True)

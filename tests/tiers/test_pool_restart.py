@@ -14,9 +14,9 @@ import pytest
 
 from tests import places
 from tiers.errors import PoolError
-from tiers.pool import HostPool
-from tiers.pool_lock import Owner, read_boot_id, read_owner
-from tiers.pool_table import PAGE_BYTES, VERSION, TableShape
+from tiers.pool.host_pool import HostPool
+from tiers.pool.lock import Owner, read_boot_id, read_owner
+from tiers.pool.table import PAGE_BYTES, VERSION, TableShape
 
 PAGE = 4096
 PAGES = 64

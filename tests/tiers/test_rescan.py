@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests import places
-from tiers.arrow import SlotTemplate, SlotTemplates
-from tiers.layout import ChunkLayout, Segment
-from tiers.pool import HostPool
-from tiers.rescan import FoundImage, Rescan, rescan
+from tiers.kv.layout import ChunkLayout, Segment
+from tiers.kv.slot_image import SlotTemplate, SlotTemplates
+from tiers.pool.host_pool import HostPool
+from tiers.pool.recovery import FoundImage, Rescan, rescan
 
 SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 DIGEST = hashlib.sha256(b"namespace").digest()

@@ -12,8 +12,8 @@ import pytest
 
 from tests import places
 from tests.tiers.test_direct import IMAGE, OK, slot, telling
-from tiers.direct import DirectReads
-from tiers.resolving import ANSWER_SECONDS_MAX, Address, Addresses
+from tiers.store.resolving import ANSWER_SECONDS_MAX, Address, Addresses
+from tiers.store.s3_direct import DirectReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
-from tiers.sigv4 import Keys, sign_get
+from tiers.store.sigv4 import Keys, sign_get
 
 NOW = dt.datetime(2013, 5, 24, tzinfo=dt.UTC)
 KEYS = Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tiers.filesystems import run_to_end
-from tiers.turns import BEHIND, NICENESS_MAX, step_back
+from tiers.store.client import run_to_end
+from tiers.threads import BEHIND, NICENESS_MAX, step_back
 
 if TYPE_CHECKING:
     import pytest
 
 OBSTORE = """
 import anyio, os
-from tiers.access import Access, Credentials
-from tiers.cloud import CloudStore
+from tiers.store.access import Access, Credentials
+from tiers.store.obstore_client import CloudStore
 
 def niceness():
     threads = os.listdir("/proc/self/task")

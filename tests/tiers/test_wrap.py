@@ -13,14 +13,14 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
-from tiers.filesystems import Found
-from tiers.objects import Abilities, UrlObjects
-from tiers.wrap import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
+from tiers.store.client import Found
+from tiers.store.middleware import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
+from tiers.store.object_tier import Abilities, UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from tiers.filesystems import Bytes, Listing, Seen
+    from tiers.store.client import Bytes, Listing, Seen
 
 
 def memory() -> UrlObjects:

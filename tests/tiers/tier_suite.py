@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists
-from tiers.filesystems import PIECE_BYTES
+from tiers.store.client import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from tiers.filesystems import Bytes, Listing
-    from tiers.objects import ObjectTier
+    from tiers.store.client import Bytes, Listing
+    from tiers.store.object_tier import ObjectTier
 
 NAME = "v1/0123456789abcdef/ab/abcd/0-8.0-4.arrow"
 SLOT_BYTES = 3 * 65_536 + 4096

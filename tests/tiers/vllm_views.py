@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from tiers.layout import KVLayout, Segment
+from tiers.kv.layout import KVLayout, Segment
 
 if TYPE_CHECKING:
     import numpy.typing as npt

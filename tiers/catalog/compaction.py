@@ -1,8 +1,8 @@
 """Compaction: many small logs become few snapshots, and what is too old or too much goes.
 
 Owns one round on one namespace: which kind is due, merging new logs, the next manifest, and
-removing files that it has replaced. Does not own what a round over everything does (`whole.py`),
-nor when a round is due, nor the lease (`sidecar/collector.py`).
+removing files that it has replaced. Does not own what a round over everything does
+(`major_compaction.py`), nor when a round is due, nor the lease (`sidecar/collector.py`).
 
 A small round adds a snapshot with the rows of new logs. A whole one merges everything into sorted
 snapshots, and only it withdraws and deletes. A segment goes in two whole rounds: the first
@@ -29,25 +29,25 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
-from tiers.catalog.census import Holding, held_by_tenant, word_of
+from tiers.catalog.event_loop import in_turns
 from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.major_compaction import ANNOUNCED_ROWS, WholeMerge
 from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manifest, Merged
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Contents, Files, sort_out
 from tiers.catalog.rounds import Plan, Report, Work
-from tiers.catalog.shards import State, Superseded, load
+from tiers.catalog.scan import State, Superseded, load
 from tiers.catalog.snapshots import Snapshots
-from tiers.catalog.turns import in_turns
-from tiers.catalog.whole import ANNOUNCED_ROWS, WholeMerge
+from tiers.catalog.usage import Holding, held_by_tenant, word_of
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping
 
-    from tiers.catalog.bounds import Bounds
+    from tiers.catalog.retention import Bounds
     from tiers.catalog.rounds import Tell
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 OVERLAY_SHARE: Final = 4
 """A whole merge is due when the snapshots beyond the base have a quarter as many rows."""

@@ -28,7 +28,7 @@ from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailab
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 LEASE_BYTES_MAX: Final = 4096
 LEASE_SECONDS_MAX: Final = 600.0

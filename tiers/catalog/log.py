@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiers.catalog.tally import Tally
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
 """While the store is away: some 60 MiB."""

@@ -2,7 +2,7 @@
 
 Owns the record and its bytes: a line with the xxh3_128 of the rest, then JSON. Does not own when
 one is written (`compaction.py`) or I/O. It may name 65,536 tenants, so its bytes are made and read
-slice by slice, in turns with whatever else the event loop has to do (`turns.py`).
+slice by slice, in turns with whatever else the event loop has to do (`event_loop.py`).
 
 A manifest's name is its generation and it is only ever created, never replaced: of two compactions
 that began from one generation, one succeeds. That is the fence; the lease only spares the other
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from tiers.catalog.census import Holding
+from tiers.catalog.event_loop import at_once
 from tiers.catalog.names import parse_log, parse_snapshot
 from tiers.catalog.rows import CatalogCorrupt, digest_of
-from tiers.catalog.turns import at_once
+from tiers.catalog.usage import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Generator

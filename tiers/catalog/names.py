@@ -21,7 +21,7 @@ import re
 from typing import Final, NamedTuple
 
 from tiers.errors import LayoutError
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 FORMAT: Final = "v1"
 DIGEST_BYTES: Final = 32

@@ -27,6 +27,7 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
+from tiers.catalog.event_loop import in_turns
 from tiers.catalog.manifest import HISTORY, MANIFEST_BYTES_MAX, NOTHING, Counts, Manifest
 from tiers.catalog.names import (
     LogName,
@@ -37,15 +38,14 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.rows import FILE_BYTES_MAX, CatalogCorrupt, Rows, decode
-from tiers.catalog.turns import in_turns
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tiers.catalog.rows import Bytes
-    from tiers.filesystems import Found, Listing
-    from tiers.objects import ObjectTier
+    from tiers.store.client import Found, Listing
+    from tiers.store.object_tier import ObjectTier
 
 PAGE_NAMES: Final = 1000
 """Names in one request of a listing, of S3 and of most others."""

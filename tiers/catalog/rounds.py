@@ -1,7 +1,7 @@
 """One round of compaction: what it is to do, what it did, and what its parts share.
 
 Owns `Plan`, `Report`, and `Work`, which holds both with the store and the catalog's folder. Does
-not own any step of a round (`compaction.py`, `whole.py`).
+not own any step of a round (`compaction.py`, `major_compaction.py`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiers.catalog.bounds import BOUNDS, Bounds, Whys
-from tiers.catalog.census import OBJECTS, Census, Chunks, Sums, cells_of
 from tiers.catalog.names import catalog_folder
-from tiers.catalog.shards import Superseded
+from tiers.catalog.retention import BOUNDS, Bounds, Whys
+from tiers.catalog.scan import Superseded
+from tiers.catalog.usage import OBJECTS, Census, Chunks, Sums, cells_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tiers.catalog.reader import Files
     from tiers.catalog.rows import Rows
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
     Tell = Callable[[Rows, Whys], Awaitable[None]]
 

@@ -26,7 +26,7 @@ import xxhash
 from tiers.catalog.footer import plain_rows
 from tiers.catalog.names import KEY_BYTES
 from tiers.errors import LayoutError, TierError
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Writing snapshots: sorted rows, cut into files of a size.
 
-Owns the files of one manifest to be. Does not own which rows (`compaction.py`, `whole.py`), nor
-their columns (`rows.py`).
+Owns the files of one manifest to be. Does not own which rows (`compaction.py`,
+`major_compaction.py`), nor their columns (`rows.py`).
 
 Invariant: a file's name has its generation, its part and the digest of its bytes, so writing it
 again, or by two at once, leaves the same file.
@@ -19,7 +19,7 @@ from tiers.catalog.names import snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode, joined
 
 if TYPE_CHECKING:
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 SNAPSHOT_ROWS: Final = 250_000
 """Rows in one file of a whole merge: 25 MB."""

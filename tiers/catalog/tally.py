@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from tiers.catalog.census import Holding
 from tiers.catalog.rows import NO_TENANT
+from tiers.catalog.usage import Holding
 
 if TYPE_CHECKING:
     from tiers.catalog.rows import Row

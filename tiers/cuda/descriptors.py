@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tiers.copy import Runs
+    from tiers.kv.copy import Runs
 
     Addresses = npt.NDArray[np.uint64]
 

@@ -2,7 +2,7 @@
 
 Owns the retained primary context (one per process and device, shared by all workers on it), the
 lanes and the imports. Does not own the pool's pins nor when memory is unmapped. Which ways to copy
-are right and fast on it is found before it is used (`selftest.py`).
+are right and fast on it is found before it is used (`calibration.py`).
 
 Devices are named by UUID: their numbers differ between processes (CUDA_VISIBLE_DEVICES).
 
@@ -17,7 +17,8 @@ import ctypes
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from tiers.copy import Runs, check_copy
+from tiers.cuda.calibration import SelfTest
+from tiers.cuda.copy_stream import Lane
 from tiers.cuda.descriptors import (
     PlaneShape,
     cut,
@@ -28,8 +29,7 @@ from tiers.cuda.descriptors import (
 )
 from tiers.cuda.driver import check
 from tiers.cuda.errors import NOT_READY, CudaFailed, CudaMisused, NotSupportedHere
-from tiers.cuda.lanes import Lane
-from tiers.cuda.selftest import SelfTest
+from tiers.kv.copy import Runs, check_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from tiers.copy import Visit
+    from tiers.cuda.calibration import Strided
     from tiers.cuda.driver import Driver
-    from tiers.cuda.pins import Pins
-    from tiers.cuda.selftest import Strided
-    from tiers.layout import KVLayout
+    from tiers.cuda.pinned_memory import Pins
+    from tiers.kv.copy import Visit
+    from tiers.kv.layout import KVLayout
 
     Bytes = npt.NDArray[np.uint8]
     BlockIds = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ import torch
 
 from tests.gpu.device import Device, call
 from tests.gpu.worker import DeviceTensor, DriverCache
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 PLACES: Final = ("malloc", "interior", "vmm", "segments")
 """Memory of cudaMalloc; the same, somewhere inside an allocation; one exportable allocation of the

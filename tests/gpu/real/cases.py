@@ -19,7 +19,7 @@ from tests.gpu.double.control import wait_until
 from tests.gpu.real.world import EXPANDABLE, World
 from tests.gpu.sidecars import SidecarProcess
 from tests.sidecar.client import Client, RefusedError, attach_message
-from tiers.fence import WorkerFence
+from tiers.kv.fence import WorkerFence
 
 FENCE_SECONDS_MAX = 280.0
 SETTLED_LOOKS: Final = 20

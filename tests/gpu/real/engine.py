@@ -16,7 +16,7 @@ from connector.plan import StepPlan
 from sidecar.protocol import Memory
 from tests.gpu.real.caches import Cache, open_cache
 from tests.gpu.steps import BLOCKS_PER_CHUNK, Steps
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 SOURCES = ([3, 4, 5, 9], [20, 1])
 TARGETS = ([12, 0, 13, 14], [22, 21])

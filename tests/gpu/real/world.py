@@ -20,7 +20,7 @@ from tests.gpu.child import Child, Process, start
 from tests.gpu.double.control import Double
 from tests.gpu.layouts import layout_in
 from tests.gpu.sidecars import SidecarProcess
-from tiers.layout import KVLayout
+from tiers.kv.layout import KVLayout
 
 ANSWER_SECONDS_MAX: Final = 120.0
 ENGINE: Final = "from tests.gpu.real import engine"

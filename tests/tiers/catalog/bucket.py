@@ -8,13 +8,13 @@ import anyio.lowlevel
 import numpy as np
 
 from tiers.errors import ChunkMissing, ImageTruncated, ObjectExists, TierExpired
-from tiers.filesystems import Found, Listing
-from tiers.objects import Abilities
+from tiers.store.client import Found, Listing
+from tiers.store.object_tier import Abilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiers.filesystems import Bytes, Seen
+    from tiers.store.client import Bytes, Seen
 
 START_SECONDS = 1_700_000_000.0
 

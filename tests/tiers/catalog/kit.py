@@ -14,13 +14,13 @@ from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row
-from tiers.objects import UrlObjects
-from tiers.wrap import Metered
+from tiers.store.middleware import Metered
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from tiers.objects import ObjectTier
+    from tiers.store.object_tier import ObjectTier
 
 NAMESPACE = bytes(range(32))
 PREFIX = namespace_prefix(NAMESPACE)

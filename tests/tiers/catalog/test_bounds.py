@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests import places
 from tests.tiers.catalog.kit import key
-from tiers.catalog.bounds import Ages, Bounds, Limits, Verdict, Why
 from tiers.catalog.merge import merged
+from tiers.catalog.retention import Ages, Bounds, Limits, Verdict, Why
 from tiers.catalog.rows import Row, Rows, rows_of
 
 MINUTE = 60_000_000

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from tests import places
 from tests.tiers.catalog.kit import key
-from tiers.catalog.census import (
+from tiers.catalog.merge import merged
+from tiers.catalog.rows import NO_TENANT, Row, rows_of
+from tiers.catalog.usage import (
     CHUNKS,
     OBJECTS,
     SIZE,
@@ -23,8 +25,6 @@ from tiers.catalog.census import (
     tenant_of,
     word_of,
 )
-from tiers.catalog.merge import merged
-from tiers.catalog.rows import NO_TENANT, Row, rows_of
 
 A, B = b"tenant-a", b"tenant-b"
 

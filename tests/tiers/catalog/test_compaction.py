@@ -14,8 +14,6 @@ from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, others_turns
 from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
-from tiers.catalog.bounds import Bounds, Limits, Why, Whys
-from tiers.catalog.census import Holding
 from tiers.catalog.compaction import ABANDONED_SECONDS, MANIFESTS_KEPT, Plan, Superseded, compact
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
@@ -25,7 +23,9 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
+from tiers.catalog.retention import Bounds, Limits, Why, Whys
 from tiers.catalog.rows import Row, Rows
+from tiers.catalog.usage import Holding
 from tiers.errors import TierUnavailable
 
 

@@ -10,8 +10,8 @@ import pytest
 from sidecar.collector import CROWDED_FILES
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
-from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.retention import Bounds
 from tiers.catalog.rows import Row, Rows, rows_of
 
 LONG = 1e9

@@ -11,14 +11,14 @@ from tests import places
 from tests.tiers.catalog.kit import NAMESPACE, PREFIX, new_rows
 from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.bounds import Bounds, Limits
-from tiers.catalog.comparing import YOUNG_SECONDS
+from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
+from tiers.catalog.orphans import objects_in
+from tiers.catalog.retention import Bounds, Limits
 from tiers.catalog.rows import Row
-from tiers.catalog.sweep import objects_in
 from tiers.errors import TierExpired
-from tiers.filesystems import Listing
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
+from tiers.store.client import Listing
 
 
 @pytest.fixture

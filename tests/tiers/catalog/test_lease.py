@@ -16,7 +16,7 @@ from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name
 from tiers.errors import TierUnavailable
 
 if TYPE_CHECKING:
-    from tiers.filesystems import Bytes
+    from tiers.store.client import Bytes
 
 
 class Clock:

@@ -15,7 +15,7 @@ from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.names import parse_log
 from tiers.catalog.rows import rows_of
 from tiers.errors import TierUnavailable
-from tiers.wrap import FaultRates, Faulty, Retrying, Verb, Wrapper
+from tiers.store.middleware import FaultRates, Faulty, Retrying, Verb, Wrapper
 
 T = TypeVar("T")
 

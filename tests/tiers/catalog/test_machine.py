@@ -26,7 +26,6 @@ from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
-from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, Superseded, compact
 from tiers.catalog.log import LogWriter
 from tiers.catalog.manifest import NOTHING, Counts, Manifest
@@ -39,9 +38,10 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
+from tiers.catalog.retention import Bounds
 from tiers.catalog.rows import CatalogCorrupt, Row, Rows, decode
 from tiers.errors import TierUnavailable
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 GRACE, KEEP, TTL = 100.0, 300.0, 2000.0
 SEGMENT = Segment(0, 8, 0, 4)

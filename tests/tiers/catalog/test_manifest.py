@@ -8,12 +8,12 @@ import pytest
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, new_rows, others_turns
 from tiers.catalog import manifest as manifests
-from tiers.catalog.census import Holding
+from tiers.catalog.event_loop import in_turns
 from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manifest, Merged
 from tiers.catalog.names import manifest_name
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import CatalogCorrupt, digest_of
-from tiers.catalog.turns import in_turns
+from tiers.catalog.usage import Holding
 
 MANY = {
     f"{number:016x}": Holding(10**9, number, 1_700_000_000_000_000)

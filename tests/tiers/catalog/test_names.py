@@ -24,7 +24,7 @@ from tiers.catalog.names import (
     parse_snapshot,
     snapshot_name,
 )
-from tiers.layout import HEADS_MAX, LAYERS_MAX, Segment
+from tiers.kv.layout import HEADS_MAX, LAYERS_MAX, Segment
 
 NAMESPACE = bytes(range(32))
 KEY = bytes(range(100, 132))

@@ -23,14 +23,14 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
-from tiers.objects import ObjectTier, UrlObjects
-from tiers.wrap import FaultRates, Faulty, Metered, Wrapper
+from tiers.store.middleware import FaultRates, Faulty, Metered, Wrapper
+from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tiers.wrap import Verb
+    from tiers.store.middleware import Verb
 
 T = TypeVar("T")
 

@@ -11,27 +11,27 @@ from tests import places
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.bounds import Bounds
 from tiers.catalog.compaction import Plan, compact
-from tiers.catalog.comparing import YOUNG_SECONDS
+from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name
-from tiers.catalog.sweep import (
+from tiers.catalog.orphans import (
     listed_in,
     objects_in,
     rows_of_listing,
     slice_folder,
     slices_there,
 )
+from tiers.catalog.retention import Bounds
 from tiers.errors import TierUnavailable
-from tiers.filesystems import Found
-from tiers.layout import Segment
-from tiers.objects import UrlObjects
-from tiers.wrap import FaultRates, Faulty
+from tiers.kv.layout import Segment
+from tiers.store.client import Found
+from tiers.store.middleware import FaultRates, Faulty
+from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiers.filesystems import Listing
+    from tiers.store.client import Listing
 
 KEYS = [bytes([first]) * 32 for first in (0, 7, 7, 255)]
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tests.tiers.catalog.kit import memory
-from tiers.catalog.census import Holding
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.rows import NO_TENANT, Row
 from tiers.catalog.tally import FILES_MAX, Tally
+from tiers.catalog.usage import Holding
 
 A, B = b"tenant-a", b"tenant-b"
 

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.bounds import Bounds, Whys
 from tiers.catalog.compaction import Plan, Report, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import object_name
 from tiers.catalog.reader import CatalogReader
+from tiers.catalog.retention import Bounds, Whys
 from tiers.catalog.rows import Row, Rows
-from tiers.layout import Segment
+from tiers.kv.layout import Segment
 
 SEGMENT = Segment(0, 8, 0, 4)
 GRACE, KEEP = 100.0, 200.0

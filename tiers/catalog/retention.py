@@ -1,0 +1,351 @@
+"""Bounds: how old and how much a namespace and each of its tenants may be, and which chunks go.
+
+Owns the limits, counting what they apply to by age (`Ages`), and the verdict on each chunk. Does
+not own I/O, clocks, merging, or when any of this is done.
+
+Chunks go whole and oldest first, by when they were last written: a store does not know when
+anything was last read. What is too old goes first, whatever else holds; then what tenants have too
+much; and of what is left then, what the namespace has too much. So each chunk falls to one bound,
+and none goes for room that another has made. What a bound says is exact for age; for bytes and
+objects, chunks written in one span are of one age, and no more of it goes than needed. A span is a
+minute, or where there are very many tenants and ages as many as keep the count of both bounded. How
+much of its oldest span a tenant keeps is estimated when the namespace's own excess is reckoned.
+
+Invariants: pure; the same chunks in the same order get the same verdict; memory is bounded by
+`CELLS_MAX`, or by the number of tenants.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.catalog.usage import (
+    CHUNKS,
+    OBJECTS,
+    SIZE,
+    Cells,
+    Chunks,
+    Mask,
+    Sums,
+    Words,
+    cells_of,
+    joined_cells,
+    word_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tiers.catalog.rows import Longs, Rows
+
+MICROSECONDS: Final = 1_000_000
+_MINUTE: Final = 60 * MICROSECONDS
+FUTURE_SECONDS_MAX: Final = 24 * 3600
+"""A row this far ahead comes from a clock that is off, and has no age to speak of."""
+CELLS_MAX: Final = 1 << 19
+"""Pairs of a tenant and a span: 25 MB."""
+COARSEST: Final = 20
+"""How often a span is made twice as long: a million minutes are two years."""
+NO_LIMIT: Final = 1 << 61
+_ROUNDING: Final = 1e-6
+
+Whys = npt.NDArray[np.uint8]
+
+
+class Why(enum.IntEnum):
+    """What a chunk falls to."""
+
+    KEPT = 0
+    CLOCK = 1
+    TTL = 2
+    TENANT_TTL = 3
+    TENANT_SIZE = 4
+    TENANT_OBJECTS = 5
+    SIZE = 6
+    OBJECTS = 7
+
+    @property
+    def setting(self) -> str:
+        """How the configuration calls it."""
+        return _SETTINGS[self]
+
+
+BOUNDS: Final = tuple(why for why in Why if why is not Why.KEPT)
+
+_SETTINGS: Final = {
+    Why.KEPT: "",
+    Why.CLOCK: "clock",
+    Why.TTL: "store.ttl",
+    Why.TENANT_TTL: "tenants.store_ttl",
+    Why.TENANT_SIZE: "tenants.store_max",
+    Why.TENANT_OBJECTS: "tenants.store_objects_max",
+    Why.SIZE: "store.size_max",
+    Why.OBJECTS: "store.objects_max",
+}
+"""`clock`: written more than a day ahead of the store's time, where there is a TTL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How old and how much. None: no limit."""
+
+    ttl_seconds: float | None = None
+    size_bytes_max: int | None = None
+    objects_max: int | None = None
+
+    @property
+    def capped(self) -> bool:
+        """Whether it says how much."""
+        return self.size_bytes_max is not None or self.objects_max is not None
+
+    def exceeded(self, size_bytes: int, objects: int, oldest: int, now_seconds: float) -> bool:
+        """Whether so much, the oldest of it that old (microseconds, 0 for none), is too much."""
+        if self.size_bytes_max is not None and size_bytes > self.size_bytes_max:
+            return True
+        if self.objects_max is not None and objects > self.objects_max:
+            return True
+        ttl = self.ttl_seconds
+        return ttl is not None and 0 < oldest < int((now_seconds - ttl) * MICROSECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds(Limits):
+    """The limits of a namespace, and within it those of its tenants."""
+
+    tenant: Limits = field(default_factory=Limits)
+    """Of each tenant that is not in `named`."""
+    named: Mapping[bytes, Limits] = field(default_factory=dict[bytes, Limits])
+    """Instead, by tenant: b"" or zeros for requests without a cache salt."""
+
+    @property
+    def capped_anywhere(self) -> bool:
+        """Whether anything says how much."""
+        return self.capped or self.tenant.capped or any(one.capped for one in self.named.values())
+
+    def of(self, tenant: bytes) -> Limits:
+        """The limits of a tenant as rows name it."""
+        return _TenantLimits(self).limits(word_of(tenant))
+
+    def of_tenants(self) -> _TenantLimits:
+        """The limits of tenants, to be asked for many."""
+        return _TenantLimits(self)
+
+
+class _TenantLimits:
+    """Limits by tenant, as columns."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._default = bounds.tenant
+        self._named = {word_of(tenant): one for tenant, one in sorted(bounds.named.items())}
+        words = sorted(self._named)
+        self._words: Words = np.array(words, dtype=np.uint64)
+        every = [self._named[word] for word in words] + [self._default]
+        self.ttl = _column([_micros(one.ttl_seconds) for one in every])
+        self.size_bytes_max = _column([one.size_bytes_max for one in every])
+        self.objects_max = _column([one.objects_max for one in every])
+
+    def limits(self, word: int) -> Limits:
+        """Those of one tenant."""
+        return self._named.get(word, self._default)
+
+    def of(self, column: Longs, tenants: Words) -> Longs:
+        """The values of one of the columns for these tenants; `NO_LIMIT` for none."""
+        if not len(self._words):
+            return np.full(len(tenants), column[-1])
+        at = np.minimum(np.searchsorted(self._words, tenants), len(self._words) - 1)
+        return np.where(self._words[at] == tenants, column[at], column[-1])
+
+
+def _micros(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * MICROSECONDS)
+
+
+def _column(values: list[int | None]) -> Longs:
+    return np.array([NO_LIMIT if one is None else one for one in values], dtype=np.int64)
+
+
+class Expiry:
+    """Which chunks are too old."""
+
+    def __init__(self, bounds: Bounds, now_seconds: float) -> None:
+        self._now = int(now_seconds * MICROSECONDS)
+        ttl = _micros(bounds.ttl_seconds)
+        self._ttl = NO_LIMIT if ttl is None else ttl
+        self._tenants = bounds.of_tenants()
+        self._future = self._now + FUTURE_SECONDS_MAX * MICROSECONDS
+
+    def why(self, chunks: Chunks) -> Whys:
+        """For each chunk, the TTL that it falls to: shape [n]."""
+        own = self._tenants.of(self._tenants.ttl, chunks.tenants)
+        found: Whys = np.zeros(len(chunks), dtype=np.uint8)
+        found[chunks.times < self._now - own] = Why.TENANT_TTL
+        found[chunks.times < self._now - self._ttl] = Why.TTL
+        bounded = np.minimum(own, self._ttl) < NO_LIMIT
+        found[bounded & (chunks.times > self._future)] = Why.CLOCK
+        return found
+
+
+class Ages:
+    """What is offered and not too old, by tenant and age: what a verdict on the rest is made of."""
+
+    def __init__(self, bounds: Bounds, now_seconds: float) -> None:
+        self._expiry = Expiry(bounds, now_seconds)
+        self._by_tenant = bounds.tenant.capped or any(one.capped for one in bounds.named.values())
+        self._sums = Sums()
+        self._coarse = 0
+
+    def add(self, rows: Rows) -> None:
+        """Count merged rows; all of a chunk must come together."""
+        live = rows.take(rows.size_bytes > 0)
+        if not len(live):
+            return
+        chunks = Chunks(live)
+        cells = cells_of(chunks, self.spans(chunks.times))
+        if not self._by_tenant:
+            cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
+        kept = np.flatnonzero(self._expiry.why(chunks) == Why.KEPT)
+        self._sums.add(cells.take(kept))
+        while self._coarse < COARSEST and self._sums.num_joined > CELLS_MAX:
+            self._coarse += 1
+            self._sums.coarsen()
+
+    def spans(self, times: Longs) -> Longs:
+        """The span of each time."""
+        return times // _MINUTE >> self._coarse
+
+    @property
+    def cells(self) -> Cells:
+        """All that was counted."""
+        return self._sums.cells
+
+
+class _Excess:
+    """How much has to go of each tenant, or of all as one: oldest spans first."""
+
+    def __init__(self, cells: Cells, kind: int, most: Longs) -> None:
+        """`cells` are sorted; `most` is the limit of each tenant that they have, in order."""
+        amounts = cells.amounts[:, kind]
+        starts = _starts(cells.tenants)
+        excess = np.add.reduceat(amounts, starts) - most
+        over = np.flatnonzero(excess > 0)
+        before = _before_each(amounts, starts)
+        scope = _scopes(starts, len(amounts))
+        needed = np.add.reduceat((before < excess[scope]).astype(np.int64), starts)
+        last = (starts + needed - 1)[over]
+        self._tenants: Words = cells.tenants[starts][over]
+        self._before: Longs = cells.spans[last]
+        """Chunks of earlier spans go."""
+        self._left: Longs = excess[over] - before[last]
+        """How much of this span's goes."""
+
+    def takes(self, tenants: Words, spans: Longs, amounts: Longs) -> Mask:
+        """Which of these chunks go, of those that were asked for in this order."""
+        at, mine = self._find(tenants)
+        if not mine.any():
+            return mine
+        going: Mask = mine & (spans < self._before[at])
+        edge = np.flatnonzero(mine & (spans == self._before[at]) & (self._left[at] > 0))
+        if len(edge):
+            edge = edge[np.argsort(at[edge], kind="stable")]
+            scope, mass = at[edge], amounts[edge]
+            starts = _starts(scope)
+            chosen = _before_each(mass, starts) < self._left[scope]
+            going[edge[chosen]] = True
+            self._left[scope[starts]] -= np.add.reduceat(np.where(chosen, mass, 0), starts)
+        return going
+
+    def share(self, cells: Cells, kind: int) -> npt.NDArray[np.float64]:
+        """About what part of each cell goes. Before anything was asked for."""
+        at, mine = self._find(cells.tenants)
+        result: npt.NDArray[np.float64] = np.zeros(len(cells))
+        if mine.any():
+            edge = np.minimum(1.0, self._left[at] / np.maximum(1, cells.amounts[:, kind]))
+            result = np.where(cells.spans == self._before[at], edge, 0.0)
+            result = np.where(cells.spans < self._before[at], 1.0, result)
+            result[~mine] = 0.0
+        return result
+
+    def _find(self, tenants: Words) -> tuple[npt.NDArray[np.intp], Mask]:
+        if not len(self._tenants):
+            return np.zeros(len(tenants), dtype=np.intp), np.zeros(len(tenants), dtype=np.bool_)
+        at = np.minimum(np.searchsorted(self._tenants, tenants), len(self._tenants) - 1)
+        return at, self._tenants[at] == tenants
+
+
+def _starts(values: npt.NDArray[np.generic]) -> npt.NDArray[np.intp]:
+    """Where each run of equal values begins."""
+    if not len(values):
+        return np.zeros(0, dtype=np.intp)
+    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
+
+
+def _scopes(starts: npt.NDArray[np.intp], total: int) -> npt.NDArray[np.intp]:
+    """Which run each place is in."""
+    return np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, total]))
+
+
+def _before_each(amounts: Longs, starts: npt.NDArray[np.intp]) -> Longs:
+    """The sum of what comes before each place in its run."""
+    before = np.cumsum(amounts) - amounts
+    result: Longs = before - before[starts][_scopes(starts, len(amounts))]
+    return result
+
+
+class Verdict:
+    """Who goes, and for what. Ask for every chunk once, in any order; made of all their ages."""
+
+    def __init__(self, bounds: Bounds, ages: Ages, now_seconds: float) -> None:
+        self._expiry = Expiry(bounds, now_seconds)
+        self._ages = ages
+        cells, tenants = ages.cells, bounds.of_tenants()
+        present = cells.tenants[_starts(cells.tenants)]
+        sizes = tenants.of(tenants.size_bytes_max, present)
+        objects = tenants.of(tenants.objects_max, present)
+        self._tenants = (_Excess(cells, SIZE, sizes), _Excess(cells, OBJECTS, objects))
+        # What goes for a tenant's bounds makes room under the namespace's.
+        goes = np.maximum(
+            self._tenants[0].share(cells, SIZE), self._tenants[1].share(cells, OBJECTS)
+        )
+        # Of its oldest span that stays in part, as many chunks as that part has, of its mean size.
+        count = np.maximum(1, cells.amounts[:, CHUNKS])
+        goes = np.ceil(goes * count - _ROUNDING) / count
+        left = cells.amounts - np.ceil(cells.amounts * goes[:, None] - _ROUNDING).astype(np.int64)
+        nobody = np.zeros(len(cells), dtype=np.uint64)
+        whole = joined_cells(replace(cells, tenants=nobody, amounts=left))
+        self._whole = (
+            _Excess(whole, SIZE, _column([bounds.size_bytes_max])),
+            _Excess(whole, OBJECTS, _column([bounds.objects_max])),
+        )
+
+    def why(self, rows: Rows) -> Whys:
+        """For each of these merged rows, what it falls to: shape [n]."""
+        found: Whys = np.zeros(len(rows), dtype=np.uint8)
+        offered = np.flatnonzero(rows.size_bytes > 0)
+        if len(offered):
+            chunks = Chunks(rows.take(offered))
+            found[offered] = np.repeat(self._judge(chunks), chunks.counts)
+        return found
+
+    def _judge(self, chunks: Chunks) -> Whys:
+        found = self._expiry.why(chunks)
+        spans = self._ages.spans(chunks.times)
+        nobody = np.zeros(len(chunks), dtype=np.uint64)
+        for scopes, tenants, kinds in (
+            (self._tenants, chunks.tenants, (Why.TENANT_SIZE, Why.TENANT_OBJECTS)),
+            (self._whole, nobody, (Why.SIZE, Why.OBJECTS)),
+        ):
+            left = np.flatnonzero(found == Why.KEPT)
+            if not len(left):
+                break
+            # Both are asked for all, because what goes for one makes room under the other.
+            amounts = (chunks.sizes[left], chunks.counts[left])
+            for scope, kind, amount in zip(scopes, kinds, amounts, strict=True):
+                goes = scope.takes(tenants[left], spans[left], amount)
+                free = left[goes]
+                found[free[found[free] == Why.KEPT]] = kind
+        return found

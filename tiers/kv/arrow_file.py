@@ -1,0 +1,215 @@
+"""What pyarrow writes for one segment: the columns, the descriptor, and where each byte lies.
+
+Owns the file format. One row, in this order::
+
+    block_hash   fixed_size_binary(32)     patched   the chunk's key
+    parent_hash  fixed_size_binary(32)     patched   key of the chunk before it, or zeros
+    kv_xxh3      fixed_size_binary(16)     patched   xxh3_128 of the bytes of `kv`
+    token_ids    fixed_size_list<int32>[n] patched
+    row_xxh3     fixed_size_binary(16)     patched   xxh3_128 of the four fields above, in the file
+    pad          fixed_size_binary(p)      so that `kv` starts on a page
+    kv           arrow.fixed_shape_tensor  [blocks, layers, heads, tokens, content]
+
+The schema's metadata has one entry, `kvlake`: canonical JSON of `Descriptor`. Types that Arrow
+lacks (bfloat16, float8) are stored as unsigned integers of their size; their name is in there.
+The number of blocks of a full chunk is not: engines with other chunk sizes share partial chunks.
+
+Does not own images (`slot_image.py` patches and verifies them).
+
+Invariants: what `learn` returns depends on its arguments alone, so every sidecar has the same
+bytes. It is what pyarrow writes: should a release write it differently, the golden files of the
+tests fail, and `FORMAT` must be raised. A foreign descriptor is found without an Arrow parser.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tiers.errors import LayoutError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tiers.kv.layout import ChunkLayout
+
+    Bytes = npt.NDArray[np.uint8]
+
+FORMAT: Final = 1
+PAGE_BYTES: Final = 4096
+KEY_BYTES: Final = 32
+CHECKSUM_BYTES: Final = 16
+DESCRIPTOR_BYTES_MAX: Final = 1024
+_METADATA_KEY: Final = b"kvlake"
+_DESCRIPTOR_START: Final = b'{"format":'
+_PAD_BYTES_MIN: Final = 8
+_COLUMNS: Final = (
+    "block_hash", "parent_hash", "kv_xxh3", "token_ids", "row_xxh3", "pad", "kv",
+)  # fmt: skip
+_DIMENSIONS: Final = ["blocks", "layers", "heads", "tokens", "content"]
+_STORAGE: Final[dict[str, Any]] = {
+    "float32": pa.float32(),
+    "float16": pa.float16(),
+    "int8": pa.int8(),
+    "uint8": pa.uint8(),
+}
+
+
+class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an image says about itself in the schema's metadata: enough to rebuild its template.
+
+    `entry_tokens` is there where it is not 1: without it, files are as they were before it.
+    """
+
+    format: int
+    namespace: str
+    segment: str
+    dtype: str
+    encoding: str
+    block_tokens: int
+    content_bytes: int
+    blocks: int
+    entry_tokens: int = 1
+
+
+_descriptor_decoder = msgspec.json.Decoder(Descriptor)
+
+
+def descriptor_bytes(header: bytes) -> bytes:
+    """The JSON in a header, found by its own spelling: a length (uint32), then the JSON."""
+    start = header.find(_DESCRIPTOR_START)
+    if start < 4:
+        return b""
+    length = int.from_bytes(header[start - 4 : start], "little")
+    return header[start : start + length] if length <= DESCRIPTOR_BYTES_MAX else b""
+
+
+def find_descriptor(header: bytes) -> Descriptor | None:
+    """The descriptor in a header, None where there is none that can be read."""
+    return parse_descriptor(descriptor_bytes(header))
+
+
+def parse_descriptor(json: bytes) -> Descriptor | None:
+    """The descriptor that `descriptor_bytes` found."""
+    try:
+        return _descriptor_decoder.decode(json)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Bytes before and after the payload, and where pyarrow put each column's data."""
+
+    header: bytes
+    footer: bytes
+    offsets: dict[str, int]
+
+
+class _Recorder(io.RawIOBase):
+    """A sink that keeps what pyarrow writes except the payload, and where each buffer went.
+
+    pyarrow hands column data over as its own buffers: an address says which column it is, without
+    a search. The payload is zeros that were never touched, so learning costs no memory.
+    """
+
+    def __init__(self, columns: dict[str, Bytes]) -> None:
+        super().__init__()
+        self._names = {array.ctypes.data: name for name, array in columns.items()}
+        self._position = 0
+        self.offsets: dict[str, int] = {}
+        self.before = bytearray()
+        self.after = bytearray()
+
+    def write(self, data: Any, /) -> int:
+        name = self._names.get(data.address) if isinstance(data, pa.Buffer) else None
+        if name is not None:
+            self.offsets[name] = self._position
+        if name != "kv":
+            (self.after if "kv" in self.offsets else self.before).extend(memoryview(data))
+        self._position += len(data)
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+
+def learn(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> Learnt:
+    """Have pyarrow write the file twice: to see where `kv` falls, then with the pad that fits."""
+    first = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN)
+    natural = first.offsets.get("kv", 0)
+    target = -(-natural // PAGE_BYTES) * PAGE_BYTES
+    learnt = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN + target - natural)
+    in_order = sorted(learnt.offsets, key=learnt.offsets.__getitem__)
+    if in_order != list(_COLUMNS) or learnt.offsets["kv"] != target:
+        raise LayoutError(
+            f"pyarrow {pa.__version__} puts columns at {learnt.offsets}, with kv expected at "
+            f"{target}: this release cannot write the slot format; install another pyarrow"
+        )
+    return learnt
+
+
+def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: int) -> Learnt:
+    num_tokens = num_blocks * layout.block_tokens
+    shape = layout.shape(num_blocks)
+    value_type = _STORAGE.get(layout.dtype) or (pa.uint16() if layout.itemsize == 2 else pa.uint8())
+    tensor = pa.fixed_shape_tensor(value_type, list(shape), dim_names=_DIMENSIONS)
+    types: dict[str, tuple[Any, int]] = {
+        "block_hash": (pa.binary(KEY_BYTES), KEY_BYTES),
+        "parent_hash": (pa.binary(KEY_BYTES), KEY_BYTES),
+        "kv_xxh3": (pa.binary(CHECKSUM_BYTES), CHECKSUM_BYTES),
+        "token_ids": (pa.list_(pa.int32(), num_tokens), num_tokens * 4),
+        "row_xxh3": (pa.binary(CHECKSUM_BYTES), CHECKSUM_BYTES),
+        "pad": (pa.binary(pad_bytes), pad_bytes),
+        "kv": (tensor, layout.payload_bytes(num_blocks)),
+    }
+    data: dict[str, Bytes] = {
+        name: np.zeros(size, dtype=np.uint8) for name, (_, size) in types.items()
+    }
+    buffers = {name: pa.py_buffer(array) for name, array in data.items()}
+    arrays: list[Any] = []
+    for name, (kind, _) in types.items():
+        if name == "token_ids":
+            values = pa.Array.from_buffers(pa.int32(), num_tokens, [None, buffers[name]])
+            arrays.append(pa.FixedSizeListArray.from_arrays(values, type=kind))
+        elif name == "kv":
+            values = pa.Array.from_buffers(value_type, math.prod(shape), [None, buffers[name]])
+            storage = pa.FixedSizeListArray.from_arrays(values, type=tensor.storage_type)
+            arrays.append(pa.ExtensionArray.from_storage(tensor, storage))
+        else:
+            arrays.append(pa.Array.from_buffers(kind, 1, [None, buffers[name]]))
+    schema = pa.schema(
+        [pa.field(name, kind, nullable=False) for name, (kind, _) in types.items()],
+        metadata={_METADATA_KEY: msgspec.json.encode(_describe(layout, num_blocks, namespace))},
+    )
+    recorder = _Recorder(data)
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5)
+    with (
+        pa.PythonFile(recorder, mode="w") as sink,
+        pa.ipc.new_file(sink, schema, options=options) as writer,
+    ):
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return Learnt(bytes(recorder.before), bytes(recorder.after), recorder.offsets)
+
+
+def _describe(layout: ChunkLayout, num_blocks: int, namespace: bytes) -> Descriptor:
+    return Descriptor(
+        format=FORMAT,
+        namespace=namespace.hex(),
+        segment=layout.segment.name,
+        dtype=layout.dtype,
+        encoding=layout.encoding,
+        block_tokens=layout.block_tokens,
+        content_bytes=layout.content_bytes,
+        blocks=num_blocks,
+        entry_tokens=layout.entry_tokens,
+    )

@@ -1,0 +1,314 @@
+"""The CPU copy engine: a worker's blocks to one payload (gather) and back (scatter).
+
+Owns the plan: how the coordinates of a `KVLayout` fall into the fewest equal runs that are
+contiguous both in the worker's memory and in the payload. Does not own memory, threads, fences or
+checksums, and computes no offset that `layout.py` did not validate.
+
+Two ways to move bytes, chosen once per layout:
+
+* `_PagePlan`: every run lies on one grid of equal pages, as in all of vLLM's layouts. A copy is
+  then a single numpy call over a page table (`take` to gather, `S[index] = D` to scatter), which
+  runs at 95% of a C loop.
+* `_StridedPlan`: runs at offsets without a usable common measure (odd scale bytes per head and
+  odd layer offsets together). One strided `copyto` per layer and run of neighbouring blocks.
+
+A caller that hashes what it copies passes `visit`: it then sees the payload piece by piece, in
+order, each right after its copy. A small piece is still in the core's cache at that moment; hashing
+a whole chunk before or after its copy reads it from memory once more.
+
+Invariants: block ids are checked before the first byte moves, so a refused copy changed nothing;
+the GIL is not held while bytes move; nothing is allocated in proportion to the payload except the
+page table, an eighth of it at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from tiers.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+    from tiers.kv.layout import KVLayout
+
+    Bytes = npt.NDArray[np.uint8]
+    BlockIds = npt.NDArray[np.int64]
+    Visit = Callable[[memoryview], object]
+
+PIECE_BYTES_MAX: Final = 256 * 1024
+"""Source and target of a piece fit a second-level cache; less, and the calls cost more."""
+PAGE_BYTES_MIN: Final = 64
+"""Below a cache line the page table (8 bytes a page) costs as much as the copy itself."""
+
+
+class Transfer(Protocol):
+    """One copy between a worker's memory and a payload, begun or about to begin."""
+
+    def finish(self, visit: Visit) -> None:
+        """Carry it out or wait for it. `visit` sees all of the payload, in order, meanwhile."""
+        ...
+
+    def settle(self) -> None:
+        """Return once nothing of it can still run, whatever became of it. Never raises."""
+        ...
+
+
+class Region(Protocol):
+    """A worker's KV memory, wherever it is. Copy threads may share it.
+
+    Raises `LayoutError`, having begun nothing, where a size or a block id is wrong.
+    """
+
+    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """A copy of blocks to `payload`, a part of the pool."""
+        ...
+
+    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
+        """A copy of `payload`, a part of the pool, to blocks."""
+        ...
+
+    def part(self, layout: KVLayout) -> Region:
+        """The same memory, as another KV cache group lies in it. Closed with this one."""
+        ...
+
+    @property
+    def mapped(self) -> bool:
+        """Whether it is still mapped in this process."""
+        ...
+
+    def close(self) -> None:
+        """Unmap it, now or soon. No copy of it may be running."""
+        ...
+
+
+class _Plan(Protocol):
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None: ...
+
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None: ...
+
+
+class CopyPlan:
+    """Copies blocks of one worker. Stateless after construction: threads may share it."""
+
+    def __init__(self, kv: KVLayout) -> None:
+        self._kv = kv
+        run = Runs(kv)
+        self._plan: _Plan = (
+            _PagePlan(kv, run) if run.page_bytes >= PAGE_BYTES_MIN else _StridedPlan(kv)
+        )
+
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+    ) -> None:
+        """Copy `block_ids` of `memory` (the whole exported allocation) into `payload`.
+
+        `payload` takes `len(block_ids) * block_payload_bytes` bytes in C order `[blocks, layers,
+        heads, tokens, content]`. `visit` is called with consecutive pieces of it that together
+        are all of it. Raises `LayoutError`, having written nothing, where a size or a block id is
+        wrong.
+        """
+        self._check(memory, block_ids, payload)
+        if len(block_ids):
+            self._plan.gather(memory, block_ids, payload, visit)
+
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+    ) -> None:
+        """Copy `payload` to `block_ids` of `memory`: the reverse of `gather`, the same rules."""
+        self._check(memory, block_ids, payload)
+        if len(block_ids):
+            self._plan.scatter(memory, block_ids, payload, visit)
+
+    def _check(self, memory: Bytes, block_ids: BlockIds, payload: Bytes) -> None:
+        _check_bytes("memory", memory, self._kv.size_bytes, len(block_ids))
+        check_copy(self._kv, block_ids, payload)
+
+
+def _check_bytes(name: str, array: Bytes, size_bytes: int, num_blocks: int) -> None:
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise LayoutError(
+            f"{name} is {array.dtype} of shape {array.shape}: must be contiguous bytes, "
+            "a one-dimensional uint8 array"
+        )
+    if array.size != size_bytes:
+        raise LayoutError(
+            f"{name} has {array.size} bytes: {num_blocks} blocks of this layout need "
+            f"exactly {size_bytes}"
+        )
+
+
+def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
+    """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` just holds them."""
+    num_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
+    _check_bytes("payload", payload, num_bytes, len(block_ids))
+    if block_ids.dtype != np.int64 or block_ids.ndim != 1:
+        raise LayoutError(
+            f"block_ids is {block_ids.dtype} of shape {block_ids.shape}: must be a "
+            "one-dimensional int64 array"
+        )
+    if len(block_ids):
+        lowest, highest = int(block_ids.min()), int(block_ids.max())
+        if lowest < 0 or highest >= kv.num_blocks:
+            raise LayoutError(
+                f"block_ids run from {lowest} to {highest}: must be between 0 and "
+                f"{kv.num_blocks - 1}, the blocks that the worker exported"
+            )
+
+
+class Runs:
+    """The longest runs that are contiguous on both sides, and the grid they lie on.
+
+    Starting from one coordinate's content, each axis that follows on without a gap, in the
+    payload's order (token, head, layer), makes the run longer and disappears from the list of
+    runs. What is left is the offset of each run of block 0, in payload order.
+    """
+
+    def __init__(self, kv: KVLayout) -> None:
+        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_entries
+        offsets = np.array(kv.layer_offsets_bytes, dtype=np.int64).reshape(layers, 1, 1)
+        size_bytes = kv.content_bytes
+        if tokens == 1 or kv.token_stride_bytes == size_bytes:
+            size_bytes *= tokens
+            tokens = 1
+        if tokens == 1 and (heads == 1 or kv.head_stride_bytes == size_bytes):
+            size_bytes *= heads
+            heads = 1
+        if heads == 1 and tokens == 1 and bool((np.diff(offsets[:, 0, 0]) == size_bytes).all()):
+            size_bytes *= layers
+            offsets = offsets[:1]
+        steps = np.arange(heads, dtype=np.int64)[:, np.newaxis] * kv.head_stride_bytes
+        steps = steps + np.arange(tokens, dtype=np.int64) * kv.token_stride_bytes
+        starts = (offsets + steps).ravel()
+        self.size_bytes: int = size_bytes
+        self.base_bytes: int = int(starts.min())
+        self.starts_bytes: npt.NDArray[np.int64] = starts - self.base_bytes
+        # With one block the stride may be anything: block 0 is the only one and adds nothing.
+        self.block_step_bytes: int = kv.block_stride_bytes if kv.num_blocks > 1 else 0
+        self.page_bytes: int = math.gcd(
+            size_bytes, self.block_step_bytes, int(np.gcd.reduce(self.starts_bytes))
+        )
+
+
+class _PagePlan:
+    """Memory as a table of equal pages; a block is a constant pattern of page numbers."""
+
+    def __init__(self, kv: KVLayout, run: Runs) -> None:
+        page = run.page_bytes
+        self._base_bytes = run.base_bytes
+        self._page_bytes = page
+        self._pages = (kv.size_bytes - run.base_bytes) // page
+        self._block_pages = run.block_step_bytes // page
+        within = np.arange(run.size_bytes // page, dtype=np.int64)
+        pattern = run.starts_bytes[:, np.newaxis] // page + within
+        self._pattern: npt.NDArray[np.int64] = pattern.ravel()
+
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
+        source, target = self._tables(memory, payload)
+        pages = self._page_numbers(block_ids)
+        # Without a mode of its own, take() buffers `out` to leave it whole on a bad index; the
+        # ids were checked, so clipping never happens and the copy goes straight to the slot.
+        if visit is None:
+            np.take(source, pages, axis=0, out=target, mode="clip")
+            return
+        for rows, piece in self._pieces(len(pages), payload):
+            np.take(source, pages[rows], axis=0, out=target[rows], mode="clip")
+            visit(piece)
+
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
+        target, source = self._tables(memory, payload)
+        pages = self._page_numbers(block_ids)
+        if visit is None:
+            target[pages] = source
+            return
+        for rows, piece in self._pieces(len(pages), payload):
+            target[pages[rows]] = source[rows]
+            visit(piece)
+
+    def _pieces(self, num_pages: int, payload: Bytes) -> Iterator[tuple[slice, memoryview]]:
+        """Rows of the payload's table, and the same bytes of the payload."""
+        page = self._page_bytes
+        step = max(1, PIECE_BYTES_MAX // page)
+        for first in range(0, num_pages, step):
+            last = min(first + step, num_pages)
+            yield slice(first, last), payload.data[first * page : last * page]
+
+    def _page_numbers(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        return (block_ids[:, np.newaxis] * self._block_pages + self._pattern).ravel()
+
+    def _tables(self, memory: Bytes, payload: Bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Memory and payload as `[pages, words]` views. Never a copy."""
+        grid = memory[self._base_bytes : self._base_bytes + self._pages * self._page_bytes]
+        # take() copies its whole source first where words are not aligned, so bytes it is then.
+        measure = self._page_bytes | grid.ctypes.data | payload.ctypes.data
+        word = np.dtype(np.uint64 if measure % 8 == 0 else np.uint8)
+        shape = (-1, self._page_bytes // word.itemsize)
+        return grid.view(word).reshape(shape), payload.view(word).reshape(shape)
+
+
+class _StridedPlan:
+    """One strided copy per layer and run of neighbouring block ids."""
+
+    def __init__(self, kv: KVLayout) -> None:
+        self._kv = kv
+
+    def gather(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
+        for source, target in self._pairs(memory, block_ids, payload):
+            np.copyto(target, source)
+        if visit is not None:
+            visit(payload.data)
+
+    def scatter(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
+    ) -> None:
+        if visit is not None:
+            visit(payload.data)
+        for target, source in self._pairs(memory, block_ids, payload):
+            np.copyto(target, source)
+
+    def _pairs(
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes
+    ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """`[blocks, heads, tokens, words]` views: (in memory, in the payload)."""
+        kv = self._kv
+        strides = (kv.block_stride_bytes, kv.head_stride_bytes, kv.token_stride_bytes)
+        word_bytes = math.gcd(
+            8, kv.content_bytes, memory.ctypes.data, payload.ctypes.data, *strides,
+            *kv.layer_offsets_bytes,
+        )  # fmt: skip
+        word = np.dtype(f"u{word_bytes}")
+        layers, heads, tokens = kv.segment.num_layers, kv.segment.num_heads, kv.block_entries
+        words = kv.content_bytes // word_bytes
+        slot = payload.view(word).reshape(len(block_ids), layers, heads, tokens, words)
+        breaks = np.flatnonzero(np.diff(block_ids) != 1) + 1
+        edges = [0, *breaks.tolist(), len(block_ids)]
+        pairs: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        for layer in range(layers):
+            # Through `buffer=`, numpy itself refuses a view that leaves the allocation.
+            cache = np.ndarray(
+                (kv.num_blocks, heads, tokens, words),
+                dtype=word,
+                buffer=memory.data,
+                offset=kv.layer_offsets_bytes[layer],
+                strides=(*strides, word_bytes),
+            )
+            for first, last in itertools.pairwise(edges):
+                block = int(block_ids[first])
+                pairs.append((cache[block : block + last - first], slot[first:last, layer]))
+        return pairs

@@ -1,0 +1,170 @@
+"""The fence page: a page of shared memory by which a worker orders copies against its own work.
+
+Owns three 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
+hands to the sidecar at attach:
+
+* word 0, `done`: sequence number of the last step whose work is finished. Written by the worker
+  (on a GPU by the stream itself), read by the sidecar: copies of a `Submit` start once
+  `done >= fence`.
+* word 1, `revoked_below`: jobs with a smaller id are void. Written by the worker under the lock
+  when it takes blocks back without an answer (the sidecar is stopped, or too slow).
+* word 2, `revoking`: not zero while the worker waits to revoke. Written by the worker when it found
+  the lock held, cleared when it has revoked or needs to no more. While it is set the sidecar starts
+  no copy for this worker: copies that overlap would else keep the lock held for ever.
+* an open-file-description lock on the page: the sidecar holds it shared while a copy touches
+  the worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its
+  holder dies, so a killed sidecar never keeps a worker waiting.
+
+Invariant (rule 3 of the design): a block is given back only after its job was answered, or was
+revoked under the exclusive lock, or the sidecar's process is gone. Because the sidecar checks
+`revoked_below` under the shared lock, a copy of a revoked job cannot start, however late a
+stopped sidecar wakes up. Nothing waits on the other side without a bound: both only ever *try*
+the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiers.kv.memfd import sealed_memfd
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+PAGE_BYTES: Final = 4096
+_DONE: Final = 0
+_REVOKED_BELOW: Final = 1
+_REVOKING: Final = 2
+
+# struct flock on 64-bit Linux: type, whence, pad, start, len, pid, pad.
+_FLOCK = struct.Struct("hhxxxxqqixxxx")
+_F_OFD_SETLK: Final = getattr(fcntl, "F_OFD_SETLK", 37)
+
+
+def lock_page(fd: int, kind: int) -> None:
+    """Take or drop (`fcntl.F_RDLCK`, `F_WRLCK`, `F_UNLCK`) a lock on the page, without waiting."""
+    fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, PAGE_BYTES, 0))
+
+
+class WorkerFence:
+    """The worker's end: makes the page, counts steps, revokes."""
+
+    def __init__(self) -> None:
+        self.fd = sealed_memfd("kvlake-fence", PAGE_BYTES)
+        self._map = mmap.mmap(self.fd, PAGE_BYTES)
+        self._words = np.frombuffer(self._map, dtype=np.uint64)
+
+    @property
+    def address(self) -> int:
+        """Where the page is mapped in this process."""
+        return int(self._words.ctypes.data)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way to the page, so that it may be closed."""
+        return True
+
+    @property
+    def done(self) -> int:
+        """Sequence number of the last finished step."""
+        return int(self._words[_DONE])
+
+    def signal(self, sequence: int) -> None:
+        """Say that all work up to step `sequence` is finished (CPU: a plain store)."""
+        self._words[_DONE] = sequence
+
+    def try_revoke(self, below: int) -> bool:
+        """Void every job with an id under `below`. False while a copy is running: try later.
+
+        From a False on no new copy starts, until a True or `give_up_revoking`: so there will be a
+        True as soon as the copies that run now are over.
+        """
+        try:
+            lock_page(self.fd, fcntl.F_WRLCK)
+        except (BlockingIOError, PermissionError):
+            self._words[_REVOKING] = 1
+            return False
+        try:
+            self._words[_REVOKED_BELOW] = max(below, int(self._words[_REVOKED_BELOW]))
+            self._words[_REVOKING] = 0
+        finally:
+            lock_page(self.fd, fcntl.F_UNLCK)
+        return True
+
+    @property
+    def revoking(self) -> bool:
+        """Whether copies are held off for a revoke that has not come through yet."""
+        return bool(self._words[_REVOKING])
+
+    def give_up_revoking(self) -> None:
+        """Let copies start again: what was to be revoked has ended by itself."""
+        self._words[_REVOKING] = 0
+
+    def close(self) -> None:
+        """Unmap and close; again is harmless. The sidecar's own descriptor is not affected."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            del self._words
+            self._map.close()
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # A page whose attempt to attach failed, or whose session ended unseen, has no other owner.
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class SidecarFence:
+    """The sidecar's end of a worker's page. Takes ownership of `fd`."""
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size < PAGE_BYTES:
+            os.close(fd)
+            raise ValueError(f"fence page has {size} bytes, needs {PAGE_BYTES}")
+        self._fd = fd
+        try:
+            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except OSError:
+            os.close(fd)
+            raise
+        self._words = np.frombuffer(self._map, dtype=np.uint64)
+
+    def reached(self, fence: int) -> bool:
+        """Whether the work that step `fence` waits for is finished."""
+        return int(self._words[_DONE]) >= fence
+
+    @property
+    def revoking(self) -> bool:
+        """Whether the worker waits for the running copies to end, so that it can revoke."""
+        return bool(self._words[_REVOKING])
+
+    @contextlib.contextmanager
+    def copying(self, job_id: int) -> Generator[bool, None, None]:
+        """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
+
+        Each use opens its own file description, so that threads hold the lock side by side.
+        Raises `BlockingIOError` while the worker revokes, or waits to: try again. Waiting for the
+        lock here would tie a copy thread to a worker that may be stopped at that very point.
+        """
+        if self.revoking:
+            raise BlockingIOError("the worker waits to revoke")
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            lock_page(fd, fcntl.F_RDLCK)
+            yield job_id >= int(self._words[_REVOKED_BELOW])
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Unmap and close; no copy may be running."""
+        del self._words
+        self._map.close()
+        os.close(self._fd)

@@ -1,0 +1,79 @@
+"""How the tokens of one (block, head) lie in its bytes, for the encodings of which that is known.
+
+Owns the table from an encoding's name to its planes, so that blocks of one size can be made of
+blocks of another. Does not own copying (`reshard.py`), nor the choice of an encoding's name (the
+connector's `namespace.py`).
+
+A (block, head) is a row of planes, one after the other (K and V). A plane is an array in C order
+`[rows, groups, unit bytes]`, a group being the fewest tokens that lie together: kernels put
+dimensions of the head outside of the tokens, or some tokens side by side, to load whole vectors.
+A block of twice the tokens has twice the groups in every row.
+
+Invariants: pure. An encoding that is not in the table has no planes, and engines whose blocks
+differ in size do not share chunks in it. The tests compare the table with what the kernels write.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from tiers.kv.layout import ITEM_BYTES
+
+BY_TOKEN: Final = "+token"  # noqa: S105 (a token of text)
+"""Ends the name of an encoding in which a token's content lies together, whatever is in it."""
+
+_AMX_TOKENS: Final = 16
+_AMX_DIMENSIONS: Final = 16
+_PAIR: Final = 2
+
+_VECTOR_ENCODINGS: Final = ("cpu-x86-vec", "cpu-x86-vec16")
+_VECTOR_DTYPES: Final = ("float32", "float16", "bfloat16")
+_TILE_ENCODING: Final = "cpu-x86-amx"
+_TILE_DTYPES: Final = ("bfloat16",)
+
+
+class Plane(NamedTuple):
+    """One part of a (block, head): `[rows, block tokens / group_tokens, unit_bytes]`."""
+
+    rows: int
+    group_tokens: int
+    unit_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all rows."""
+        return self.rows * self.unit_bytes // self.group_tokens
+
+
+def regroups(encoding: str, dtype: str) -> bool:
+    """Whether blocks of this encoding can be made of blocks of another size."""
+    return (
+        encoding.endswith(BY_TOKEN)
+        or (encoding in _VECTOR_ENCODINGS and dtype in _VECTOR_DTYPES)
+        or (encoding == _TILE_ENCODING and dtype in _TILE_DTYPES)
+    )
+
+
+def planes_of(encoding: str, dtype: str, content_bytes: int) -> tuple[Plane, ...] | None:
+    """The planes of an encoding, None where they are not known.
+
+    `content_bytes` are those of a token in one layer and head: K and V, of one size on CPUs.
+    """
+    if not regroups(encoding, dtype):
+        return None
+    if encoding.endswith(BY_TOKEN):
+        return (Plane(1, 1, content_bytes),)
+    item_bytes = ITEM_BYTES[dtype]
+    half_bytes = content_bytes // 2
+    if encoding in _VECTOR_ENCODINGS:
+        # K as [dimensions, tokens], V as [tokens, dimensions].
+        found = (Plane(half_bytes // item_bytes, 1, item_bytes), Plane(1, 1, half_bytes))
+    else:
+        # K as tiles of 16 tokens, V as rows of 16 dimensions with two tokens side by side.
+        rows = half_bytes // item_bytes // _AMX_DIMENSIONS
+        found = (
+            Plane(1, _AMX_TOKENS, _AMX_TOKENS * half_bytes),
+            Plane(rows, _PAIR, _PAIR * _AMX_DIMENSIONS * item_bytes),
+        )
+    whole = sum(plane.token_bytes for plane in found) == content_bytes
+    return found if whole else None

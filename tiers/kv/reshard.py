@@ -1,0 +1,222 @@
+"""Assembly: one worker's part of a chunk out of segments that were cut another way.
+
+Owns which segments to read so that a wanted one is covered, and the copy of what overlaps. Engines
+cut a model over tensor and pipeline parallel ranks in different ways and use blocks of different
+sizes; what they stored is the same chunk, and each can read the others'.
+
+Does not own reading, verifying or sealing: a source is verified as a whole against its own
+checksum before anything is copied out of it, and what was assembled gets a checksum of its own.
+For the same reason nothing here reads ranges: a part of an object cannot be verified.
+
+Invariants: what is copied lies in both segments, so a byte of the target is written from the
+same (layer, head, token) of a source or not at all; `cover` names sources that leave no hole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiers.errors import LayoutError
+from tiers.kv.packing import planes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import numpy.typing as npt
+
+    from tiers.kv.layout import ChunkLayout, Segment
+    from tiers.kv.packing import Plane
+
+    Bytes = npt.NDArray[np.uint8]
+
+SOURCES_MAX: Final = 64
+"""Segments that one target is assembled from; a cut finer than this is a miss."""
+
+
+def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...] | None:
+    """The fewest of `available` that together hold all of `target`, or None.
+
+    One that holds all of it is taken if there is one, the smallest first. Else sources are taken
+    by what they add until nothing is missing: exact for the grids that parallel engines make,
+    where segments of one cut never overlap, and at worst somewhat more than the fewest.
+    """
+    whole = [segment for segment in available if overlap(target, segment) == _box(target)]
+    if whole:
+        return (min(whole, key=lambda one: (one.num_layers * one.num_heads, one)),)
+    missing = np.ones((target.num_layers, target.num_heads), dtype=np.bool_)
+    candidates = sorted(one for one in available if overlap(target, one) is not None)
+    chosen: list[Segment] = []
+    while missing.any() and len(chosen) < SOURCES_MAX:
+        best, added = None, 0
+        for segment in candidates:
+            count = int(np.count_nonzero(missing[_within(target, segment)]))
+            if count > added:
+                best, added = segment, count
+        if best is None:
+            return None
+        missing[_within(target, best)] = False
+        chosen.append(best)
+    return None if missing.any() else tuple(sorted(chosen))
+
+
+def refusal(source: ChunkLayout, target: ChunkLayout) -> str | None:
+    """Why bytes of `source` cannot become bytes of `target`, or None if they can."""
+    for field in ("dtype", "encoding", "content_bytes", "entry_tokens"):
+        found, wanted = getattr(source, field), getattr(target, field)
+        if found != wanted:
+            return f"{field}={found!r}: the reader has {wanted!r}"
+    if source.block_tokens == target.block_tokens:
+        return None
+    planes = planes_of(source.encoding, source.dtype, source.content_bytes)
+    if planes is None:
+        return (
+            f"block_tokens={source.block_tokens}: how encoding {source.encoding} packs the tokens "
+            f"of a block is not known, and the reader's blocks have {target.block_tokens}"
+        )
+    for plane in planes:
+        for tokens in (source.block_tokens, target.block_tokens):
+            if tokens % plane.group_tokens:
+                return (
+                    f"block_tokens={tokens}: encoding {source.encoding} packs "
+                    f"{plane.group_tokens} tokens together"
+                )
+    return None
+
+
+def copy_overlap(
+    source: ChunkLayout, payload: Bytes, target: ChunkLayout, into: Bytes, num_tokens: int
+) -> int:
+    """Copy what both segments hold from a source's payload to a target's; returns the bytes.
+
+    Payloads are in C order `[blocks, layers, heads, tokens, content]` and have `num_tokens` tokens
+    each, a whole number of blocks of either geometry; the blocks may differ in size.
+
+    Raises `LayoutError` where the two do not fit together. Releases the GIL while bytes move.
+    """
+    reason = refusal(source, target)
+    if reason is not None:
+        raise LayoutError(reason)
+    for name, layout, array in (("payload", source, payload), ("into", target, into)):
+        if num_tokens < 1 or num_tokens % layout.block_tokens:
+            raise LayoutError(
+                f"num_tokens={num_tokens}: is no whole number of blocks of {layout.block_tokens}"
+            )
+        size_bytes = num_tokens // layout.block_tokens * layout.block_payload_bytes
+        if array.size != size_bytes:
+            raise LayoutError(
+                f"{name} has {array.size} bytes: {num_tokens} tokens of segment "
+                f"{layout.segment.name} have {size_bytes}"
+            )
+    box = overlap(target.segment, source.segment)
+    if box is None:
+        return 0
+    taken = _blocks(source, payload)[:, *_slices(box, source.segment)]
+    given = _blocks(target, into)[:, *_slices(box, target.segment)]
+    if source.block_tokens == target.block_tokens:
+        np.copyto(given, taken)
+        return given.size
+    planes = planes_of(source.encoding, source.dtype, source.content_bytes)
+    assert planes is not None, "not refused"
+    start = 0
+    for plane in planes:
+        # Where a plane starts grows with the block, as everything in it does.
+        _regroup(
+            _plane(taken, plane, start, source.block_tokens),
+            _plane(given, plane, start, target.block_tokens),
+        )
+        start += plane.token_bytes
+    return given.size
+
+
+Box = tuple[int, int, int, int]
+
+
+def _box(segment: Segment) -> Box:
+    return (
+        segment.first_layer,
+        segment.first_layer + segment.num_layers,
+        segment.first_head,
+        segment.first_head + segment.num_heads,
+    )
+
+
+def overlap(one: Segment, other: Segment) -> Box | None:
+    """Half-open layer and head ranges that two segments share; None where they share nothing."""
+    a, b = _box(one), _box(other)
+    first_layer, last_layer = max(a[0], b[0]), min(a[1], b[1])
+    first_head, last_head = max(a[2], b[2]), min(a[3], b[3])
+    if first_layer >= last_layer or first_head >= last_head:
+        return None
+    return first_layer, last_layer, first_head, last_head
+
+
+def _slices(box: Box, within: Segment) -> tuple[slice, slice]:
+    return (
+        slice(box[0] - within.first_layer, box[1] - within.first_layer),
+        slice(box[2] - within.first_head, box[3] - within.first_head),
+    )
+
+
+def _within(target: Segment, source: Segment) -> tuple[slice, slice]:
+    box = overlap(target, source)
+    assert box is not None, "candidates overlap the target"
+    return _slices(box, target)
+
+
+def _blocks(layout: ChunkLayout, payload: Bytes) -> Bytes:
+    """`[blocks, layers, heads, bytes of one block and head]`."""
+    segment = layout.segment
+    return payload.reshape(
+        -1, segment.num_layers, segment.num_heads, layout.block_entries * layout.content_bytes
+    )
+
+
+def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
+    """`[blocks, layers, heads, rows, groups, unit bytes]` of one plane; never a copy.
+
+    `start` is the bytes of a token in the planes before.
+    """
+    blocks, layers, heads, _ = view.shape
+    groups = block_tokens // plane.group_tokens
+    part = view[..., start * block_tokens : (start + plane.token_bytes) * block_tokens]
+    row_bytes = groups * plane.unit_bytes
+    return np.lib.stride_tricks.as_strided(
+        part,
+        (blocks, layers, heads, plane.rows, groups, plane.unit_bytes),
+        (*part.strides[:3], row_bytes, plane.unit_bytes, 1),
+    )
+
+
+def _regroup(taken: Bytes, given: Bytes) -> None:
+    """Copy between planes of the same tokens in blocks of two sizes."""
+    # In runs of their greatest common divisor a run of groups of the one is one of the other.
+    # Where one size divides the other, one strided copy does all.
+    run = math.gcd(taken.shape[4], given.shape[4])
+    source, target = _runs(taken, run), _runs(given, run)
+    if run == taken.shape[4]:
+        blocks, runs = target.shape[0], target.shape[4]
+        split = source.reshape(blocks, runs, *source.shape[1:4], source.shape[5])
+        np.copyto(target, split.transpose(0, 2, 3, 4, 1, 5))
+        return
+    if run == given.shape[4]:
+        blocks, runs = source.shape[0], source.shape[4]
+        split = target.reshape(blocks, runs, *target.shape[1:4], target.shape[5])
+        np.copyto(split, source.transpose(0, 4, 1, 2, 3, 5))
+        return
+    for number in range(source.shape[0] * source.shape[4]):
+        from_block, from_run = divmod(number, source.shape[4])
+        to_block, to_run = divmod(number, target.shape[4])
+        np.copyto(target[to_block, ..., to_run, :], source[from_block, ..., from_run, :])
+
+
+def _runs(plane: Bytes, run: int) -> Bytes:
+    """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each; never a copy."""
+    blocks, layers, heads, rows, groups, unit_bytes = plane.shape
+    return np.lib.stride_tricks.as_strided(
+        plane,
+        (blocks, layers, heads, rows, groups // run, run * unit_bytes),
+        (*plane.strides[:4], run * unit_bytes, 1),
+    )

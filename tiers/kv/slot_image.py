@@ -1,0 +1,396 @@
+"""The slot image: one segment as one Arrow IPC file, made by patching a template.
+
+Owns what a host slot holds: how an image is made, and what must be equal for bytes to be accepted.
+Does not own the columns and their order (`arrow_file.py`), slots (`pool/host_pool.py`), geometry
+(`layout.py`) or transport.
+
+An image is header, payload, footer. Header and footer are constant for a geometry and learnt once
+from pyarrow; an image is made by copying them and patching the row's fields in place (block_hash,
+parent_hash, kv_xxh3, token_ids, row_xxh3), so nothing is ever serialized.
+
+Invariants:
+
+* Images of one (layout, blocks, namespace) differ only in the patched fields and the payload, so
+  two clusters that store the same chunk write the same object.
+* Every byte of an accepted image was checked: against the template, or by `row_xxh3` or `kv_xxh3`.
+  Of 300 bit flips in an image's metadata Arrow readers accepted 20, with other data: foreign bytes
+  therefore meet comparisons only, never a parser. Truncation shows in the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
+
+from tiers.errors import (
+    ChunkCorrupt,
+    ImageChecksumMismatch,
+    ImageHeaderMismatch,
+    ImageKeyMismatch,
+    ImageNamespaceMismatch,
+    ImageTruncated,
+    LayoutError,
+)
+from tiers.kv.arrow_file import (
+    CHECKSUM_BYTES,
+    FORMAT,
+    KEY_BYTES,
+    PAGE_BYTES,
+    Descriptor,
+    find_descriptor,
+    learn,
+)
+from tiers.kv.layout import ChunkLayout, Segment
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+PAYLOAD_OFFSET: Final = PAGE_BYTES
+"""Where the payload starts, but for chunks of more than some 600 tokens: their ids need more
+pages. `SlotTemplate.payload_offset` is always right."""
+
+_ALIGNMENT_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMeta:
+    """What a verified image holds. `token_ids` are little-endian int32 bytes."""
+
+    key: bytes
+    parent: bytes
+    token_ids: bytes
+    checksum: bytes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """What `inspect_image` found. `error` is None for an intact image; the rest as far as known."""
+
+    image_bytes: int
+    descriptor: Descriptor | None
+    meta: SegmentMeta | None
+    error: ChunkCorrupt | None
+
+    @property
+    def verdict(self) -> str:
+        """`intact`, or the name of the error."""
+        return "intact" if self.error is None else type(self.error).__name__
+
+
+class SlotTemplate:
+    """The image of `num_blocks` blocks of one layout in one namespace.
+
+    Arguments named `slot` are uint8 arrays of at least `image_bytes`, the image at their start.
+    """
+
+    def __init__(self, layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> None:
+        if len(namespace_digest) != KEY_BYTES:
+            raise LayoutError(
+                f"namespace_digest has {len(namespace_digest)} bytes: a digest has {KEY_BYTES}"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.namespace_digest = namespace_digest
+        self.token_bytes = num_blocks * layout.block_tokens * 4
+        self.payload_bytes = layout.payload_bytes(num_blocks)
+        learnt = learn(layout, num_blocks, namespace_digest)
+        self.payload_offset: int = learnt.offsets["kv"]
+        self._header = learnt.header
+        self._footer = learnt.footer
+        self._footer_offset = self.payload_offset + self.payload_bytes
+        self.image_bytes = self._footer_offset + len(self._footer)
+        self._key = _field(learnt.offsets["block_hash"], KEY_BYTES)
+        self._parent = _field(learnt.offsets["parent_hash"], KEY_BYTES)
+        self.checksum = _field(learnt.offsets["kv_xxh3"], CHECKSUM_BYTES)
+        self._token_ids = _field(learnt.offsets["token_ids"], self.token_bytes)
+        self.row_checksum = _field(learnt.offsets["row_xxh3"], CHECKSUM_BYTES)
+        # The columns lie in the file in their order: one hash covers key, parent, sum and tokens.
+        self.row = slice(self._key.start, self._token_ids.stop)
+        # A gap after odd token ids is alignment: constant, and inside the row's hash or after it.
+        self._constant = (
+            slice(0, self.row.start),
+            slice(self.row.stop, self.row_checksum.start),
+            slice(self.row_checksum.stop, self.payload_offset),
+        )
+        self._header_array: Bytes = np.frombuffer(self._header, dtype=np.uint8)
+        self._footer_array: Bytes = np.frombuffer(self._footer, dtype=np.uint8)
+
+    def payload(self, slot: Bytes) -> Bytes:
+        """The payload's bytes in `slot`, as a view."""
+        self._require_room(slot)
+        return slot[self.payload_offset : self._footer_offset]
+
+    def prepare(self, slot: Bytes) -> None:
+        """Write header and footer; the image is complete once the payload is there and sealed."""
+        self._require_room(slot)
+        slot[: self.payload_offset] = self._header_array
+        slot[self._footer_offset : self.image_bytes] = self._footer_array
+
+    def seal(
+        self,
+        slot: Bytes,
+        key: bytes,
+        parent: bytes,
+        token_ids: bytes,
+        *,
+        checksum: bytes | None = None,
+    ) -> bytes:
+        """Patch the row; returns the payload's checksum.
+
+        `token_ids` are little-endian int32 bytes, one for each token of the blocks. `checksum` is
+        the digest of a `payload_hasher` that saw the payload while it was copied here; without it
+        the payload is hashed now.
+        Raises `LayoutError` where a field does not have its exact size.
+        """
+        for name, value, size_bytes in (
+            ("key", key, KEY_BYTES),
+            ("parent", parent, KEY_BYTES),
+            ("token_ids", token_ids, self.token_bytes),
+        ):
+            if len(value) != size_bytes:
+                raise LayoutError(
+                    f"{name} has {len(value)} bytes: an image of {self.num_blocks} blocks of "
+                    f"{self.layout.block_tokens} tokens needs exactly {size_bytes}"
+                )
+        if checksum is None:
+            checksum = _digest(self.payload(slot))
+        for place, value in (
+            (self._key, key),
+            (self._parent, parent),
+            (self.checksum, checksum),
+            (self._token_ids, token_ids),
+        ):
+            slot[place] = np.frombuffer(value, dtype=np.uint8)
+        row_checksum = _digest(slot[self.row])
+        slot[self.row_checksum] = np.frombuffer(row_checksum, dtype=np.uint8)
+        return checksum
+
+    def verify(
+        self,
+        image: Bytes | memoryview | bytes,
+        key: bytes | None = None,
+        *,
+        digest: bytes | None = None,
+    ) -> SegmentMeta:
+        """Check every byte of a foreign `image`; with `key`, also that it is that chunk.
+
+        `digest` is that of a `payload_hasher` that saw the payload as it arrived here; without it
+        the payload is hashed now.
+        Raises, in the order of the checks: `ImageTruncated` (length), `ImageNamespaceMismatch` or
+        `ImageHeaderMismatch` (constant bytes, then the row), `ImageKeyMismatch`,
+        `ImageChecksumMismatch` (payload).
+        """
+        view: Bytes = np.frombuffer(image, dtype=np.uint8)
+        if view.size != self.image_bytes:
+            raise ImageTruncated(
+                f"image has {view.size} bytes: {self.num_blocks} blocks of this layout make "
+                f"exactly {self.image_bytes}; read it again or quarantine it"
+            )
+        self._check_constant_bytes(view)
+        if _digest(view[self.row]) != view[self.row_checksum].tobytes():
+            raise ImageHeaderMismatch(
+                "row_xxh3 differs from the hash of block_hash, parent_hash, kv_xxh3 and "
+                "token_ids: the row was damaged; quarantine the image"
+            )
+        meta = SegmentMeta(
+            key=view[self._key].tobytes(),
+            parent=view[self._parent].tobytes(),
+            token_ids=view[self._token_ids].tobytes(),
+            checksum=view[self.checksum].tobytes(),
+            num_blocks=self.num_blocks,
+        )
+        if key is not None and meta.key != key:
+            raise ImageKeyMismatch(
+                f"block_hash={meta.key.hex()}: the image is intact but {key.hex()} was asked for; "
+                "it is stored under a wrong name"
+            )
+        if digest is None:
+            self.verify_payload(view)
+        else:
+            self.check(view, digest)
+        return meta
+
+    def token_ids(self, slot: Bytes) -> list[int]:
+        """The token ids in the header of a sealed slot, as they are there."""
+        tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
+        return tokens
+
+    def verify_payload(self, slot: Bytes) -> bool:
+        """True if the payload has the checksum in the row; raises `ImageChecksumMismatch` if not.
+
+        Only that: enough for a slot that this process sealed or verified before.
+        """
+        return self.check(slot, _digest(self.payload(slot)))
+
+    def check(self, slot: Bytes, found: bytes) -> bool:
+        """`verify_payload` with a digest of the payload that the caller took with a hasher."""
+        expected = slot[self.checksum].tobytes()
+        if found != expected:
+            raise ImageChecksumMismatch(
+                f"payload hashes to {found.hex()}, kv_xxh3 says {expected.hex()}: the bytes are "
+                "not those that left the engine; quarantine the image"
+            )
+        return True
+
+    def examine(
+        self, memory: Bytes, offsets: npt.NDArray[np.int64]
+    ) -> list[tuple[bytes, bytes] | None]:
+        """Key and parent of the image at each offset, None for one that is not as `verify` wants.
+
+        All but the payload is checked, for many images at once. Each must lie within `memory`.
+        """
+        # Row by row of this view is one image's header: indexing it copies those that are wanted.
+        heads = sliding_window_view(memory, self.payload_offset)[offsets]
+        feet = sliding_window_view(memory, len(self._footer))[offsets + self._footer_offset]
+        good: npt.NDArray[np.bool_] = (feet == self._footer_array).all(axis=1)
+        for place in self._constant:
+            good &= (heads[:, place] == self._header_array[place]).all(axis=1)
+        found: list[tuple[bytes, bytes] | None] = []
+        for head, constant in zip(heads, good.tolist(), strict=True):
+            row = head[self.row]
+            if constant and _digest(row) == head[self.row_checksum].tobytes():
+                found.append((head[self._key].tobytes(), head[self._parent].tobytes()))
+            else:
+                found.append(None)
+        return found
+
+    def _require_room(self, slot: Bytes) -> None:
+        if slot.size < self.image_bytes:
+            raise LayoutError(
+                f"slot has {slot.size} bytes: an image of {self.num_blocks} blocks needs "
+                f"{self.image_bytes}"
+            )
+
+    def _check_constant_bytes(self, view: Bytes) -> None:
+        header = view[: self.payload_offset].tobytes()
+        if any(header[place] != self._header[place] for place in self._constant):
+            raise self._header_error(header)
+        if view[self._footer_offset :].tobytes() != self._footer:
+            raise ImageHeaderMismatch(
+                "the Arrow footer differs from this layout's template; quarantine the image"
+            )
+
+    def _header_error(self, header: bytes) -> ChunkCorrupt:
+        descriptor = find_descriptor(header)
+        if descriptor is not None and descriptor.namespace != self.namespace_digest.hex():
+            return ImageNamespaceMismatch(
+                f"namespace={descriptor.namespace}: expected {self.namespace_digest.hex()}; the "
+                "image was written for another model, dtype, geometry or encoding"
+            )
+        return ImageHeaderMismatch(
+            "the Arrow header differs from this layout's template; quarantine the image"
+        )
+
+
+class SlotTemplates:
+    """Templates of one layout and namespace, made when first asked for."""
+
+    def __init__(self, layout: ChunkLayout, namespace_digest: bytes) -> None:
+        if layout.block_payload_bytes < _ALIGNMENT_BYTES:
+            raise LayoutError(
+                f"block_payload_bytes={layout.block_payload_bytes}: must be at least "
+                f"{_ALIGNMENT_BYTES}, Arrow's alignment, or images of different numbers of blocks "
+                "have the same length"
+            )
+        self.layout = layout
+        self.namespace_digest = namespace_digest
+        # Two threads may learn the same template at once; they learn equal ones.
+        self._by_blocks: dict[int, SlotTemplate] = {}
+        largest = self[layout.blocks_per_chunk].image_bytes
+        self.slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
+
+    def __getitem__(self, num_blocks: int) -> SlotTemplate:
+        """The template for `num_blocks`, between 1 and the layout's `blocks_per_chunk`."""
+        template = self._by_blocks.get(num_blocks)
+        if template is None:
+            template = SlotTemplate(self.layout, num_blocks, self.namespace_digest)
+            self._by_blocks[num_blocks] = template
+        return template
+
+    def for_image_bytes(self, image_bytes: int) -> SlotTemplate:
+        """The template whose image has exactly that length. Raises `ImageTruncated` if none has."""
+        low, high = 1, self.layout.blocks_per_chunk
+        while low < high:
+            middle = (low + high) // 2
+            if self[middle].image_bytes < image_bytes:
+                low = middle + 1
+            else:
+                high = middle
+        template = self[low]
+        if template.image_bytes != image_bytes:
+            raise ImageTruncated(
+                f"image has {image_bytes} bytes: no number of blocks from 1 to "
+                f"{self.layout.blocks_per_chunk} makes that length "
+                f"({template.num_blocks} make {template.image_bytes}); quarantine it"
+            )
+        return template
+
+
+def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
+    """Examine an image of unknown origin: rebuild the template that it claims, then verify it.
+
+    Raises nothing for bad bytes: the report carries the error. No Arrow parser is involved.
+    """
+    view: Bytes = np.frombuffer(buffer, dtype=np.uint8)
+    descriptor = find_descriptor(view[:PAGE_BYTES].tobytes())
+    if descriptor is None:
+        unknown = ImageHeaderMismatch(
+            "no kvlake descriptor in the first page: not a segment image, or damaged beyond telling"
+        )
+        return SegmentReport(view.size, None, None, unknown)
+    try:
+        meta = claimed_template(descriptor, view.size).verify(view)
+    except ChunkCorrupt as error:
+        return SegmentReport(view.size, descriptor, None, error)
+    return SegmentReport(view.size, descriptor, meta, None)
+
+
+def claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
+    """The template that a foreign descriptor describes; no work beyond the image's own size.
+
+    Raises `ChunkCorrupt` for one that describes nothing, or more than `image_bytes`.
+    """
+    if descriptor.format != FORMAT:
+        raise ImageHeaderMismatch(
+            f"format={descriptor.format}: this release reads format {FORMAT}; use one that "
+            "reads both"
+        )
+    try:
+        layout = ChunkLayout(
+            segment=Segment.parse(descriptor.segment),
+            blocks_per_chunk=descriptor.blocks,
+            block_tokens=descriptor.block_tokens,
+            content_bytes=descriptor.content_bytes,
+            dtype=descriptor.dtype,
+            encoding=descriptor.encoding,
+            entry_tokens=descriptor.entry_tokens,
+        )
+        claimed_bytes = layout.payload_bytes(descriptor.blocks)
+        claimed_bytes += descriptor.blocks * descriptor.block_tokens * 4
+        if claimed_bytes > image_bytes:
+            raise ImageTruncated(
+                f"image has {image_bytes} bytes: its descriptor claims more than {claimed_bytes}"
+            )
+        return SlotTemplate(layout, descriptor.blocks, bytes.fromhex(descriptor.namespace))
+    except ValueError as error:
+        raise ImageHeaderMismatch(f"the descriptor claims an impossible layout: {error}") from error
+
+
+def _field(offset: int, size_bytes: int) -> slice:
+    return slice(offset, offset + size_bytes)
+
+
+def payload_hasher() -> xxhash.xxh3_128:
+    """A running hash of a payload, for `seal` and `check`; its `update` takes pieces in order."""
+    return xxhash.xxh3_128()
+
+
+def _digest(view: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(view.data)

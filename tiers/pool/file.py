@@ -1,0 +1,248 @@
+"""The files of a pool: made, mapped, looked at from outside, removed.
+
+Owns the file system's side of a pool: whose a file is, how long it is, whether all of it is backed
+by memory, and why one cannot be taken over. Does not own what is in it (`table.py`) nor the
+lock (`lock.py`).
+
+Invariant: a file that no owner's record vouches for, or that is another user's, is never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiers.errors import PoolError
+from tiers.kv.memfd import keep_out_of_dumps
+from tiers.pool.lock import (
+    Owner,
+    lock_path_of,
+    owner_of,
+    read_boot_id,
+    read_owner,
+    remove_files,
+    take_lock,
+)
+from tiers.pool.table import (
+    PAGE_BYTES,
+    PoolTable,
+    TableShape,
+    plausible,
+    read_superblock,
+    superblock,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiers.pool.prefault import Backing
+
+CONTRADICTION: Final = "its table of slabs contradicts itself"
+
+_FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """What a pool's files say, without becoming their owner."""
+
+    owner: Owner | None
+    """None: there is no record, or none of ours."""
+    file_bytes: int
+    """0: there is no file."""
+    unusable: str
+    """Why the next owner would empty it; empty if it would take it over."""
+    size_bytes: int = 0
+    slots: dict[int, int] | None = None
+    """Sealed slots by their size."""
+
+
+def inspect_pool(path: Path) -> PoolReport:
+    """Look at a pool, in use or not. Raises `OSError` for a file that cannot be read."""
+    owner = read_owner(lock_path_of(path))
+    try:
+        fd = os.open(path, os.O_RDONLY | _FILE_FLAGS)
+    except FileNotFoundError:
+        return PoolReport(owner, 0, "")
+    try:
+        file_bytes = os.fstat(fd).st_size
+        shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), file_bytes, read_boot_id())
+        if isinstance(shape, str):
+            return PoolReport(owner, file_bytes, shape)
+        mapping = mmap.mmap(fd, shape.table_bytes, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
+    slabs = table.slabs()
+    if slabs is None or not all(plausible(slab, shape) for slab in slabs):
+        return PoolReport(owner, file_bytes, CONTRADICTION)
+    sizes, counts = np.unique(table.sealed(slabs).slot_bytes, return_counts=True)
+    slots = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+    return PoolReport(owner, file_bytes, "", shape.size_bytes, slots)
+
+
+def remove_pool(path: Path) -> int:
+    """Remove a pool that nobody uses; returns the bytes that are free now.
+
+    Raises:
+        PoolError: it is in use, or not ours.
+    """
+    if not os.path.lexists(path) and not os.path.lexists(lock_path_of(path)):
+        return 0
+    lock_fd = take_lock(lock_path_of(path))
+    try:
+        if not os.path.lexists(path):
+            remove_files(path, lock_fd)
+            return 0
+        try:
+            require_ours(path, lock_fd)
+        except PoolError:
+            if not os.fstat(lock_fd).st_size:
+                # Made by taking the lock: it must not vouch for a file that is not ours.
+                lock_path_of(path).unlink()
+            raise
+        file_bytes = path.stat().st_size
+        remove_files(path, lock_fd)
+        return file_bytes
+    finally:
+        os.close(lock_fd)
+
+
+def require_ours(path: Path, lock_fd: int) -> None:
+    """Raise `PoolError` for a file that no owner's record vouches for, or of another user."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or owner_of(lock_fd) is None:
+        raise PoolError(
+            f"{path} exists and was not made by kvlake (no owner in {path.name}.lock); choose "
+            "another host.directory or runtime.name, or remove it yourself"
+        )
+    if found.st_uid != os.geteuid():
+        raise PoolError(
+            f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; choose another "
+            "host.directory or runtime.name"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """A pool's file, mapped as a whole."""
+
+    mapping: mmap.mmap
+    shape: TableShape
+    resized_from_bytes: int
+    """How large its slots were when they were found."""
+    populated: bool = False
+    """Whether all of its pages are mapped already."""
+
+
+def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | str:
+    """Map a file of ours, made as large as wanted, or say why it cannot be taken over.
+
+    Where it shrinks, the slabs beyond its end are lost. Raises `PoolError` where it has to grow and
+    there is no room; nothing is lost then.
+    """
+    fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
+    try:
+        found = os.fstat(fd)
+        shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), found.st_size, read_boot_id())
+        if isinstance(shape, str):
+            return shape
+        if found.st_blocks * 512 < found.st_size:
+            return "it has holes: not all of it is backed by memory"
+        wanted = shape.resized(size_bytes)
+        if wanted is None:
+            return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
+        if wanted.file_bytes > found.st_size:
+            # Not mapped before it is backed: killed in between, the file would have holes, and all
+            # that is in it would be lost.
+            _require_room(path, wanted, found.st_size)
+            _back(fd, path, wanted, found.st_size, backing)
+        if wanted != shape:
+            if wanted.size_bytes < shape.size_bytes and not _cut_slabs(fd, shape, wanted):
+                return CONTRADICTION
+            # One write within a page: a process that is killed has made it or not.
+            os.pwrite(fd, superblock(wanted, read_boot_id()), 0)
+        if wanted.file_bytes < found.st_size:
+            os.ftruncate(fd, wanted.file_bytes)
+        mapping = mmap.mmap(fd, wanted.file_bytes)
+        keep_out_of_dumps(mapping)
+        return MappedPool(mapping, wanted, shape.size_bytes)
+    finally:
+        os.close(fd)
+
+
+def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
+    """A new file, all of it backed by memory, mapped. Raises `PoolError` without room for it."""
+    shape = TableShape.of(size_bytes)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
+    mapping: mmap.mmap | None = None
+    try:
+        _require_room(path, shape, 0)
+        os.ftruncate(fd, shape.file_bytes)
+        mapping = mmap.mmap(fd, shape.file_bytes)
+        keep_out_of_dumps(mapping)
+        # Several threads allocate by touching; one alone does by posix_fallocate, which holds the
+        # file's lock. It comes after in any case, for it says what is missing where touching fails.
+        populated = backing.prefault and backing.populate(np.frombuffer(mapping, dtype=np.uint8))
+        if os.fstat(fd).st_blocks * 512 < shape.file_bytes:
+            _back(fd, path, shape, 0, backing)
+        return MappedPool(mapping, shape, size_bytes, populated)
+    except BaseException:
+        if mapping is not None:
+            # A thread's error may still hold a view of it; then it goes with that.
+            with contextlib.suppress(BufferError):
+                mapping.close()
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _require_room(path: Path, shape: TableShape, had_bytes: int) -> None:
+    """Raise `PoolError` where there is no room for what the file has to grow by."""
+    file_system = os.statvfs(path.parent)
+    # A tmpfs that is mounted without a limit reports no blocks at all.
+    needed = shape.file_bytes - had_bytes
+    if file_system.f_bavail * file_system.f_frsize < needed and file_system.f_blocks:
+        raise _no_room(path, shape, had_bytes)
+
+
+def _no_room(path: Path, shape: TableShape, had_bytes: int) -> PoolError:
+    file_system = os.statvfs(path.parent)
+    room = file_system.f_bavail * file_system.f_frsize
+    return PoolError(
+        f"size_bytes={shape.size_bytes} ({shape.file_bytes} with its table, {had_bytes} of them "
+        f"there): the file system of {path.parent} has {room} bytes left; lower host.size, choose "
+        f"another host.directory, or enlarge it (mount -o remount,size=... {path.parent})"
+    )
+
+
+def _back(fd: int, path: Path, shape: TableShape, had_bytes: int, backing: Backing) -> None:
+    """Back the file with memory to its new end. Raises `PoolError` where there is no room."""
+    try:
+        backing.allocate(fd, had_bytes, shape.file_bytes - had_bytes)
+    except OSError as error:
+        os.ftruncate(fd, had_bytes)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise _no_room(path, shape, had_bytes) from error
+        raise
+
+
+def _cut_slabs(fd: int, shape: TableShape, wanted: TableShape) -> bool:
+    """Remove the slabs that reach beyond a new end. False where the table contradicts itself."""
+    mapping = mmap.mmap(fd, shape.table_bytes)
+    table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
+    slabs = table.slabs()
+    if slabs is None or not all(plausible(slab, shape) for slab in slabs):
+        return False
+    for slab in slabs:
+        if not plausible(slab, wanted):
+            table.remove_slab(slab.entry)
+    return True

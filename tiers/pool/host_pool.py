@@ -1,0 +1,405 @@
+"""The host pool: fixed slots in one named shared mapping that outlives its process.
+
+Owns the file behind the mapping, the lock that makes one process its owner, which ranges of it
+are allocated, and what the file says about that (`table.py`). Does not own what the slots
+hold, nor when one may be freed: the engine frees a slot only when no copy runs on it (rule 3 of
+the design).
+
+Slots of one size form a class. Classes cut *slabs* from the pool, runs of slots of one size; a
+slab whose last slot is freed goes back and can serve another class. `allocate` and `free` are
+O(1), but for the first and last slot of a slab, which search the list of free extents.
+
+A slot is allocated, filled by somebody, sealed, touched whenever it is used, and freed. A pool
+whose owner died, or left it on purpose, is taken over: slots that were sealed are allocated still,
+and `recovered` lists them; all others are free. It grows or shrinks to the size that is wanted;
+what lay beyond a new end is lost. Where the file is of another version or boot, or contradicts
+itself, it is replaced by an empty one, and `emptied` says why.
+
+Files: `<path>` is the memory, `<path>.lock` the record of its owner (`lock.py`).
+
+Invariants: slots never overlap and start on a page; all of the file is backed by memory before the
+pool is handed out, so that a full file system is an error at start and never a SIGBUS; a file
+without an owner's record beside it is not ours and is never removed. One thread, but `populate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiers.errors import PoolError
+from tiers.pool.file import (
+    CONTRADICTION,
+    MappedPool,
+    create_mapping,
+    map_existing,
+    require_ours,
+)
+from tiers.pool.lock import (
+    Owner,
+    lock_path_of,
+    owner_of,
+    read_boot_id,
+    remove_files,
+    take_lock,
+    write_owner,
+)
+from tiers.pool.numa import Placement
+from tiers.pool.prefault import Backing, populate
+from tiers.pool.slabs import Extents, PoolStats, Slab, SlotClass
+from tiers.pool.table import (
+    PAGE_BYTES,
+    TAG_BYTES,
+    PoolTable,
+    SealedSlots,
+    SlabEntry,
+    plausible,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+
+CLASSES_MAX: Final = 4096
+POPULATE_BYTES_PER_CALL: Final = 16 << 20
+
+_SLAB_BYTES_MAX: Final = 16 << 20
+"""A slab of small slots is no larger: the fewer slots it has, the sooner it is empty again."""
+_SLABS_PER_POOL_MIN: Final = 16
+
+
+class HostPool:
+    """An open pool. Make one with `HostPool.open`."""
+
+    def __init__(self, path: Path, lock_fd: int, mapped: MappedPool) -> None:
+        shape, size_bytes = mapped.shape, mapped.shape.size_bytes
+        self.path = path
+        self.size_bytes = size_bytes
+        self.resized_from_bytes = mapped.resized_from_bytes
+        """How large it was when it was taken over; `size_bytes` where that did not change."""
+        self.recovered = SealedSlots.none()
+        """What was sealed when this process took the pool over."""
+        self.emptied = ""
+        """Why a file that was there was not taken over; empty if it was, or there was none."""
+        self.placement = Placement()
+        """On which NUMA nodes its pages were to lie."""
+        self._lock_fd = lock_fd
+        self._map = mapped.mapping
+        file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
+        self._memory: Bytes | None = file[shape.table_bytes :]
+        self._table = PoolTable(file, shape)
+        self.extents = Extents(size_bytes)
+        self._records = Extents(shape.records_max)
+        self._entries = list(range(shape.slabs_max - 1, -1, -1))
+        self._classes: list[SlotClass] = []
+        self._class_ids: dict[int, int] = {}
+        self._slab_bytes = 0
+        self._sequence = 1
+        # Every allocated slot, and its slab: what is not in here cannot be freed.
+        self._allocated: dict[int, Slab] = {}
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        size_bytes: int,
+        *,
+        prefault: bool = True,
+        threads: int = 1,
+        placement: Placement | None = None,
+    ) -> HostPool:
+        """Become the owner of the pool at `path`, `size_bytes` large.
+
+        Args:
+            path: the file; its directory exists, and should be on a tmpfs (/dev/shm).
+            size_bytes: rounded down to whole pages. The file is larger by its table: by 0.2 %, and
+                by half a megabyte at least.
+            prefault: map all pages of a new file now, which takes about 0.25 s per GiB, instead of
+                at first use. A file that is taken over is mapped by `populate`, any time later.
+            threads: how many map a new file.
+            placement: on which NUMA nodes new pages shall lie; settled here. Pages of a file that
+                is taken over stay where they are.
+
+        Raises:
+            PoolError: another process owns it, the file system has no room, or the file is not one
+                of ours. The message says what to change.
+        """
+        size_bytes -= size_bytes % PAGE_BYTES
+        if size_bytes <= 0:
+            raise PoolError(f"size_bytes={size_bytes}: a pool has at least {PAGE_BYTES} bytes")
+        placement = placement or Placement()
+        placement.settle()
+        backing = Backing(prefault, threads, placement)
+        lock_path = lock_path_of(path)
+        lock_fd = take_lock(lock_path)
+        try:
+            pool = cls._open(path, size_bytes, lock_fd, backing)
+        except BaseException as error:
+            # A record without a pool, or an empty one, is of no use to anybody.
+            if not os.path.lexists(path) or owner_of(lock_fd) is None:
+                lock_path.unlink(missing_ok=True)
+            os.close(lock_fd)
+            if isinstance(error, OSError):
+                raise PoolError(
+                    f"cannot create the pool {path}: {error}; choose another host.directory"
+                ) from error
+            raise
+
+        else:
+            pool.placement = placement
+            return pool
+
+    @classmethod
+    def _open(cls, path: Path, size_bytes: int, lock_fd: int, backing: Backing) -> HostPool:
+        there = os.path.lexists(path)
+        if there:
+            require_ours(path, lock_fd)
+        # Before the file is made: memory without an owner's record would be nobody's.
+        write_owner(lock_fd, Owner.current())
+        emptied = ""
+        if there:
+            existing = map_existing(path, size_bytes, backing)
+            if isinstance(existing, MappedPool):
+                pool = cls(path, lock_fd, existing)
+                if pool._recover():
+                    return pool
+                emptied = CONTRADICTION
+                # Its memory goes with it, before more is asked for.
+                del pool, existing
+            else:
+                emptied = existing
+            path.unlink()
+        mapped = create_mapping(path, size_bytes, backing)
+        pool = cls(path, lock_fd, mapped)
+        pool.emptied = emptied
+        pool._table.format(read_boot_id())
+        if backing.prefault and not mapped.populated:
+            for start in range(0, size_bytes, POPULATE_BYTES_PER_CALL):
+                pool.populate(start)
+        return pool
+
+    def _recover(self) -> bool:
+        """Take the slabs and sealed slots over that the file tells of. False if it is damaged."""
+        slabs = self._table.slabs()
+        if slabs is None or not all(plausible(slab, self._table.shape) for slab in slabs):
+            return False
+        ranges = [(slab.base, slab.slots * slab.slot_bytes) for slab in slabs]
+        runs = [(slab.first_record, slab.slots) for slab in slabs]
+        sizes = {slab.slot_bytes for slab in slabs}
+        if len(sizes) > CLASSES_MAX or not (
+            self.extents.claim(ranges) and self._records.claim(runs)
+        ):
+            return False
+        self.recovered = self._table.sealed(slabs)
+        if len(self.recovered):
+            self._sequence = int(self.recovered.used.max())
+        taken = {slab.entry for slab in slabs}
+        self._entries = [entry for entry in self._entries if entry not in taken]
+        sealed = set(self.recovered.offsets.tolist())
+        for found in slabs:
+            self._recover_slab(found, sealed)
+        return True
+
+    def _recover_slab(self, found: SlabEntry, sealed: set[int]) -> None:
+        slot_class = self._classes[self.register_class(found.slot_bytes)]
+        slab = Slab(found.base, found.slots, slot_class, found.entry, found.first_record)
+        slab.fresh = found.slots
+        self._slab_bytes += slab.size_bytes
+        for offset in range(found.base, found.base + slab.size_bytes, found.slot_bytes):
+            if offset in sealed:
+                self._allocated[offset] = slab
+                slab.used += 1
+            else:
+                slab.freed.append(offset)
+                self._table.free_slot(slab.record_of(offset))
+        slot_class.add(slab)
+        if not slab.used:
+            self._remove_slab(slab)
+
+    @property
+    def memory(self) -> Bytes:
+        """All slots, as bytes. A slot is `memory[offset : offset + slot_bytes]`."""
+        if self._memory is None:
+            raise PoolError(f"pool {self.path} is closed")
+        return self._memory
+
+    def register_class(self, slot_bytes: int) -> int:
+        """The class of slots of `slot_bytes` (rounded up to pages); asking again gives the same.
+
+        Raises:
+            PoolError: the pool is smaller than one such slot, or has too many classes.
+        """
+        rounded = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        if not 0 < rounded <= self.size_bytes:
+            raise PoolError(
+                f"slot_bytes={slot_bytes}: the pool has {self.size_bytes} bytes; "
+                "raise host.size or lower chunk_tokens"
+            )
+        known = self._class_ids.get(rounded)
+        if known is not None:
+            return known
+        if len(self._classes) == CLASSES_MAX:
+            raise PoolError(
+                f"slot_bytes={slot_bytes}: the pool has CLASSES_MAX={CLASSES_MAX} slot sizes "
+                "already; restart the sidecar to forget those that are no longer used"
+            )
+        class_id = self._class_ids[rounded] = len(self._classes)
+        self._classes.append(SlotClass(class_id, rounded))
+        return class_id
+
+    def allocate(self, class_id: int) -> int | None:
+        """Byte offset of a free slot of a class, its bytes undefined; None if there is none."""
+        if not 0 <= class_id < len(self._classes):
+            raise PoolError(f"class_id={class_id} was never registered")
+        slot_class = self._classes[class_id]
+        slab = next(iter(slot_class.open.values()), None) or self._add_slab(slot_class)
+        if slab is None:
+            return None
+        offset = slab.take()
+        slot_class.used += 1
+        if slab.used == slab.slots:
+            del slot_class.open[slab.base]
+        self._allocated[offset] = slab
+        self._table.open_slot(slab.record_of(offset))
+        return offset
+
+    def set_tag(self, offset: int, tag: bytes) -> None:
+        """Note whose a slot is, in at most TAG_BYTES bytes; before it is sealed, for good."""
+        record = self._slab_of(offset).record_of(offset)
+        if len(tag) > TAG_BYTES or not self._table.is_open(record):
+            raise PoolError(
+                f"tag={tag.hex()} of offset={offset}: a tag has up to {TAG_BYTES} bytes and is set "
+                "before the slot is sealed"
+            )
+        self._table.tag_slot(record, tag)
+
+    def seal(self, offset: int) -> None:
+        """Say that a slot is whole and will not change: it may come back after a restart."""
+        self._sequence += 1
+        self._table.seal_slot(self._slab_of(offset).record_of(offset), self._sequence)
+
+    def unseal(self, offset: int) -> None:
+        """Say that a slot is not to come back, though it is not free yet."""
+        self._table.open_slot(self._slab_of(offset).record_of(offset))
+
+    def touch(self, offset: int) -> None:
+        """Note that a sealed slot was used now."""
+        self._sequence += 1
+        self._table.touch_slot(self._slab_of(offset).record_of(offset), self._sequence)
+
+    def free(self, offset: int) -> None:
+        """Give a slot back. Raises `PoolError` for one that is not allocated."""
+        slab = self._slab_of(offset)
+        self._table.free_slot(slab.record_of(offset))
+        del self._allocated[offset]
+        slot_class = slab.slot_class
+        slab.freed.append(offset)
+        slab.used -= 1
+        slot_class.used -= 1
+        if slab.used:
+            slot_class.open[slab.base] = slab
+        else:
+            self._remove_slab(slab)
+
+    def class_of(self, offset: int) -> int:
+        """Class of an allocated slot. Raises `PoolError` for one that is not."""
+        return self._slab_of(offset).slot_class.class_id
+
+    def slot_bytes(self, class_id: int) -> int:
+        """Bytes of one slot of a class."""
+        return self._classes[class_id].slot_bytes
+
+    def stats(self) -> PoolStats:
+        """What is used now."""
+        classes = tuple(one.stats() for one in self._classes)
+        used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
+        return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
+
+    def populate(self, start: int) -> None:
+        """Map the pages of the next POPULATE_BYTES_PER_CALL bytes, without the GIL.
+
+        In any thread, while the pool is open. Raises `OSError` where that fails.
+        """
+        piece = self.memory[start : start + POPULATE_BYTES_PER_CALL]
+        if not populate(piece):
+            # Kernels before 5.14: touching a page maps it.
+            piece[::PAGE_BYTES].max(initial=0)
+
+    def close(self, *, keep: bool = False) -> tuple[int, ...]:
+        """Give up the lock, and the memory too unless `keep` and something is sealed. Idempotent.
+
+        Call it when no copy runs. The mapping itself goes when the last array over it does.
+        Returns the slots that were never freed; with `keep`, those that were never sealed either.
+        """
+        if self._memory is None:
+            return ()
+        unsealed = [
+            offset
+            for offset, slab in self._allocated.items()
+            if self._table.is_open(slab.record_of(offset))
+        ]
+        keep = keep and len(unsealed) < len(self._allocated) and self.path.exists()
+        leaked = tuple(sorted(unsealed if keep else self._allocated))
+        self._memory = None
+        self._allocated.clear()
+        del self._table
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        try:
+            if keep:
+                write_owner(self._lock_fd, Owner(0))
+            else:
+                remove_files(self.path, self._lock_fd)
+        finally:
+            os.close(self._lock_fd)
+        return leaked
+
+    def remove_files(self) -> None:
+        """Give the files up and nothing else, for a process that ends at once."""
+        remove_files(self.path, self._lock_fd)
+
+    def _add_slab(self, slot_class: SlotClass) -> Slab | None:
+        if not self._entries:
+            return None
+        slab_bytes_max = min(_SLAB_BYTES_MAX, self.size_bytes // _SLABS_PER_POOL_MIN)
+        slots_max = max(1, slab_bytes_max // slot_class.slot_bytes)
+        run = self._records.take(1, slots_max)
+        if run is None:
+            return None
+        first_record, records = run
+        found = self.extents.take(slot_class.slot_bytes, records)
+        base, slots = found or (0, 0)
+        if slots < records:
+            self._records.give(first_record + slots, records - slots)
+        if found is None:
+            return None
+        slab = Slab(base, slots, slot_class, self._entries.pop(), first_record)
+        self._table.add_slab(
+            SlabEntry(slab.entry, base, slot_class.slot_bytes, slots, first_record)
+        )
+        slot_class.add(slab)
+        self._slab_bytes += slab.size_bytes
+        return slab
+
+    def _remove_slab(self, slab: Slab) -> None:
+        self._table.remove_slab(slab.entry)
+        slab.slot_class.remove(slab)
+        self._slab_bytes -= slab.size_bytes
+        self._entries.append(slab.entry)
+        self._records.give(slab.first_record, slab.slots)
+        self.extents.give(slab.base, slab.size_bytes)
+
+    def _slab_of(self, offset: int) -> Slab:
+        slab = self._allocated.get(offset)
+        if slab is None:
+            raise PoolError(
+                f"offset={offset} is no allocated slot of {self.path}: it was freed before, or "
+                "never came from allocate"
+            )
+        return slab

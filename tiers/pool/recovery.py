@@ -1,0 +1,111 @@
+"""After a restart: which images the slots hold that an earlier process sealed.
+
+Owns the check of slots as foreign bytes: each must be, byte for byte, what its own descriptor
+makes of header and footer, and its row must have the hash in it. Payloads are not looked at here:
+that would read all of the memory; each is verified before its first use. Does not own slots
+(`host_pool.py`), nor who wants them.
+
+Invariants: nothing that a slot claims costs more than the slot is large; the number of templates
+that are made is bounded, whatever the slots claim, the claims of many slots going first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiers.errors import ChunkCorrupt
+from tiers.kv.arrow_file import PAGE_BYTES, descriptor_bytes, parse_descriptor
+from tiers.kv.slot_image import SlotTemplate, claimed_template
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tiers.kv.layout import ChunkLayout
+    from tiers.pool.table import SealedSlots
+
+    Bytes = npt.NDArray[np.uint8]
+
+TEMPLATES_MAX: Final = 4096
+"""Kinds of image; a realm of 16 blocks per chunk and 8 ranks has 128."""
+_SLOTS_PER_BATCH: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FoundImage:
+    """An image in a slot. `sealed`, `used` and `tag` are as the pool's table has them."""
+
+    offset: int
+    namespace_digest: bytes
+    geometry: ChunkLayout
+    """Of one block: which chunk size the image was stored with is not in it."""
+    num_blocks: int
+    key: bytes
+    parent: bytes
+    sealed: int
+    used: int
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rescan:
+    """Images in order of their last use, and the slots that hold none."""
+
+    images: list[FoundImage]
+    damaged: list[int]
+
+
+def rescan(memory: Bytes, slots: SealedSlots) -> Rescan:
+    """Look at every sealed slot of a pool that was taken over."""
+    claims: dict[tuple[bytes, int], list[int]] = {}
+    offsets: list[int] = slots.offsets.tolist()
+    sizes: list[int] = slots.slot_bytes.tolist()
+    for row, (offset, slot_bytes) in enumerate(zip(offsets, sizes, strict=True)):
+        claimed = descriptor_bytes(memory[offset : offset + PAGE_BYTES].tobytes())
+        claims.setdefault((claimed, slot_bytes), []).append(row)
+    images: list[FoundImage] = []
+    in_order = sorted(claims.items(), key=lambda claim: -len(claim[1]))
+    for (claimed, slot_bytes), rows in in_order[:TEMPLATES_MAX]:
+        template = _template(claimed, slot_bytes)
+        if template is not None:
+            for first in range(0, len(rows), _SLOTS_PER_BATCH):
+                batch = rows[first : first + _SLOTS_PER_BATCH]
+                images += _images(memory, slots, template, np.array(batch))
+    images.sort(key=lambda image: image.used)
+    good = {image.offset for image in images}
+    return Rescan(images, [offset for offset in offsets if offset not in good])
+
+
+def _template(claimed: bytes, slot_bytes: int) -> SlotTemplate | None:
+    descriptor = parse_descriptor(claimed)
+    if descriptor is None:
+        return None
+    try:
+        template = claimed_template(descriptor, slot_bytes)
+    except ChunkCorrupt:
+        return None
+    return template if template.image_bytes <= slot_bytes else None
+
+
+def _images(
+    memory: Bytes, slots: SealedSlots, template: SlotTemplate, rows: npt.NDArray[np.int64]
+) -> list[FoundImage]:
+    geometry = template.layout.geometry
+    found = template.examine(memory, slots.offsets[rows])
+    return [
+        FoundImage(
+            offset=int(slots.offsets[row]),
+            namespace_digest=template.namespace_digest,
+            geometry=geometry,
+            num_blocks=template.num_blocks,
+            key=names[0],
+            parent=names[1],
+            sealed=int(slots.sealed[row]),
+            used=int(slots.used[row]),
+            tag=slots.tags[row].tobytes(),
+        )
+        for row, names in zip(rows.tolist(), found, strict=True)
+        if names is not None
+    ]

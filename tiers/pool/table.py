@@ -1,0 +1,301 @@
+"""The front of a pool's file: what it is, where its slabs are, what each slot holds.
+
+Owns the format. A file is the table, then the slots; all numbers are little-endian::
+
+    superblock  one page: magic, version, size of the slots, capacities, boot id, checksum
+    slabs       32 bytes each: checksum (0: unused), base, slot size, slots, first record
+    records     32 bytes each: state, last use, tag; one for each slot, a run for each slab
+    slots       from the next page on
+
+Does not own which slot is whose (`host_pool.py`), nor what slots hold (`kv/slot_image.py`).
+
+It is written so that a process killed between any two instructions leaves it readable: it lives in
+shared memory, where the stores of a dead process are all there in program order. (Losing power is
+no case: the file is in memory too, and the boot id tells.) Hence the invariants:
+
+* What commits a change is one aligned store of eight bytes: the superblock's magic, a slab's
+  checksum, a record's state. What it vouches for was written before it.
+* A record's state is FREE, OPEN (allocated and not whole: being filled, or found to be bad), or
+  the number of the moment at which the slot was sealed. It leaves SEALED before a byte of the slot
+  changes, and becomes SEALED after the last one did.
+* A file is never shorter than its superblock says: it grows before, and shrinks after.
+* Whoever reads a table trusts none of it: every number is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
+    Numbers = npt.NDArray[np.int64]
+
+VERSION: Final = 2
+"""Raised with every change of this format; another one is not read."""
+
+PAGE_BYTES: Final = 4096
+TAG_BYTES: Final = 16
+FREE: Final = 0
+OPEN: Final = 1
+SEALED_MIN: Final = 2
+SEQUENCE_MAX: Final = 1 << 62
+"""No pool counts this far; a larger number is damage."""
+
+_MAGIC: Final = int.from_bytes(b"KVLKPOOL", "little")
+_SUPERBLOCK: Final = struct.Struct("<QIIQQQ16sQ")
+_ENTRY_BYTES: Final = 32
+_SLABS_MIN: Final = 1024
+_BYTES_PER_SLAB: Final = 1 << 20
+"""A sixteenth of a usual slab: room for slabs that were cut from what was left between others."""
+_RECORDS_MIN: Final = 16_384
+_BYTES_PER_RECORD: Final = 1 << 14
+"""The smallest slot that fills a pool to its end; smaller ones run out of records before."""
+RESIZE_FACTOR_MAX: Final = 16
+"""How far a table may be from what a new pool of the size would have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """Capacities and places. Those of a new pool follow from the size of its slots alone."""
+
+    size_bytes: int
+    slabs_max: int
+    records_max: int
+
+    @classmethod
+    def of(cls, size_bytes: int) -> TableShape:
+        """The shape of a new pool of `size_bytes`."""
+        return cls(
+            size_bytes,
+            max(_SLABS_MIN, size_bytes // _BYTES_PER_SLAB),
+            max(_RECORDS_MIN, size_bytes // _BYTES_PER_RECORD),
+        )
+
+    def resized(self, size_bytes: int) -> TableShape | None:
+        """The same table before more or fewer slots; None where it is by far too small or large.
+
+        Slots stay where they are, so the table does too. With one that was made for a sixteenth of
+        the size there is a record for each 256 KiB: a pool of smaller slots runs out of them first.
+        """
+        fresh = TableShape.of(size_bytes)
+        enough = (
+            fresh.records_max <= RESIZE_FACTOR_MAX * self.records_max
+            and fresh.slabs_max <= RESIZE_FACTOR_MAX * self.slabs_max
+            and self.table_bytes <= RESIZE_FACTOR_MAX * fresh.table_bytes
+        )
+        return TableShape(size_bytes, self.slabs_max, self.records_max) if enough else None
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes before the first slot."""
+        entries = (self.slabs_max + self.records_max) * _ENTRY_BYTES
+        return PAGE_BYTES + -(-entries // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.table_bytes + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SlabEntry:
+    """One slab as the file tells it."""
+
+    entry: int
+    base: int
+    slot_bytes: int
+    slots: int
+    first_record: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSlots:
+    """Slots that a file says are sealed, in columns: one row for each slot."""
+
+    offsets: Numbers
+    slot_bytes: Numbers
+    sealed: Numbers
+    """When it was sealed; numbers only order."""
+    used: Numbers
+    """When it was used last: later than, or equal to, `sealed`."""
+    tags: Bytes
+    """TAG_BYTES for each, zeros where none was set."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def none(cls) -> SealedSlots:
+        """Not one."""
+        empty = np.empty(0, dtype=np.int64)
+        return cls(empty, empty, empty, empty, np.empty((0, TAG_BYTES), dtype=np.uint8))
+
+
+class PoolTable:
+    """The table at the front of `file`, which is a mapping of the whole file as bytes."""
+
+    def __init__(self, file: Bytes, shape: TableShape) -> None:
+        self.shape = shape
+        slabs_end = PAGE_BYTES + shape.slabs_max * _ENTRY_BYTES
+        records_end = slabs_end + shape.records_max * _ENTRY_BYTES
+        self._superblock = file[:PAGE_BYTES]
+        slabs = file[PAGE_BYTES:slabs_end]
+        self._slabs: npt.NDArray[np.uint64] = slabs.view("<u8").reshape(-1, 4)
+        self._slab_counts: npt.NDArray[np.uint32] = slabs.view("<u4").reshape(-1, 8)
+        records = file[slabs_end:records_end]
+        words: npt.NDArray[np.uint64] = records.view("<u8").reshape(-1, 4)
+        self._states, self._used = words[:, 0], words[:, 1]
+        self._tags = records.reshape(-1, _ENTRY_BYTES)[:, 16:]
+
+    # --- the superblock ------------------------------------------------------------------------
+
+    def format(self, boot_id: bytes) -> None:
+        """Make the zeros of a new file an empty table."""
+        page = np.frombuffer(superblock(self.shape, boot_id), dtype=np.uint8)
+        self._superblock[8 : len(page)] = page[8:]
+        # What commits it.
+        self._superblock[:8].view("<u8")[0] = _MAGIC
+
+    # --- slabs ---------------------------------------------------------------------------------
+
+    def add_slab(self, slab: SlabEntry) -> None:
+        """Write an unused entry; its slots' records are all free afterwards."""
+        first, last = slab.first_record, slab.first_record + slab.slots
+        self._states[first:last] = FREE
+        words, counts = self._slabs[slab.entry], self._slab_counts[slab.entry]
+        words[1], words[2] = slab.base, slab.slot_bytes
+        counts[6], counts[7] = slab.slots, slab.first_record
+        words[0] = _slab_check(slab)
+
+    def remove_slab(self, entry: int) -> None:
+        """Make an entry unused."""
+        self._slabs[entry, 0] = 0
+
+    def slabs(self) -> list[SlabEntry] | None:
+        """Every slab; None where an entry contradicts itself (not where two contradict)."""
+        found: list[SlabEntry] = []
+        for entry in np.flatnonzero(self._slabs[:, 0]):
+            check, base, slot_bytes = (int(word) for word in self._slabs[entry, :3])
+            slots, first_record = (int(count) for count in self._slab_counts[entry, 6:])
+            slab = SlabEntry(int(entry), base, slot_bytes, slots, first_record)
+            if check != _slab_check(slab):
+                return None
+            found.append(slab)
+        return found
+
+    # --- records -------------------------------------------------------------------------------
+
+    def open_slot(self, record: int) -> None:
+        """The slot is taken and not whole, and belongs to nobody yet; its bytes may change."""
+        self._states[record] = OPEN
+        self._tags[record] = 0
+
+    def free_slot(self, record: int) -> None:
+        """The slot holds nothing."""
+        self._states[record] = FREE
+
+    def seal_slot(self, record: int, sequence: int) -> None:
+        """All of the slot is there, its checksums too."""
+        self._used[record] = sequence
+        self._states[record] = sequence
+
+    def touch_slot(self, record: int, sequence: int) -> None:
+        """The slot was used."""
+        self._used[record] = sequence
+
+    def tag_slot(self, record: int, tag: bytes) -> None:
+        """Note what a slot that is not sealed yet belongs to; `tag` has TAG_BYTES at most."""
+        self._tags[record] = np.frombuffer(tag.ljust(TAG_BYTES, b"\0"), dtype=np.uint8)
+
+    def is_open(self, record: int) -> bool:
+        """Whether the slot is taken and not sealed."""
+        return bool(self._states[record] == OPEN)
+
+    def sealed(self, slabs: list[SlabEntry]) -> SealedSlots:
+        """The sealed slots of these slabs, whose numbers were checked. Vectorised."""
+        if not slabs:
+            return SealedSlots.none()
+        counts = np.array([slab.slots for slab in slabs])
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        slot_bytes = np.repeat([slab.slot_bytes for slab in slabs], counts)
+        records = np.repeat([slab.first_record for slab in slabs], counts) + places
+        offsets = np.repeat([slab.base for slab in slabs], counts) + places * slot_bytes
+        states, used = self._states[records], self._used[records]
+        good = (states >= SEALED_MIN) & (states <= SEQUENCE_MAX) & (used <= SEQUENCE_MAX)
+        sealed = states[good].astype(np.int64)
+        return SealedSlots(
+            offsets[good],
+            slot_bytes[good],
+            sealed,
+            np.maximum(used[good].astype(np.int64), sealed),
+            self._tags[records[good]],
+        )
+
+
+def plausible(slab: SlabEntry, shape: TableShape) -> bool:
+    """Whether an entry, taken alone, can be: its slots and records are within the pool."""
+    return (
+        slab.slots > 0
+        and slab.slot_bytes > 0
+        and (slab.base | slab.slot_bytes) % PAGE_BYTES == 0
+        and slab.base + slab.slots * slab.slot_bytes <= shape.size_bytes
+        and slab.first_record + slab.slots <= shape.records_max
+    )
+
+
+def superblock(shape: TableShape, boot_id: bytes) -> bytes:
+    """The beginning of a file with this table."""
+    body = struct.pack(
+        "<IIQQQ16s",
+        VERSION,
+        _ENTRY_BYTES,
+        shape.size_bytes,
+        shape.slabs_max,
+        shape.records_max,
+        boot_id,
+    )
+    check = xxhash.xxh3_64_intdigest(body)
+    return _MAGIC.to_bytes(8, "little") + body + check.to_bytes(8, "little")
+
+
+def read_superblock(page: bytes, file_bytes: int, boot_id: bytes) -> TableShape | str:
+    """The shape of a pool whose file has this first page, or why it cannot be taken over.
+
+    Magic and version stand at the same place in every version. A file may be longer than its pool:
+    its owner was killed while it changed the size.
+    """
+    if len(page) < _SUPERBLOCK.size:
+        return f"it has {file_bytes} bytes, too few for a pool"
+    magic, version, entry_bytes, size_bytes, slabs_max, records_max, boot, check = (
+        _SUPERBLOCK.unpack_from(page)
+    )
+    if magic != _MAGIC:
+        return "its first page is no superblock: made by an older release, damaged, or unfinished"
+    if version != VERSION:
+        return f"its format has version {version}, this release reads version {VERSION}"
+    shape = TableShape(size_bytes, slabs_max, records_max)
+    if (
+        check != xxhash.xxh3_64_intdigest(page[8 : _SUPERBLOCK.size - 8])
+        or entry_bytes != _ENTRY_BYTES
+        or size_bytes % PAGE_BYTES
+        or shape.resized(size_bytes) is None
+    ):
+        return "its superblock is damaged"
+    if shape.file_bytes > file_bytes:
+        return f"it has {file_bytes} bytes, and its superblock says {shape.file_bytes}"
+    if boot != boot_id:
+        return "it is from before the machine was started last"
+    return shape
+
+
+def _slab_check(slab: SlabEntry) -> int:
+    fields = struct.pack("<QQII", slab.base, slab.slot_bytes, slab.slots, slab.first_record)
+    # Never zero, which says that an entry is unused.
+    return xxhash.xxh3_64_intdigest(fields) | 1

@@ -1,0 +1,368 @@
+"""How a site reaches its object store: the settings that mean the same on every client.
+
+Owns `Access` and its parts, which client serves which URL (`chosen_backend`), and the rules of
+which setting a provider and a client can follow (`check`). Does not own how a client spells them:
+that is `obstore_client.py` for obstore and `fsspec_options.py` for s3fs, gcsfs and adlfs. It does
+no I/O.
+
+Invariants: an `Access` that passed `check` is followed in full by the backend that was chosen for
+it, or the store does not open; no message holds the value of a credential; every message names
+the setting as the configuration file spells it, and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import urlsplit
+
+from tiers.errors import TierUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Provider = Literal["s3", "gcs", "azure", "folder", "other"]
+Backend = Literal["obstore", "fsspec"]
+BackendChoice = Literal["auto", "obstore", "fsspec"]
+CredentialsKind = Literal["auto", "static", "profile", "role", "anonymous"]
+
+CONNECT_SECONDS_DEFAULT: Final = 5.0
+READ_SECONDS_DEFAULT: Final = 20.0
+S3_REMOVED_TOGETHER_MAX: Final = 1000
+AZURE_REMOVED_TOGETHER_MAX: Final = 256
+_PROVIDERS: Final[dict[str, Provider]] = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+    "file": "folder",
+    "local": "folder",
+}
+_FSSPEC_PACKAGE: Final = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+_WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder"}
+
+_OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
+_AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
+
+_CREDENTIAL_FIELDS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, ...]]] = {
+    ("s3", "static"): ("access_key", "secret_key", "session_token"),
+    ("s3", "profile"): ("profile",),
+    ("s3", "role"): (
+        "role_arn",
+        "web_identity_token_file",
+        "role_session_name",
+        "external_id",
+        "profile",
+    ),
+    ("gcs", "static"): ("key_file", "token"),
+    ("azure", "static"): ("account_key", "sas_token", "tenant_id", "client_id", "client_secret"),
+    ("azure", "role"): ("tenant_id", "client_id", "web_identity_token_file"),
+}
+"""What each kind of credentials takes. `auto` and `anonymous` take nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Who this sidecar is to the store. Values of the secret ones never reach a message."""
+
+    kind: CredentialsKind = "auto"
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    profile: str | None = None
+    role_arn: str | None = None
+    role_session_name: str | None = None
+    external_id: str | None = field(default=None, repr=False)
+    web_identity_token_file: str | None = None
+    key_file: str | None = None
+    token: str | None = field(default=None, repr=False)
+    account_key: str | None = field(default=None, repr=False)
+    sas_token: str | None = field(default=None, repr=False)
+    tenant_id: str | None = None
+    client_id: str | None = None
+    client_secret: str | None = field(default=None, repr=False)
+
+    def given(self) -> list[str]:
+        """The names of the fields that have a value."""
+        names = [one.name for one in dataclasses.fields(self) if one.name != "kind"]
+        return [name for name in names if getattr(self, name) is not None]
+
+    def secrets(self) -> dict[str, object]:
+        """Name and value of what must not be shown."""
+        hidden = [one.name for one in dataclasses.fields(self) if not one.repr]
+        return {f"secret {name}": getattr(self, name) for name in hidden if getattr(self, name)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Whom to trust."""
+
+    ca_file: str | None = None
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """Server-side encryption of what is written."""
+
+    algorithm: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    kms_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """How a local folder is written and read."""
+
+    direct: bool = True
+    fsync: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Everything that a site may have to say about its store beside the URL."""
+
+    backend: BackendChoice = "auto"
+    endpoint: str | None = None
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    region: str | None = None
+    account: str | None = None
+    credentials: Credentials = Credentials()
+    tls: Tls = Tls()
+    proxy: str | None = None
+    connect_seconds_max: float = CONNECT_SECONDS_DEFAULT
+    read_seconds_max: float = READ_SECONDS_DEFAULT
+    encryption: Encryption = Encryption()
+    storage_class: str | None = None
+    folder: Folder = Folder()
+
+    def virtual_hosted(self, bucket: str) -> bool:
+        """Whether an S3 bucket is named by the host, rather than by the first part of the path.
+
+        `auto` means what works as a rule: the host on AWS, the path with an endpoint of one's own,
+        and for a bucket with a dot, which no certificate of AWS's covers.
+        """
+        if self.addressing != "auto":
+            return self.addressing == "virtual"
+        return self.endpoint is None and "." not in bucket
+
+
+class AccessError(TierUnavailable):
+    """Settings that contradict each other, or that no client can follow."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
+def provider_of(url: str) -> Provider:
+    """Whose interface `url` speaks. A path without a scheme is a folder."""
+    scheme = url.split("://", 1)[0].lower() if "://" in url else "file"
+    return _PROVIDERS.get(scheme, "other")
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; imports nothing."""
+    return importlib.util.find_spec(package) is not None
+
+
+def install(extra: str) -> str:
+    """How the packages of an extra are had, for a message. There is one for each provider."""
+    return f"in a clone of kvlake: pip install '.[{extra}]'"
+
+
+def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
+    """How many objects one request removes, by the client that serves `url`."""
+    backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
+    if provider == "s3" and (backend == "fsspec" or access.endpoint is None):
+        return S3_REMOVED_TOGETHER_MAX
+    return AZURE_REMOVED_TOGETHER_MAX if (provider, backend) == ("azure", "obstore") else 1
+
+
+def chosen_backend(url: str, access: Access, storage_options: Mapping[str, object]) -> Backend:
+    """The client that serves `url`. Raises `AccessError` where the one asked for cannot.
+
+    `auto` takes obstore where it is installed and nothing was said that only fsspec understands:
+    `storage_options`, or a kind of store that obstore has no client for.
+    """
+    provider = provider_of(url)
+    able = provider in ("s3", "gcs", "azure")
+    if access.backend == "obstore":
+        if not able:
+            raise AccessError(
+                "store.backend=obstore: obstore serves s3://, gs:// and az:// here; write "
+                "store.backend: fsspec (or auto)"
+            )
+        if storage_options:
+            raise AccessError(
+                "store.storage_options: they are s3fs's, gcsfs's or adlfs's own, and "
+                "store.backend=obstore takes none; write store.backend: fsspec, or use the "
+                "settings of store (endpoint, credentials, tls and others)"
+            )
+        if not installed("obstore"):
+            raise AccessError(
+                f"store.backend=obstore: obstore is not installed; {install(provider)}"
+            )
+        return "obstore"
+    if access.backend == "auto" and able and not storage_options and installed("obstore"):
+        return "obstore"
+    package = _FSSPEC_PACKAGE.get(provider)
+    if package is not None and not installed(package):
+        raise AccessError(
+            f"store.backend={access.backend}: {package} is not installed; {install(provider)}"
+        )
+    return "fsspec"
+
+
+def check(url: str, access: Access, backend: Backend) -> None:
+    """Raise `AccessError` where a setting means nothing to this provider or client."""
+    provider = provider_of(url)
+    _check_credentials(provider, access.credentials)
+    if provider in ("folder", "other"):
+        _check_remote_settings_unused(provider, access)
+    _check_s3_only(provider, access)
+    if provider == "azure" and not (access.account or azure_account(url)):
+        raise AccessError(
+            "store.account: Azure needs the storage account's name; give it here, or write "
+            "store.url as abfs://CONTAINER@ACCOUNT.dfs.core.windows.net"
+        )
+    if provider != "azure" and access.account is not None:
+        raise AccessError(f"store.account: only Azure has accounts; leave it out for {url!r}")
+    if access.tls.ca_file is not None and not access.tls.verify:
+        raise AccessError(
+            "store.tls: ca_file is of no use while verify is false; leave one of the two out"
+        )
+    if access.encryption.kms_key is not None and access.encryption.algorithm in (None, "AES256"):
+        raise AccessError(
+            "store.encryption.kms_key: needs store.encryption.algorithm to be aws:kms or "
+            "aws:kms:dsse"
+        )
+    if access.storage_class is not None:
+        _check_storage_class(provider, access.storage_class, backend)
+
+
+def azure_account(url: str) -> str | None:
+    """The account in `abfs://container@account.dfs.core.windows.net`, or None."""
+    host = urlsplit(url).netloc
+    return host.split("@", 1)[1].split(".", 1)[0] if "@" in host else None
+
+
+def _check_storage_class(provider: Provider, name: str, backend: Backend) -> None:
+    if provider == "gcs" and backend == "fsspec":
+        raise AccessError(
+            "store.storage_class: gcsfs cannot set it; write store.backend: obstore, or set a "
+            "default storage class on the bucket"
+        )
+    if name in _OFFLINE_CLASSES or (name.lower() == "archive" and provider == "azure"):
+        raise AccessError(
+            f"store.storage_class={name}: what it holds must be restored for hours before it can "
+            "be read; choose one that is read at once"
+        )
+    if provider == "azure" and name not in _AZURE_TIERS:
+        raise AccessError(
+            f"store.storage_class={name}: Azure's access tiers are {', '.join(_AZURE_TIERS)}"
+        )
+
+
+def _check_s3_only(provider: Provider, access: Access) -> None:
+    if provider == "s3":
+        return
+    told: list[tuple[str, bool, str]] = [
+        ("addressing", access.addressing != "auto", "only S3 has two ways to name a bucket"),
+        ("region", access.region is not None, "only S3 clients need to know it"),
+        (
+            "encryption",
+            access.encryption != Encryption(),
+            "only S3 takes it with each object; set a default key on the bucket or container",
+        ),
+    ]
+    for name, used, why in told:
+        if used:
+            raise AccessError(f"store.{name}: {why}; leave it out for {_words(provider)}")
+
+
+def _check_remote_settings_unused(provider: Provider, access: Access) -> None:
+    plain = Access()
+    names = (
+        "endpoint",
+        "credentials",
+        "tls",
+        "proxy",
+        "connect_seconds_max",
+        "read_seconds_max",
+        "storage_class",
+    )
+    for name in names:
+        if getattr(access, name) != getattr(plain, name):
+            shown = {"connect_seconds_max": "connect_timeout", "read_seconds_max": "read_timeout"}
+            raise AccessError(
+                f"store.{shown.get(name, name)}: it is for s3://, gs:// and az://; leave it out "
+                f"for {_words(provider)}"
+                + ("" if provider == "folder" else ", or say it in store.storage_options")
+            )
+
+
+def _check_credentials(provider: Provider, credentials: Credentials) -> None:
+    kind, given = credentials.kind, credentials.given()
+    if provider in ("folder", "other"):
+        return
+    allowed = _CREDENTIAL_FIELDS.get((provider, kind), ())
+    if not allowed and kind in ("static", "profile", "role"):
+        kinds = [one for who, one in _CREDENTIAL_FIELDS if who == provider]
+        raise AccessError(
+            f"store.credentials.kind={kind}: {_words(provider)} has no such kind; write one of "
+            f"auto, {', '.join(kinds)} or anonymous"
+        )
+    for name in given:
+        if name not in allowed:
+            takes = f"takes {', '.join(allowed)}" if allowed else "takes no further field"
+            raise AccessError(
+                f"store.credentials.{name}: kind={kind} of {_words(provider)} {takes}; change "
+                "kind, or leave it out"
+            )
+    wrong = _missing(provider, credentials)
+    if wrong is not None:
+        raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {wrong}")
+    if kind in ("profile", "role") and provider == "s3" and not installed("aiobotocore"):
+        raise AccessError(
+            f"store.credentials.kind={kind}: aiobotocore resolves it for every backend and is "
+            f"not installed; {install('s3')}"
+        )
+
+
+def _missing(provider: Provider, credentials: Credentials) -> str | None:
+    """What kind and provider need and lack, in words, or None."""
+    given = set(credentials.given())
+    match provider, credentials.kind:
+        case "s3", "static":
+            return None if {"access_key", "secret_key"} <= given else "access_key and secret_key"
+        case "s3", "profile":
+            return None if "profile" in given else "profile"
+        case "s3", "role":
+            return None if "role_arn" in given else "role_arn"
+        case "gcs", "static":
+            return None if len(given) == 1 else "either key_file or token"
+        case "azure", "static":
+            alone = given in ({"account_key"}, {"sas_token"})
+            principal = given == {"tenant_id", "client_id", "client_secret"}
+            if alone or principal:
+                return None
+            return "account_key, or sas_token, or tenant_id with client_id and client_secret"
+        case "azure", "role":
+            whole = {"tenant_id", "client_id", "web_identity_token_file"}
+            if given <= {"client_id"} or given == whole:
+                return None
+            return (
+                "nothing or client_id (managed identity), or tenant_id, client_id and "
+                "web_identity_token_file (workload identity)"
+            )
+        case _:
+            return None
+
+
+def _words(provider: Provider) -> str:
+    return _WORDS.get(provider, "this kind of URL")

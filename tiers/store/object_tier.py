@@ -1,0 +1,341 @@
+"""The object tier: named immutable objects behind a URL.
+
+Owns the protocol `ObjectTier` and its one implementation, `UrlObjects`: checks of names and
+memory, the probe, errors in the tier's own words, and which client serves a URL.
+
+Does not own how bytes get there (`folder.py`, `obstore_client.py`, `fsspec_client.py`), names
+(`catalog.py`), retries, deadlines and counters (`middleware.py`), or the verdict on what was read
+(`kv/slot_image.py`): a read that succeeds is bytes, not yet a chunk.
+
+Invariants: once `write` or `read` has returned or raised, cancelled or not, nothing touches the
+caller's memory any more; no name leaves the URL's own folder; every failure is an error of
+`tiers.errors` that names the URL, what failed and the remedy, and holds no secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import anyio
+import numpy as np
+
+from tiers.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    ImageTruncated,
+    ObjectDenied,
+    ObjectExists,
+    ObjectOdd,
+    TierError,
+    TierUnavailable,
+)
+from tiers.store.access import Access, check, chosen_backend, provider_of
+from tiers.store.errors import Secrets, hide_user_info, translate
+from tiers.store.folder import LocalFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from tiers.store.client import Bytes, Filesystem, Listing, Seen
+
+NAME_CHARACTERS_MAX: Final = 512
+PROBE_BYTES: Final = 4096
+PROBE_FOLDER: Final = "probe"
+PROBE_NAME_BYTES: Final = 8
+QUARANTINE_FOLDER: Final = "quarantine"
+THREADS_MAX_DEFAULT: Final = 4
+CLEANUP_SECONDS_MAX: Final = 5.0
+_NAME = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a probe found out about a store that works."""
+
+    creates: bool
+    """Whether `write(create=True)` leaves what is there. Without it, nothing is compacted."""
+
+
+class ObjectTier(Protocol):
+    """Named immutable objects. Names are relative: `v1/0f3a…/ab/ab12…/0-8.0-4.arrow`.
+
+    Every verb raises `TierUnavailable`, and beside it what its own line says.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this tier keeps its objects, without secrets, for messages."""
+        ...
+
+    async def probe(self) -> Abilities:
+        """Write, read back, list and delete one object; the error is written for an operator."""
+        ...
+
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """Store all of `image` under `name`, replacing what is there. Raises `TierFull`.
+
+        With `create` nothing is replaced: of several writers of one name, one succeeds and the
+        others get `ObjectExists`. A writer whose answer was lost gets it too: what is there may be
+        its own. A store that cannot do this replaces (see `Abilities`), or is `TierUnavailable`.
+        """
+        ...
+
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """Put an object at the start of `into` and return its size in bytes.
+
+        `seen` is told of its bytes as they come, so that they can be hashed out of the core's
+        cache; a store that does not say so is hashed afterwards.
+        Raises `ChunkMissing`, `ImageTruncated` for an object that is empty or does not fit, and in
+        a folder `ObjectOdd` or `ObjectDenied`.
+        """
+        ...
+
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
+        """All objects in folder `prefix` and below ("" for all), in no order.
+
+        `start_after`: only those whose whole name sorts after it, whatever it is. For a folder
+        without folders: servers do not agree on whether "a/x" or "a-b/x" comes first.
+        Not `deep`: only what is in the folder itself, and its folders, whose names end with "/".
+        `names_max`: where there are more, the first so many in order of their names are enough, and
+        the rest is asked for with `start_after`. A store that has no such way answers with all.
+        What was written before the call is in the answer.
+        """
+        ...
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, any number of them. Deleting one that is gone is a success.
+
+        After an error some are deleted and some are not.
+        """
+        ...
+
+    async def quarantine(self, name: str) -> None:
+        """Move an object to `quarantine/<name>`. Moving one that is gone is a success.
+
+        From then on its time, in a listing, is that of the moving: it stays for a while to be
+        looked at (`catalog/leftovers.py`).
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give connections back. No other call may be running or follow."""
+        ...
+
+
+class UrlObjects:
+    """The objects under one URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
+
+    Args:
+        url: a folder, or a bucket and a prefix.
+        access: how the site reaches the store.
+        storage_options: handed to the fsspec client's constructor; values are never logged.
+        threads_max: how many writes, and how many reads, of a local folder may run side by side.
+
+    Raises:
+        TierUnavailable: the URL or a setting is not understood, or a package is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        access: Access | None = None,
+        *,
+        storage_options: Mapping[str, object] | None = None,
+        threads_max: int = THREADS_MAX_DEFAULT,
+    ) -> None:
+        access = access or Access()
+        options = dict(storage_options or {})
+        self._secrets = Secrets({**options, **access.credentials.secrets()})
+        # "memory://" stays as it is; elsewhere a slash at the end would be doubled in messages.
+        self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
+        self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
+        with self._translated("open"):
+            self.store = _open(url, access, options, threads_max=threads_max)
+
+    @property
+    def url(self) -> str:
+        """The URL without secrets."""
+        return self._url
+
+    @property
+    def entries_skipped(self) -> int:
+        """Entries of a local folder that listings left out."""
+        return self.store.entries_skipped if isinstance(self.store, LocalFolder) else 0
+
+    async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+        """See `ObjectTier.write`."""
+        _check_name(name)
+        _check_memory("image", image)
+        try:
+            with self._translated("write", name):
+                await self.store.put(name, image, create=create)
+        except ChunkMissing as error:
+            # A folder that cannot be made (a dangling link, a pseudo file system) is no miss.
+            raise TierUnavailable(
+                f"{error}: the folder of store.url cannot be made here; correct it", retryable=False
+            ) from None
+
+    async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `ObjectTier.read`."""
+        _check_name(name)
+        _check_memory("into", into)
+        with self._translated("read", name):
+            return await self.store.get(name, into, seen=seen)
+
+    async def list(
+        self, prefix: str, *, start_after: str = "", deep: bool = True, names_max: int | None = None
+    ) -> Listing:
+        """See `ObjectTier.list`."""
+        folder = prefix.rstrip("/")
+        # What to begin after opens nothing: any name that a listing had, a foreign one too.
+        if folder:
+            _check_name(folder)
+        try:
+            with self._translated("list", prefix):
+                return await self.store.find(
+                    folder, start_after=start_after, deep=deep, names_max=names_max
+                )
+        except ChunkMissing as error:
+            if self._listed_by_server:
+                # A server lists an empty prefix as empty; taking its 404 for that would have the
+                # catalog forget all that is there.
+                raise TierUnavailable(f"{error}: no answer to a listing", retryable=True) from None
+            return []
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `ObjectTier.delete`."""
+        for name in names:
+            _check_name(name)
+        if names:
+            with self._translated("delete", names[0]):
+                await self.store.remove(names)
+
+    async def quarantine(self, name: str) -> None:
+        """See `ObjectTier.quarantine`."""
+        _check_name(name)
+        with contextlib.suppress(ChunkMissing), self._translated("quarantine", name):
+            await self.store.move(name, f"{QUARANTINE_FOLDER}/{name}")
+
+    async def probe(self) -> Abilities:
+        """See `ObjectTier.probe`."""
+        name = f"{PROBE_FOLDER}/{secrets.token_hex(PROBE_NAME_BYTES)}"
+        sent = np.frombuffer(secrets.token_bytes(PROBE_BYTES), dtype=np.uint8)
+        await self.write(name, sent)
+        try:
+            await self._probe_back(name, sent)
+            abilities = Abilities(creates=await self._probe_create(name, sent))
+        except BaseException:
+            with anyio.move_on_after(CLEANUP_SECONDS_MAX, shield=True):
+                with contextlib.suppress(Exception):
+                    await self.store.remove([name])
+            raise
+        await self.delete([name])
+        return abilities
+
+    async def _probe_create(self, name: str, sent: Bytes) -> bool:
+        """Whether a write that must not replace anything is refused, as it should be."""
+        try:
+            await self.write(name, sent, create=True)
+        except ObjectExists:
+            return True
+        except TierUnavailable as error:
+            # "Not implemented" is an answer; a store that fails in passing gives none.
+            if error.retryable:
+                raise
+        return False
+
+    async def _probe_back(self, name: str, sent: Bytes) -> None:
+        got = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        try:
+            size_bytes = await self.read(name, got)
+        except (ChunkMissing, ChunkCorrupt) as error:
+            raise TierUnavailable(
+                f"{error}: this object had just been written; kvlake needs a store that reads "
+                "what was written",
+                retryable=False,
+            ) from error
+        if size_bytes != PROBE_BYTES or not np.array_equal(sent, got):
+            raise TierUnavailable(
+                f"read {self._url}/{name}: {size_bytes} bytes came back that differ from the "
+                f"{PROBE_BYTES} written; look for a proxy or cache before the store",
+                retryable=False,
+            )
+        # A key may be allowed to put and get but not to list, and the catalog lists.
+        await self.list(PROBE_FOLDER)
+
+    async def close(self) -> None:
+        """See `ObjectTier.close`."""
+        with self._translated("close"):
+            await self.store.close()
+
+    @contextlib.contextmanager
+    def _translated(self, verb: str, name: str = "") -> Generator[None]:
+        target = f"{self._url}/{name}" if name else self._url
+        try:
+            yield
+        except (ImageTruncated, ObjectOdd, ObjectDenied) as error:
+            raise type(error)(f"{verb} {target}: {error}") from None
+        except TierError:
+            raise
+        except Exception as error:
+            # `from None`: the client's own text may hold what Secrets has just taken out.
+            raise translate(error, f"{verb} {target}", self._secrets) from None
+
+
+def _open(
+    url: str, access: Access, options: Mapping[str, object], *, threads_max: int
+) -> Filesystem:
+    if "::" in url:
+        raise TierUnavailable(
+            f"store.url={url.split('::', 1)[0]}::…: chained URLs are not served; give the store's "
+            "own URL",
+            retryable=False,
+        )
+    backend = chosen_backend(url, access, options)
+    check(url, access, backend)
+    if provider_of(url) == "folder":
+        path = url.split("://", 1)[1] if "://" in url else url
+        folder = access.folder
+        return LocalFolder(
+            # A root that is given from here stays where it is.
+            os.path.abspath(os.path.expanduser(path)),
+            threads_max=threads_max,
+            fsync=folder.fsync,
+            direct=folder.direct,
+            shared=folder.shared,
+        )
+    # Here: each needs packages that a sidecar with another kind of store does not have.
+    if backend == "obstore":
+        from tiers.store.obstore_client import CloudStore
+
+        return CloudStore(url, access)
+    from tiers.store.fsspec_client import open_fsspec
+
+    return open_fsspec(url, access, options)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name={name[:NAME_CHARACTERS_MAX]!r}: must be a relative path of at most "
+            f"{NAME_CHARACTERS_MAX} letters, digits and ._=- whose parts do not start with a dot"
+        )
+
+
+def _check_memory(field: str, memory: Bytes) -> None:
+    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise ValueError(
+            f"{field}: must be a contiguous uint8 vector, got {memory.dtype} of shape "
+            f"{memory.shape}"
+        )
+    if field == "into" and not memory.flags.writeable:
+        raise ValueError("into: must be writeable")
+    if memory.nbytes == 0:
+        raise ValueError(f"{field}: must not be empty")

@@ -1,0 +1,363 @@
+"""S3, GCS and Azure through obstore: the fast path.
+
+Owns the obstore client of a store, `Access` as obstore spells it, and when a slot is free again.
+A body is sent from the slot's own memory by Rust threads that never take the GIL; what is read is
+copied into the slot off the event loop; where `s3_direct.py` can, it goes to the slot at once and
+obstore is not asked. Does not own names, arguments or the meaning of errors
+(`object_tier.py`), retries (`middleware.py`), nor finding S3 credentials (`aws_credentials.py`).
+
+Invariants:
+
+* When `put` has returned or raised, cancelled or not, obstore has let go of the slot. A cancelled
+  call of obstore raises before its Rust half has: so the memory view that was handed over is
+  released, which Python refuses as long as anybody holds it.
+* One request per verb: bodies are never cut into parts (parts of an aborted upload cost money for
+  ever), and the client never retries.
+
+Traps of obstore 0.12, each with a test: `allow_http` panics as a keyword and works inside
+`client_options`; its fsspec face replaces what "create" must not; a process that exits while its
+threads run may abort; keys of a configuration are mixed with a session token of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime as dt
+import logging
+import threading
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import anyio
+import numpy as np
+import obstore
+from obstore import store
+
+from tiers.store import aws_credentials as aws
+from tiers.store.access import azure_account, provider_of
+from tiers.store.client import Bytes, Found, Listing, Seen, fill, run_to_end
+from tiers.store.errors import Kind, judge
+from tiers.store.s3_direct import DirectReads, NotUnderstoodError
+from tiers.threads import step_back
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiers.store.access import Access
+
+COPY_THREADS_MAX: Final = 2
+"""One copies as fast as most networks bring; more only take turns with the loop on the cores."""
+LIST_NAMES_PER_STEP: Final = 1000
+RELEASE_POLL_SECONDS: Final = 0.001
+CLOSE_SECONDS: Final = 0.05
+"""How long obstore's threads take to end what they do after the last answer."""
+POOL_IDLE_SECONDS_MAX: Final = 60
+REQUEST_SECONDS_MAX: Final = 3600
+"""No limit of the client's own on a whole request: `wrap.Deadline` has it."""
+MAPPED_ALLOCATION_BYTES_MIN: Final = 1 << 30
+KEPT_HEAP_BYTES: Final = 512 << 20
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+_log = logging.getLogger(__name__)
+
+
+class CloudStore:
+    """A bucket or container, and a prefix in it."""
+
+    def __init__(self, url: str, access: Access) -> None:
+        _start_runtime()
+        # One for both ways: two would ask for a role's credentials twice.
+        provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
+        self.client = _client(url, access, provider)
+        self._direct = _direct(url, access, provider)
+        self._attributes = {"Storage-Class": access.storage_class} if access.storage_class else None
+        self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
+        _keep_freed_memory()
+
+    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
+        """See `Filesystem.put`."""
+        body = image.data
+        try:
+            await obstore.put_async(
+                self.client,
+                name,
+                body,
+                use_multipart=False,
+                mode="create" if create else "overwrite",
+                attributes=self._attributes,
+            )
+        finally:
+            await _released(body)
+
+    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
+        """See `Filesystem.get`."""
+        if (direct := self._direct) is not None:
+            try:
+                return await direct.get(name, into, seen=seen)
+            except NotUnderstoodError as error:
+                # Reads that ran beside it may have told this already, or still run.
+                if self._direct is direct:
+                    _log.warning("the store is read by obstore from now on, for %s", error)
+                    self._direct = None
+                direct.close()
+        # The range bounds the memory that a foreign object of any size can take.
+        body: Any = await obstore.get_range_async(self.client, name, start=0, end=into.nbytes + 1)
+        found = np.frombuffer(body, dtype=np.uint8)
+        return await run_to_end(lambda: fill(found, into, seen), self._copies)
+
+    async def find(
+        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
+    ) -> Listing:
+        """See `Filesystem.find`."""
+        if self._direct is not None:
+            # Listings come every few seconds, reads may not.
+            self._direct.tidy()
+        if not deep:
+            return await self._find_here(folder, start_after)
+        found: Listing = []
+        stream = obstore.list(
+            self.client,
+            folder or None,
+            offset=start_after or None,
+            chunk_size=LIST_NAMES_PER_STEP,
+        )
+        async for part in stream:
+            # The offset saves what it can: Azure begins at the name, other servers where they like.
+            found += [
+                Found(one["path"], one["size"], one["last_modified"].timestamp())
+                for one in part
+                if one["path"] > start_after
+            ]
+            if names_max is not None and len(found) >= names_max:
+                break
+        return found
+
+    async def _find_here(self, folder: str, start_after: str) -> Listing:
+        answer = await obstore.list_with_delimiter_async(self.client, folder or None)
+        found = [Found(f"{one}/", 0, 0.0) for one in answer["common_prefixes"]]
+        found += [
+            Found(one["path"], one["size"], one["last_modified"].timestamp())
+            for one in answer["objects"]
+        ]
+        return [one for one in found if one.name > start_after]
+
+    async def move(self, name: str, target: str) -> None:
+        """See `Filesystem.move`."""
+        await obstore.copy_async(self.client, name, target, overwrite=True)
+        await self.remove([name])
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """See `Filesystem.remove`."""
+        # One that is gone is an error on some stores, and ends the removal of those that follow.
+        left = list(names)
+        try:
+            await obstore.delete_async(self.client, left)
+        except FileNotFoundError:
+            for name in left:
+                try:
+                    await obstore.delete_async(self.client, name)
+                except FileNotFoundError as error:
+                    # obstore makes one of any 404, also of one that is not the store's.
+                    if judge(error).kind is not Kind.MISSING:
+                        raise
+
+    async def close(self) -> None:
+        """See `Filesystem.close`."""
+        if self._direct is not None:
+            self._direct.close()
+        # A client has no verb for it. What matters is that its threads are idle when Python ends.
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(CLOSE_SECONDS)
+
+
+async def _released(body: memoryview) -> None:
+    """Return once nobody but us holds the memory behind `body`."""
+    while True:
+        try:
+            body.release()
+        except BufferError:
+            # As in `run_to_end`: the wait is about memory, and no cancel may shorten it.
+            with anyio.CancelScope(shield=True):
+                with contextlib.suppress(anyio.get_cancelled_exc_class()):
+                    await anyio.sleep(RELEASE_POLL_SECONDS)
+        else:
+            return
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc reuse what the last read gave back, rather than map and fault it in anew.
+
+    For the whole process, and worth it: two thirds of the processor time of reading 32 MiB
+    objects were page faults. It does not apply to other C libraries than glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_MMAP_THRESHOLD, MAPPED_ALLOCATION_BYTES_MIN)
+    mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
+
+
+@cache
+def _start_runtime() -> None:
+    """Have obstore start its threads, once in a process, from one that has stepped back.
+
+    Threads of Linux inherit niceness from the one that starts them, and obstore's come with its
+    first call: from the event loop they would be of the loop's rank.
+    """
+
+    def first_call() -> None:
+        step_back()
+        obstore.put(store.MemoryStore(), "first", b"")
+
+    thread = threading.Thread(target=first_call, name="kvlake-obstore")
+    thread.start()
+    thread.join()
+
+
+def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectReads | None:
+    """A way to read straight into slots; None where only a whole client knows the way."""
+    if provider_of(url) != "s3" or access.endpoint is None or access.proxy is not None:
+        return None
+    parts = urlsplit(url)
+    bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
+    virtual = access.virtual_hosted(bucket)
+    endpoint = (_with_bucket(access.endpoint, bucket) if virtual else access.endpoint).rstrip("/")
+    way = urlsplit(endpoint)
+    # Proxies of the environment are obstore's to follow, and so is TLS, which decrypts to memory
+    # of its own in any case.
+    proxied = not {"http", "all"}.isdisjoint(getproxies()) and not proxy_bypass(way.netloc)
+    if way.scheme != "http" or proxied:
+        return None
+    path = "/".join(one for one in ("" if virtual else bucket, prefix) if one)
+    return DirectReads(
+        f"{endpoint}/{path}",
+        region=aws.region_of(access),
+        keys=None if provider is None else aws.SigningKeys(provider),
+        connect_seconds_max=access.connect_seconds_max,
+        read_seconds_max=access.read_seconds_max,
+    )
+
+
+def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
+    parts = urlsplit(url)
+    bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
+    common: dict[str, Any] = {
+        "prefix": prefix or None,
+        "client_options": _client_options(access),
+        "retry_config": {"max_retries": 0},
+    }
+    match provider_of(url):
+        case "s3":
+            return store.S3Store(bucket, **_s3(bucket, access, provider), **common)
+        case "gcs":
+            return store.GCSStore(bucket, **_gcs(access), **common)
+        case _:
+            return store.AzureStore(bucket, **_azure(url, access), **common)
+
+
+def _client_options(access: Access) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        # The endpoint's own scheme decides; without this, http:// is refused.
+        "allow_http": True,
+        "connect_timeout": dt.timedelta(seconds=access.connect_seconds_max),
+        "read_timeout": dt.timedelta(seconds=access.read_seconds_max),
+        "timeout": dt.timedelta(seconds=REQUEST_SECONDS_MAX),
+        "pool_idle_timeout": dt.timedelta(seconds=POOL_IDLE_SECONDS_MAX),
+    }
+    if not access.tls.verify:
+        options["allow_invalid_certificates"] = True
+    if access.tls.ca_file is not None:
+        options["root_certificate"] = Path(access.tls.ca_file).read_bytes()
+    if access.proxy is not None:
+        options["proxy_url"] = access.proxy
+    return options
+
+
+def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str, Any]:
+    virtual = access.virtual_hosted(bucket)
+    config: dict[str, Any] = {
+        "virtual_hosted_style_request": virtual,
+        # The image carries its own checksum; hashing it once more to sign it costs a core.
+        "unsigned_payload": True,
+        # Servers other than AWS's do not all know the request for many.
+        "disable_bulk_delete": access.endpoint is not None,
+    }
+    # Obstore reads no profile.
+    config["region"] = aws.region_of(access)
+    if access.endpoint is not None:
+        config["endpoint"] = _with_bucket(access.endpoint, bucket) if virtual else access.endpoint
+    if access.encryption.algorithm is not None:
+        config["server_side_encryption"] = access.encryption.algorithm
+    if access.encryption.kms_key is not None:
+        config["sse_kms_key_id"] = access.encryption.kms_key
+    if provider is None:
+        config["skip_signature"] = True
+    else:
+        config["credential_provider"] = provider
+    return config
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    """Obstore wants the bucket in the endpoint itself."""
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=f"{bucket}.{parts.netloc}").geturl()
+
+
+def _gcs(access: Access) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if access.endpoint is not None:
+        config["base_url"] = access.endpoint
+    credentials = access.credentials
+    match credentials.kind:
+        case "anonymous":
+            # Which obstore forgets when it writes to GCS: nobody can, anonymously.
+            config["skip_signature"] = True
+        case "static" if credentials.key_file is not None:
+            config["service_account"] = credentials.key_file
+        case "static":
+            token = credentials.token
+            config["credential_provider"] = lambda: {"token": token, "expires_at": None}
+        case _:
+            pass
+    return config
+
+
+def _azure(url: str, access: Access) -> dict[str, Any]:
+    account = azure_account(url) or access.account
+    config: dict[str, Any] = {"account_name": account}
+    if access.endpoint is not None:
+        config["endpoint"] = access.endpoint
+    credentials = access.credentials
+    match credentials.kind:
+        case "anonymous":
+            config["skip_signature"] = True
+        case "static" if credentials.account_key is not None:
+            config |= {"account_key": credentials.account_key, "credential_type": "access_key"}
+        case "static" if credentials.sas_token is not None:
+            config |= {"sas_key": credentials.sas_token, "credential_type": "sas_token"}
+        case "static":
+            config |= {
+                "tenant_id": credentials.tenant_id,
+                "client_id": credentials.client_id,
+                "client_secret": credentials.client_secret,
+                "credential_type": "client_secret",
+            }
+        case "role" if credentials.web_identity_token_file is not None:
+            config |= {
+                "tenant_id": credentials.tenant_id,
+                "client_id": credentials.client_id,
+                "federated_token_file": credentials.web_identity_token_file,
+                "credential_type": "workload_identity",
+            }
+        case "role":
+            config["credential_type"] = "managed_identity"
+            if credentials.client_id is not None:
+                config["client_id"] = credentials.client_id
+        case _:
+            pass
+    return config
