@@ -18,8 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 )
 
 from connector.namespace import canonical_json, digest_of
-from connector.tierevents import EVENT_NAME_BYTES
-from sidecar.protocol import TIERS_OWNER
+from sidecar.protocol import EVENT_NAME_BYTES, TIERS_OWNER
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey

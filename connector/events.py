@@ -16,8 +16,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from connector.tierevents import EVENT_NAME_BYTES
-from sidecar.protocol import HITS_OWNER, StoredEvent
+from sidecar.protocol import EVENT_NAME_BYTES, HITS_OWNER, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 
-from connector.tierevents import EVENT_NAME_BYTES
-from sidecar.protocol import StoredEvent
+from sidecar.protocol import EVENT_NAME_BYTES, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

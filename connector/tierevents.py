@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from sidecar.protocol import Events, Release, RemovedEvent, StoredEvent
+from sidecar.protocol import EVENT_NAME_BYTES, Events, Release, RemovedEvent, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sidecar.protocol import ServerMessage
 
 TOLD_MAX: Final = 1 << 18
-EVENT_NAME_BYTES: Final = 16
-"""Of a chunk's key, as in the sidecar's own stream."""
 
 Place = tuple[bytes, str, int]
 TierEvent = StoredEvent | RemovedEvent

@@ -1,7 +1,8 @@
 """The last line before a secret gets out: known secrets are masked in every text that leaves.
 
 Owns the list of this process' secrets, and masking them. Does not own where secrets come from
-(`config.py` says what they are) nor the outputs that are masked (`logs.py`, `http.py`).
+(`config/model.py` says what they are) nor the outputs that are masked (`logs.py`,
+`observe/http.py`).
 
 The first line is that secrets are not put into messages at all; but errors of libraries say what
 they like, and a store's error may well repeat the URL or the options that it was given.

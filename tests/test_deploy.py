@@ -13,7 +13,7 @@ import yaml
 import zmq
 
 from sidecar.exits import Exit
-from sidecar.watchdog import PROBLEMS
+from sidecar.service.watchdog import PROBLEMS
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of
 

@@ -35,9 +35,9 @@ from benchmarks.micro.catalog_world import (
     World,
     rss_bytes,
 )
-from sidecar.config import Config
-from sidecar.storecommands import census_of
-from sidecar.storelisting import Listing, TenantNames, Wanted, list_chunks
+from sidecar.cli.ls import Listing, TenantNames, Wanted, list_chunks
+from sidecar.cli.store import census_of
+from sidecar.config.model import Config
 from tiers.catalog.compaction import Plan, compact
 from tiers.catalog.compaction import Report as CompactionReport
 from tiers.catalog.retention import Bounds, Limits

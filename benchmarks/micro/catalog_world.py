@@ -18,13 +18,13 @@ import anyio
 import numpy as np
 
 from benchmarks.micro.directory_bench import LIMITS, NoSlots
-from sidecar.catalogs import Catalogs
-from sidecar.commands import IndexOffer, IndexSet, SessionOpened
-from sidecar.engine import Engine
-from sidecar.indexing import Indexing
+from sidecar.catalog.service import Catalogs
+from sidecar.catalog.sync import StoreWatch
+from sidecar.core.commands import IndexOffer, IndexSet, SessionOpened
+from sidecar.core.engine import Engine
+from sidecar.data.index_writer import Indexing
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
-from sidecar.realms import Realms
-from sidecar.watch import StoreWatch
+from sidecar.sessions.namespaces import Realms
 from tiers.catalog import manifest as manifests
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Manifest
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.commands import Command, Event
+    from sidecar.core.commands import Command, Event
 
 SEGMENT: Final = Segment(0, 32, 0, 8)
 LAYOUT: Final = ChunkLayout(

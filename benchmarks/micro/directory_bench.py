@@ -16,13 +16,13 @@ import time
 import tracemalloc
 from typing import TYPE_CHECKING
 
-from sidecar.breaker import BreakerRules
-from sidecar.commands import IndexOffer, Listed, SessionOpened
-from sidecar.directory import Cause, Directory
-from sidecar.engine import Engine, EngineLimits
-from sidecar.listed import ListedRow, listed_rows
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.commands import IndexOffer, Listed, SessionOpened
+from sidecar.core.directory import Cause, Directory
+from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.listed_rows import ListedRow, listed_rows
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
-from sidecar.writes import WritePolicy
 from tiers.policy import make
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def measure_times(chunks: int, keys: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Parse the options, measure, print."""
-    parser = argparse.ArgumentParser(description="micro-benchmark of sidecar/directory.py")
+    parser = argparse.ArgumentParser(description="micro-benchmark of sidecar/core/directory.py")
     parser.add_argument("--chunks", type=int, default=1_000_000)
     parser.add_argument("--keys", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=2000)

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sidecar.breaker import BreakerRules
-from sidecar.commands import Restored, SessionOpened
-from sidecar.config import Config
+from sidecar.config.model import Config
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.commands import Restored, SessionOpened
+from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.writes import WritePolicy
+from sidecar.data.host_pool import open_pool
+from sidecar.data.pool_slots import PoolSlots
 from sidecar.demo.sidecars import SidecarProcess
-from sidecar.engine import Engine, EngineLimits
-from sidecar.hostmemory import open_pool
 from sidecar.protocol import Role
-from sidecar.slots import PoolSlots
-from sidecar.writes import WritePolicy
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
 from tiers.policy import make
 from tiers.pool.host_pool import HostPool
 
 if TYPE_CHECKING:
-    from sidecar.commands import RestoredSlot
+    from sidecar.core.commands import RestoredSlot
 
 LAYOUT = ChunkLayout(
     segment=Segment(0, 8, 0, 4),

@@ -39,12 +39,12 @@ import numpy.typing as npt
 import obstore
 
 from benchmarks.store.plain_server import PlainServer, plain_server
-from sidecar.arrival import Arrival
+from sidecar.config.host import Integrity
+from sidecar.config.store import Store
+from sidecar.data.verify import Arrival
 from sidecar.demo.servers import S3Server, s3_server
-from sidecar.realms import Rank
-from sidecar.settings.host import Integrity
-from sidecar.settings.store import Store
-from sidecar.storage import open_store
+from sidecar.service.store_stack import open_store
+from sidecar.sessions.namespaces import Rank
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates
 from tiers.store.client import run_to_end

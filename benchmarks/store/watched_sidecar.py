@@ -24,11 +24,11 @@ from unittest.mock import patch
 
 import anyio
 
-from sidecar import server
+from sidecar import app as server
 from sidecar.cli import main as kvlake
 
 if TYPE_CHECKING:
-    from sidecar.config import Config
+    from sidecar.config.model import Config
     from sidecar.exits import Exit
 
 TICK_SECONDS: Final = 0.001

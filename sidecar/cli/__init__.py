@@ -1,10 +1,10 @@
 """The `kvlake` command: options, help, exit codes.
 
 Owns the command line and how a result is printed: here what all of it is, in the other files its
-commands with their options. What a command does is elsewhere: `sidecar/server.py`, `launch.py`,
-`status.py`, `inspection.py`, `config.py`, `demo`. Those are imported when they are needed, so that
-`kvlake --help` is quick and the connector's environment, which lacks the sidecar's packages, gets a
-sentence rather than a traceback.
+commands with their options. What a command does is elsewhere: `sidecar/app.py`, `launch.py`,
+`status.py`, `inspect.py`, `config/model.py`, `demo`. Those are imported when they are needed, so
+that `kvlake --help` is quick and the connector's environment, which lacks the sidecar's packages,
+gets a sentence rather than a traceback.
 
 What the exit code says stands in `sidecar/exits.py`.
 """

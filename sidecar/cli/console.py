@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
-    from sidecar.config import Config
+    from sidecar.config.model import Config
 
 # argparse has no public names for what `add_subparsers` returns, nor for what takes options.
 Commands: TypeAlias = Any
@@ -47,7 +47,7 @@ def complain(text: str) -> None:
 
 def load_config(path: Path | None) -> Config:
     """The configuration, its secrets kept out of what is said. Raises `UsageError`."""
-    from sidecar.config import ConfigError, load
+    from sidecar.config.model import ConfigError, load
     from sidecar.redaction import conceal
 
     try:

@@ -1,7 +1,7 @@
 """Commands that look at one node: `status`, `inspect`, `doctor` and `pool`.
 
 Owns their options and which of their answers is a no. What they tell is made elsewhere:
-`sidecar/status.py`, `inspection.py`, `doctor.py` and `pools.py`.
+`sidecar/cli/status.py`, `inspect.py`, `doctor.py` and `pool.py`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def add_pool(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from sidecar.secretfiles import SecretFileError, read_secret
-    from sidecar.status import StatusError, fetch, render, url_of
+    from sidecar.cli.status import StatusError, fetch, render, url_of
+    from sidecar.config.secret_files import SecretFileError, read_secret
 
     try:
         config = None if options.url else load_config(options.config)
@@ -119,7 +119,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from sidecar.inspection import inspect_file
+    from sidecar.cli.inspect import inspect_file
 
     store = None if options.config is None else load_config(options.config).store
     access, storage_options = (store.access, store.storage_options) if store else (None, None)
@@ -136,7 +136,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     import anyio
 
-    from sidecar.doctor import Verdict, examine
+    from sidecar.cli.doctor import Verdict, examine
     from sidecar.logs import LOGGER
 
     # Its lines say the same.
@@ -148,7 +148,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _pool_show(options: argparse.Namespace) -> int:
-    from sidecar.pools import describe, render
+    from sidecar.cli.pool import describe, render
 
     try:
         document = describe(load_config(options.config).pool_path)
@@ -159,7 +159,7 @@ def _pool_show(options: argparse.Namespace) -> int:
 
 
 def _pool_remove(options: argparse.Namespace) -> int:
-    from sidecar.units import approximate_size
+    from sidecar.config.units import approximate_size
     from tiers.errors import PoolError
     from tiers.pool.file import remove_pool
 

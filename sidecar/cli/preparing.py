@@ -73,7 +73,7 @@ def add_config(commands: Commands) -> None:
 def _keygen(options: argparse.Namespace) -> int:
     import zmq
 
-    from sidecar.secretfiles import SecretFileError, write_secret
+    from sidecar.config.secret_files import SecretFileError, write_secret
 
     public, secret = zmq.curve_keypair()
     try:
@@ -107,7 +107,7 @@ def _config_check(options: argparse.Namespace) -> int:
 
 
 def _config_show(options: argparse.Namespace) -> int:
-    from sidecar.config import show
+    from sidecar.config.model import show
 
     say(show(load_config(options.file)))
     return Exit.OK
@@ -115,7 +115,7 @@ def _config_show(options: argparse.Namespace) -> int:
 
 def _config_schema(options: argparse.Namespace) -> int:
     del options
-    from sidecar.config import schema
+    from sidecar.config.model import schema
 
     say(schema())
     return Exit.OK

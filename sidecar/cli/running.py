@@ -1,7 +1,7 @@
 """Commands that start something: `run`, `serve` and `demo`.
 
 Owns their options, and the process that a sidecar is: its thread pools, its parent, its garbage.
-What runs in it is `sidecar/server.py`, and beside an engine `sidecar/launch.py`.
+What runs in it is `sidecar/app.py`, and beside an engine `sidecar/cli/launch.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sidecar.cli.console import (
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
-    from sidecar.server import ServerInfo
+    from sidecar.app import ServerInfo
 
 _THREAD_POOLS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG: Final = 1
@@ -91,8 +91,8 @@ def _serve(options: argparse.Namespace) -> int:
     import anyio
 
     from sidecar import logs
-    from sidecar.attach import StartError
-    from sidecar.server import serve
+    from sidecar.app import serve
+    from sidecar.errors import StartError
 
     logs.configure(config.log.level, config.log.format)
 
@@ -127,11 +127,11 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def _end_with_last(parent_pid: int, info: ServerInfo) -> None:
-    """From now on, drain when the parent is gone and nobody has joined (`sidecar/sharing.py`)."""
+    """From now on, drain when the parent is gone and nobody has joined (`joined.py`)."""
     import ctypes
     import threading
 
-    from sidecar.sharing import LOOK_SECONDS, needed
+    from sidecar.cli.joined import LOOK_SECONDS, needed
 
     def look() -> None:
         while os.getppid() == parent_pid or needed(info.attach_path.parent):
@@ -143,7 +143,7 @@ def _end_with_last(parent_pid: int, info: ServerInfo) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from sidecar.launch import LaunchError, run, serve_command
+    from sidecar.cli.launch import LaunchError, run, serve_command
 
     config = load_config(options.config)
     try:

@@ -1,6 +1,6 @@
 """Commands on the object store: `du`, `ls` and `gc`.
 
-Owns their options. What they do is in `sidecar/storecommands.py` and `storelisting.py`.
+Owns their options. What they do is in `sidecar/cli/store.py` and `ls.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def add_store(commands: Commands) -> None:
 
 
 def _du(options: argparse.Namespace) -> int:
-    from sidecar import storecommands
+    from sidecar.cli import store as storecommands
 
     document = _on_store(lambda: storecommands.du(load_config(options.config), options.namespace))
     say(json.dumps(document, indent=2) if options.json else storecommands.du_text(document))
@@ -77,7 +77,8 @@ def _du(options: argparse.Namespace) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from sidecar import storecommands, storelisting
+    from sidecar.cli import ls as storelisting
+    from sidecar.cli import store as storecommands
 
     key = options.key.lower()
     wanted = storelisting.Wanted(options.namespace, key, options.tenant, options.limit)
@@ -87,8 +88,8 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    from sidecar import storecommands
-    from sidecar.storelisting import Listing, TenantNames
+    from sidecar.cli import store as storecommands
+    from sidecar.cli.ls import Listing, TenantNames
 
     config, victims = load_config(options.config), None
     if options.list and not options.dry_run:
@@ -115,7 +116,7 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _on_store(command: Callable[[], _T]) -> _T:
-    from sidecar.storecommands import StoreCommandError
+    from sidecar.cli.store import StoreCommandError
 
     try:
         return command()

@@ -59,6 +59,7 @@ from sidecar.protocol.codec import (
 )
 from sidecar.protocol.limits import (
     BLOCKS_PER_CHUNK_MAX,
+    EVENT_NAME_BYTES,
     FDS_PER_ATTACH_MAX,
     FRAME_BYTES_MAX,
     GROUPS_MAX,
@@ -110,6 +111,7 @@ from sidecar.protocol.owners import HITS_OWNER, TIERS_OWNER, tiers_owner
 
 __all__ = [
     "BLOCKS_PER_CHUNK_MAX",
+    "EVENT_NAME_BYTES",
     "FDS_PER_ATTACH_MAX",
     "FRAME_BYTES_MAX",
     "GROUPS_MAX",

@@ -1,7 +1,7 @@
 """What must be true of a message beyond its types, before anything is done with it.
 
 Owns these rules and `ProtocolError`. Does not own decoding (`codec.py`), nor what only a session
-can judge (`sidecar/attach.py`, `sidecar/session.py`).
+can judge (`sidecar/transport/attach_socket.py`, `sidecar/sessions/session.py`).
 """
 
 from __future__ import annotations

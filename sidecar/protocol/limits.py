@@ -20,6 +20,8 @@ PIN_MS_MAX: Final = 24 * 3600 * 1000
 GROUPS_MAX: Final = 64
 """KV cache groups of one engine: a model of 62 layers, one in six of another kind, has 7."""
 KEY_BYTES: Final = 32
+EVENT_NAME_BYTES: Final = 16
+"""The name of a chunk in KV cache events: the first half of its key."""
 TOKEN_BYTES: Final = 16
 TENANT_BYTES: Final = 8
 FDS_PER_ATTACH_MAX: Final = 4

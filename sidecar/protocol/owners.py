@@ -1,6 +1,7 @@
 """Whose blocks are, in vLLM's KV events: the names that connector and sidecar must give alike.
 
-Owns the names of the tiers' owners. Those of engines are the sidecar's alone (`engineblocks.py`).
+Owns the names of the tiers' owners. Those of engines are the sidecar's alone
+(`events/engine_mirror.py`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from connector.events import events_of
-from connector.tierevents import EVENT_NAME_BYTES, TierEvents
-from sidecar.protocol import Events, RemovedEvent, StoredEvent
+from connector.tierevents import TierEvents
+from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
 
 NOWHERE = bytes(32)
 

@@ -21,10 +21,10 @@ from unittest.mock import patch
 import anyio
 
 from sidecar import cli
-from sidecar.attach import Connection, close_fds
-from sidecar.copies import Memory
-from sidecar.copyqueue import Group
+from sidecar.data.copies import Memory
+from sidecar.data.copy_queue import Group
 from sidecar.protocol import decode_attach
+from sidecar.transport.attach_socket import Connection, close_fds
 from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as
 from tiers.kv.copy import CopyPlan
@@ -32,7 +32,7 @@ from tiers.kv.copy import CopyPlan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.commands import Copied
+    from sidecar.core.commands import Copied
 
 
 def hold_attaches(holds: Holds, stack: contextlib.ExitStack) -> None:

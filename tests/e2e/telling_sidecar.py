@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from sidecar import cli
-from sidecar.kvevents import MEDIUM_CPU, MEDIUM_STORAGE, name_of
-from sidecar.report import Reporter
+from sidecar.events.records import MEDIUM_CPU, MEDIUM_STORAGE, name_of
+from sidecar.observe.report import Reporter
 
 if TYPE_CHECKING:
-    from sidecar.hub import Hub
+    from sidecar.service.dispatcher import Hub
 
 
 def directory_of(hub: Hub) -> dict[str, list[tuple[int | None, str]]]:

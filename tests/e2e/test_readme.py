@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.config import Config
+from sidecar.cli.status import StatusError, fetch, url_of
+from sidecar.config.model import Config
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import free_ports, s3_server
-from sidecar.status import StatusError, fetch, url_of
 from tests import places
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ import numpy as np
 import xxhash
 
 from sidecar import protocol
-from sidecar.attach import AttachRefused
-from sidecar.config import ConfigError, loads, show
+from sidecar.config.model import ConfigError, loads, show
+from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     Attach,
     Attached,
@@ -56,7 +56,7 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
-from sidecar.session import check_shape
+from sidecar.sessions.session import check_shape
 from tests import places
 from tests.fuzz import catalog_targets
 from tests.fuzz.mutation import damage, damage_message, damage_yaml

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any, Self
 
-from sidecar.status import fetch
+from sidecar.cli.status import fetch
 from tests import places
 from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until

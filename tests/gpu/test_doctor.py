@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.config import loads
-from sidecar.doctor import numa_finding
+from sidecar.cli.doctor import numa_finding
+from sidecar.config.model import loads
 from tests import places
 from tests.gpu.double.control import Double
 from tests.tiers.test_numa import machine

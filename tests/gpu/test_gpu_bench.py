@@ -61,7 +61,7 @@ def test_rehearsal_of_the_benchmarks_on_the_double(double: Double) -> None:
 def test_what_runs_beside_the_engines_needs_no_vllm_and_no_torch() -> None:
     code = (
         "import sys, benchmarks.gpu.run, benchmarks.gpu.parts, tests.gpu.real.cases,"
-        " tests.gpu.real.run, sidecar.cli, sidecar.server\n"
+        " tests.gpu.real.run, sidecar.cli, sidecar.app\n"
         "print(*sorted({'torch', 'vllm', 'obstore', 's3fs', 'trustme'} & set(sys.modules)))"
     )
     done = subprocess.run(

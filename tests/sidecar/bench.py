@@ -17,18 +17,18 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Copied,
     CopyOutcome,
     Event,
     Gather,
     Scatter,
 )
-from sidecar.copyqueue import Group
-from sidecar.memory import WorkerMemory, take_memory
+from sidecar.data.copy_queue import Group
 from sidecar.protocol import Role
-from sidecar.realms import Rank, Realm, Realms
-from sidecar.session import Session, Sessions
+from sidecar.sessions.namespaces import Rank, Realm, Realms
+from sidecar.sessions.session import Session, Sessions
+from sidecar.sessions.worker_memory import WorkerMemory, take_memory
 from tests.sidecar.client import WAIT_SECONDS_MAX, attach_message, key_of, layout_of
 from tiers.kv.fence import WorkerFence
 from tiers.kv.memfd import sealed_memfd

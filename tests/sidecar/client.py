@@ -28,7 +28,8 @@ import numpy.typing as npt
 import zmq
 
 from sidecar import protocol
-from sidecar.config import Config
+from sidecar.app import ServerInfo, serve
+from sidecar.config.model import Config
 from sidecar.protocol import (
     Attach,
     Attached,
@@ -53,7 +54,6 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
-from sidecar.server import ServerInfo, serve
 from tiers.kv.fence import WorkerFence
 from tiers.kv.index import IndexReader, tags_of
 from tiers.kv.layout import KVLayout, Segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from sidecar.commands import Command, Reply
+from sidecar.core.commands import Command, Reply
 from sidecar.protocol import Done, JobOutcome, LookupDone, Outcome, ServerMessage
 from tests.sidecar.engine_names import EPOCH
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Command,
     CopyOutcome,
     Draining,
@@ -30,7 +30,7 @@ from tests.sidecar.engine_world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sidecar.tenants import Tenants
+    from sidecar.core.tenants import Tenants
     from tiers.policy.policy import Policy
 
 Name = tuple[int, bytes]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sidecar.breaker import BreakerState
-from sidecar.commands import (
+from sidecar.core.breaker import BreakerState
+from sidecar.core.commands import (
     Command,
     Event,
     Gather,
@@ -28,8 +28,8 @@ from sidecar.commands import (
     Withdraw,
     Write,
 )
-from sidecar.engine import Engine, EngineLimits
-from sidecar.retention import FOR_EVER, Retention
+from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.retention import FOR_EVER, Retention
 from tests.sidecar.strict_pool import SlabSlots
 
 if TYPE_CHECKING:

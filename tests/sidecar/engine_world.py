@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Command,
     Copied,
     CopyOutcome,
@@ -31,10 +31,10 @@ from sidecar.commands import (
     Tick,
     Written,
 )
-from sidecar.engine import Engine
-from sidecar.listed import ListedRow, listed_rows
+from sidecar.core.engine import Engine
+from sidecar.core.listed_rows import ListedRow, listed_rows
+from sidecar.core.retention import Retention, read_tag
 from sidecar.protocol import LoadChunk, LoadJob, Lookup, Pin, Role, StoreChunk, StoreJob, Submit
-from sidecar.retention import Retention, read_tag
 from tests.sidecar.engine_answers import only
 from tests.sidecar.engine_names import (
     BLOCK_TOKENS,
@@ -52,7 +52,7 @@ from tiers.kv.layout import ChunkLayout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.tenants import Tenants
+    from sidecar.core.tenants import Tenants
     from tiers.policy.policy import Policy
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from sidecar.kvevents import END_OF_REPLAY, SNAPSHOT, number_frame, number_of
+from sidecar.events.records import END_OF_REPLAY, SNAPSHOT, number_frame, number_of
 
 with warnings.catch_warnings():
     # Its own imports warn, and the house turns warnings into errors.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.arrival import Arrival
-from sidecar.realms import Rank
+from sidecar.data.verify import Arrival
+from sidecar.sessions.namespaces import Rank
 from tests.sidecar.client import layout_of
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
 from tiers.kv.slot_image import SlotTemplates

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.assembling import Assembler, SourceError, damaged
-from sidecar.commands import Read
-from sidecar.cuts import Cuts
+from sidecar.core.commands import Read
+from sidecar.core.segment_sources import Cuts
+from sidecar.data.reshard import Assembler, SourceError, damaged
 from sidecar.protocol import Role
-from sidecar.realms import Rank, Realms
+from sidecar.sessions.namespaces import Rank, Realms
 from tests.sidecar.client import attach_message
 from tests.sidecar.test_cuts import HEADS, LAYERS, cuts, grid
 from tiers.catalog.names import object_name
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.realms import Realm
+    from sidecar.sessions.namespaces import Realm
     from tiers.store.client import Seen
     from tiers.store.object_tier import ObjectTier
 

@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.bounds import PINNED_ALPHA, BoundLimits, Share
-from sidecar.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
+from sidecar.core.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
+from sidecar.core.fair_share import PINNED_ALPHA, BoundLimits, Share
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Lookup,
     Outcome,
@@ -21,7 +22,6 @@ from sidecar.protocol import (
     StoreJob,
     Submit,
 )
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World

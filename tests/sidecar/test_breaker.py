@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.breaker import Breaker, BreakerRules, BreakerState
+from sidecar.core.breaker import Breaker, BreakerRules, BreakerState
 
 
 def make() -> Breaker:

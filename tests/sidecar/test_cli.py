@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from sidecar import cli
-from sidecar.config import load
+from sidecar.cli.inspect import inspect_file
+from sidecar.cli.status import StatusError, fetch, render, url_of
+from sidecar.config.model import load
 from sidecar.demo.servers import S3Server
-from sidecar.inspection import inspect_file
-from sidecar.status import StatusError, fetch, render, url_of
 from tests import places
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate
@@ -445,7 +445,7 @@ def test_what_a_sidecar_starts_with_is_not_looked_through_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full collection of garbage held the event loop up for 70 ms, whenever there was one."""
-    from sidecar.server import ServerInfo
+    from sidecar.app import ServerInfo
 
     frozen: list[int] = []
 

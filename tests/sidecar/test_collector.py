@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sidecar.collector import Collected, Collector, collect, namespaces
-from sidecar.config import loads
-from sidecar.watch import StoreHealth
+from sidecar.catalog.garbage_collector import Collected, Collector, collect, namespaces
+from sidecar.catalog.sync import StoreHealth
+from sidecar.config.model import loads
 from tests.tiers.catalog.bucket import Bucket, View
 from tiers.catalog.compaction import Plan
 from tiers.catalog.lease import Lease

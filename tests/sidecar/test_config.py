@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from sidecar.config import Config, ConfigError, load, loads, schema, show
-from sidecar.settings.runtime import Runtime
-from sidecar.settings.store import Store
+from sidecar.config.model import Config, ConfigError, load, loads, schema, show
+from sidecar.config.runtime import Runtime
+from sidecar.config.store import Store
 from tests import places
 
 CONFIGS = places.ROOT / "configs"

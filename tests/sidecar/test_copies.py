@@ -14,15 +14,15 @@ import anyio
 import numpy as np
 import pytest
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     CopyOutcome,
     Gather,
     Scatter,
 )
-from sidecar.copies import Copies, gather_group
-from sidecar.copyqueue import Group
-from sidecar.memory import HostRegion
+from sidecar.data.copies import Copies, gather_group
+from sidecar.data.copy_queue import Group
 from sidecar.protocol import Role
+from sidecar.sessions.worker_memory import HostRegion
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import attach_message, key_of

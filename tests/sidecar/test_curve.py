@@ -16,8 +16,8 @@ import zmq
 from connector.client import Attempt
 from connector.client import Client as ConnectorClient
 from sidecar import protocol
-from sidecar.attach import StartError
-from sidecar.config import ConfigError, loads
+from sidecar.config.model import ConfigError, loads
+from sidecar.errors import StartError
 from sidecar.protocol import Outcome, Role, Submit
 from tests import places
 from tests.sidecar.client import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from sidecar.config.limits import Limits
+from sidecar.config.store import Store
 from sidecar.exits import Exit
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
-from sidecar.settings.limits import Limits
-from sidecar.settings.store import Store
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.stores import Stalled, announce
 from tiers.store.middleware import Verb

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.directory import (
+from sidecar.core.directory import (
     STORY_LINES_MAX,
     TRANSITIONS,
     Cause,

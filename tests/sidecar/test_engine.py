@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Copied,
     CopyOutcome,
     Draining,

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import zmq
 
-from sidecar import kvevents
-from sidecar.engineblocks import EngineBlocks, event_of_block
-from sidecar.eventstream import EVENTS_PER_BATCH_MAX, EventStream
-from sidecar.kvevents import name_of
+from sidecar.events import records as kvevents
+from sidecar.events.engine_mirror import EngineBlocks, event_of_block
+from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream
+from sidecar.events.records import name_of
 from sidecar.protocol import HITS_OWNER, Outcome
 from tests import places
 from tests.sidecar.client import (

@@ -11,12 +11,12 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule
 
-from sidecar.bounds import BoundLimits
-from sidecar.breaker import BreakerRules
-from sidecar.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome, Tick, Write
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome, Tick, Write
+from sidecar.core.fair_share import BoundLimits
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_model import MAIN, OTHER, WINDOW, EngineModel
 from tests.sidecar.engine_names import GROUP_NUMBERS, layout
 from tests.sidecar.worlds import make_world

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 import zmq
 
-from sidecar import kvevents
-from sidecar.eventstream import History
-from sidecar.kvevents import SNAPSHOT, name_of, number_frame
+from sidecar.config.observability import Events
+from sidecar.events import records as kvevents
+from sidecar.events.publisher import History
+from sidecar.events.records import SNAPSHOT, name_of, number_frame
 from sidecar.protocol import Outcome, StoreJob
-from sidecar.settings.watching import Events
 from tests.sidecar.client import (
     BLOCK_TOKENS,
     RunningSidecar,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sidecar.protocol import FRAME_BYTES_MAX, Outcome
-from sidecar.router import CUT_BYTES_MAX
+from sidecar.transport.router import CUT_BYTES_MAX
 from tests.sidecar.client import Scheduler, Worker, key_of
 from tests.sidecar.stores import announce
 from tests.sidecar.test_lives import Process, wait_until
@@ -31,7 +31,7 @@ SIDECAR = """
 import json, os, sys
 from pathlib import Path
 import anyio
-from sidecar.server import serve
+from sidecar.app import serve
 from tests.sidecar.client import config_in
 from tests.sidecar.stores import Stalled
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sidecar.attach import AttachRefused
+from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     Events,
     Group,
@@ -27,7 +27,7 @@ from sidecar.protocol import (
     StoreChunk,
     StoreJob,
 )
-from sidecar.session import check_shape
+from sidecar.sessions.session import check_shape
 from tests import places
 from tests.sidecar.client import (
     LAYERS,

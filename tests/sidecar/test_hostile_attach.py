@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sidecar.protocol import Attach, Group, Memory, Outcome, Role
-from sidecar.realms import Realms
+from sidecar.sessions.namespaces import Realms
 from tests import places
 from tests.sidecar.client import (
     BLOCK_TOKENS,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from sidecar import cli
-from sidecar.attach import StartError
-from sidecar.config import ConfigError, load, loads
+from sidecar.config.model import ConfigError, load, loads
+from sidecar.errors import StartError
 from tests import places
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in, open_fds
 

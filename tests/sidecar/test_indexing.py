@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sidecar.commands import IndexOffer, IndexSet
-from sidecar.indexing import Indexing
+from sidecar.core.commands import IndexOffer, IndexSet
+from sidecar.data.index_writer import Indexing
 from sidecar.protocol import Role
-from sidecar.realms import Realm, Realms
+from sidecar.sessions.namespaces import Realm, Realms
 from tests import places
 from tests.sidecar.client import attach_message
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, SLOTS_PER_PASS, IndexReader, IndexWriter, tags_in

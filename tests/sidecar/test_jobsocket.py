@@ -13,9 +13,9 @@ from typing import Final
 import anyio.to_thread
 import pytest
 
-from sidecar.jobsocket import JobSocket
 from sidecar.protocol import Outcome
-from sidecar.router import Sent
+from sidecar.transport.job_socket import JobSocket
+from sidecar.transport.router import Sent
 from tests import places
 from tests.sidecar.bench import until
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, open_fds

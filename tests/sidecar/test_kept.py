@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.bounds import BoundLimits
-from sidecar.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
+from sidecar.core.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
+from sidecar.core.fair_share import BoundLimits
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WritePolicy
 from tests import places
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import key, layout

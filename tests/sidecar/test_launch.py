@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from vllm.config.kv_events import KVEventsConfig
 
-from sidecar.config import Config, loads
-from sidecar.exits import LEAVE_SECONDS_MAX
-from sidecar.launch import (
+from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
+from sidecar.cli.launch import (
     DRAIN_GRACE_SECONDS,
     LaunchError,
     serve_command,
@@ -24,8 +23,9 @@ from sidecar.launch import (
     with_connector,
     with_events,
 )
-from sidecar.server import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
-from sidecar.settings.watching import Events
+from sidecar.config.model import Config, loads
+from sidecar.config.observability import Events
+from sidecar.exits import LEAVE_SECONDS_MAX
 
 SOCKET = "/run/kvlake/a/attach.sock"
 
@@ -190,8 +190,8 @@ while os.getppid() == PARENT:
 # with SIGINT: what is ignored here is what the test says.
 LAUNCH = """
 import signal, sys
-from sidecar.config import loads
-from sidecar.launch import FORWARDED, LaunchError, run
+from sidecar.config.model import loads
+from sidecar.cli.launch import FORWARDED, LaunchError, run
 from tests import places
 IGNORED = [int(number) for number in sys.argv.pop(1).split()]
 for number in FORWARDED:

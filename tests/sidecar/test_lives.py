@@ -26,7 +26,7 @@ SIDECAR = """
 import json, sys
 from pathlib import Path
 import anyio
-from sidecar.server import serve
+from sidecar.app import serve
 from tests.sidecar.client import config_in
 
 def ready(info):

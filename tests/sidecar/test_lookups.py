@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     CopyOutcome,
     Gather,
     IndexSet,
@@ -16,11 +16,11 @@ from sidecar.commands import (
     Tick,
     Write,
 )
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Outcome,
     Role,
 )
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_answers import answer, done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, RANK_0, key
 from tests.sidecar.worlds import looking, make_world

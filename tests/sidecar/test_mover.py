@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
-from sidecar.catalogs import Catalogs
-from sidecar.commands import (
+from sidecar.catalog.service import Catalogs
+from sidecar.core.commands import (
     Copied,
     CopyOutcome,
     Event,
@@ -27,9 +27,9 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.copies import Copies
-from sidecar.mover import Mover
-from sidecar.realms import Rank
+from sidecar.data.copies import Copies
+from sidecar.data.executor import Mover
+from sidecar.sessions.namespaces import Rank
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import key_of

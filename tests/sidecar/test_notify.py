@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.notify import Notifier, without_notify
+from sidecar.service.systemd import Notifier, without_notify
 from tests import places
 from tests.sidecar.client import Worker, key_of
 

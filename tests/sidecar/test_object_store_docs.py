@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.config import loads
-from sidecar.storage import open_store
+from sidecar.config.model import loads
+from sidecar.service.store_stack import open_store
 from tests import places
 from tiers import errors
 from tiers.errors import TierError

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.attach import StartError, listen
-from sidecar.config import ConfigError, loads
+from sidecar.config.model import ConfigError, loads
+from sidecar.errors import StartError
 from sidecar.protocol import Outcome
-from sidecar.runtimedir import RuntimeDirectory
-from sidecar.upkeep import Upkeep
+from sidecar.service.runtime_dir import RuntimeDirectory
+from sidecar.service.self_checks import Upkeep
+from sidecar.transport.attach_socket import listen
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from sidecar.bounds import Share
-from sidecar.directory import Directory
-from sidecar.pins import Pins
+from sidecar.core.directory import Directory
+from sidecar.core.fair_share import Share
+from sidecar.core.pins import Pins
 
 CHUNK_BYTES = 10
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.planner import (
+from sidecar.core.planner import (
     CREDIT_COMPUTE_SECONDS,
     PROBE_EVERY,
     SAMPLES_MAX,

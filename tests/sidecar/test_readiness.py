@@ -21,14 +21,14 @@ from typing import Any
 import anyio
 import pytest
 
-from sidecar.attach import StartError
-from sidecar.copies import Copies
-from sidecar.jobsocket import JobSocket
-from sidecar.notify import Notifier
+from sidecar.app import ServerInfo, serve
+from sidecar.data.copies import Copies
+from sidecar.errors import StartError
+from sidecar.observe.report import Reporter
 from sidecar.protocol import Outcome
-from sidecar.report import Reporter
-from sidecar.server import ServerInfo, serve
-from sidecar.watchdog import PROBLEMS, Phase, Problem, Watchdog
+from sidecar.service.systemd import Notifier
+from sidecar.service.watchdog import PROBLEMS, Phase, Problem, Watchdog
+from sidecar.transport.job_socket import JobSocket
 from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.directory import Directory, Segment
-from sidecar.readqueue import ReadQueue
+from sidecar.core.directory import Directory, Segment
+from sidecar.core.read_queue import ReadQueue
 
 
 def segments_of(count: int) -> list[Segment]:

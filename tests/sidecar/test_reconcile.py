@@ -10,7 +10,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from sidecar.reconcile import Reconciler
+from sidecar.catalog.reconcile import Reconciler
 from tests import places
 from tiers.catalog.names import namespace_prefix
 from tiers.errors import TierUnavailable

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.commands import Gather, Scatter, Write
+from sidecar.core.commands import Gather, Scatter, Write
 from sidecar.protocol import Done, Outcome, ProtocolError, Role, decode_attach, encode
 from tests.sidecar.client import (
     RunningSidecar,

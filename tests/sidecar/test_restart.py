@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from sidecar import cli
+from sidecar.core.engine import Engine
 from sidecar.demo.sidecars import SidecarProcess
-from sidecar.engine import Engine
 from sidecar.protocol import Outcome, StoreJob
 from tests import places
 from tests.sidecar.client import (

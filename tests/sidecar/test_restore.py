@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidecar.breaker import BreakerRules
-from sidecar.commands import (
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.commands import (
     CaughtUp,
     Command,
     CopyOutcome,
@@ -23,10 +23,10 @@ from sidecar.commands import (
     Tick,
     Write,
 )
-from sidecar.engine import Engine
+from sidecar.core.engine import Engine
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WRITE_TRIES_MAX, WritePolicy
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, key, layout
 from tests.sidecar.engine_world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     CaughtUp,
     CopyOutcome,
     Gather,

@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.commands import Gather, Scatter, Tick, Write
-from sidecar.directory import Chunk, Directory
+from sidecar.core.commands import Gather, Scatter, Tick, Write
+from sidecar.core.directory import Chunk, Directory
+from sidecar.core.retention import Expiries, Retention, read_tag, slot_tag
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role
-from sidecar.retention import Expiries, Retention, read_tag, slot_tag
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import EPOCH, key
 from tests.sidecar.engine_world import World

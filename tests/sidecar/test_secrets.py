@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.config import loads
+from sidecar.config.model import loads
 from sidecar.redaction import Redactor
 from tests import places
 from tests.sidecar.client import Worker, key_of

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.attach import StartError
-from sidecar.engine import Engine
+from sidecar.core.engine import Engine
+from sidecar.errors import StartError
 from sidecar.exits import Exit
 from sidecar.protocol import (
     Outcome,
@@ -32,7 +32,7 @@ PROCESS = """
 import sys, json
 from pathlib import Path
 import anyio
-from sidecar.server import serve
+from sidecar.app import serve
 from tests.sidecar.client import config_in
 from tiers.store.middleware import Faulty, FaultRates
 

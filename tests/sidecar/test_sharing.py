@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sidecar.cli.joined import Joined, locked, needed
 from sidecar.exits import Exit
-from sidecar.sharing import Joined, locked, needed
 from tests import places
 
 WAIT_SECONDS_MAX = 60.0

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from sidecar.attach import StartError
-from sidecar.settings.store import Store
-from sidecar.storage import open_store
+from sidecar.config.store import Store
+from sidecar.errors import StartError
+from sidecar.service.store_stack import open_store
 from tests.faulty_proxy import Fault, faulty_proxy
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import TierUnavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     CopyOutcome,
     Gather,
     IndexOffer,
@@ -14,7 +14,8 @@ from sidecar.commands import (
     Withdraw,
     Write,
 )
-from sidecar.listed import key_list
+from sidecar.core.listed_rows import key_list
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Events,
     Outcome,
@@ -22,7 +23,6 @@ from sidecar.protocol import (
     Role,
     StoredEvent,
 )
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, ROOT, key, layout
 from tests.sidecar.worlds import looking, make_world

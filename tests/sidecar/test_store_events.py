@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.kvevents import name_of
+from sidecar.events.records import name_of
 from sidecar.protocol import Outcome
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of, with_events
 from tests.sidecar.subscriber import Subscriber

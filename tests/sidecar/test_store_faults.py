@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from sidecar import storecommands
-from sidecar.config import Config
+from sidecar.cli import store as storecommands
+from sidecar.config.model import Config
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome

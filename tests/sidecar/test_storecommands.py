@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from sidecar.cli import main
+from sidecar.config.store import Store
 from sidecar.protocol import Outcome, StoreJob, tenant_id
-from sidecar.settings.store import Store
-from sidecar.storage import WrapStore, open_store
+from sidecar.service.store_stack import WrapStore, open_store
 from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.kv.index import FLAG_STORE

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.stored import StoredChunks, packed, tags_of
+from sidecar.core.stored_table import StoredChunks, packed, tags_of
 
 
 def key(number: int) -> bytes:

@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from sidecar.commands import Command, Event, Released, Reply
+from sidecar.core.commands import Command, Event, Released, Reply
+from sidecar.core.event_feeds import UNREAD_MAX
 from sidecar.protocol import Events, Role
-from sidecar.telling import UNREAD_MAX
 from tests import places
 from tests.sidecar.engine_names import RANK_0, key
 from tests.sidecar.engine_world import World

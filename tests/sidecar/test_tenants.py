@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sidecar.cli import main
-from sidecar.commands import Gather, Read, StoreOutcome, Write
-from sidecar.config import ConfigError, loads, show
+from sidecar.config.model import ConfigError, loads, show
+from sidecar.core.commands import Gather, Read, StoreOutcome, Write
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role, StoreJob, tenant_id
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WritePolicy
 from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tests.sidecar.engine_answers import messages, only

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.units import (
+from sidecar.config.units import (
     approximate_size,
     format_duration,
     format_size,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import pytest
 from msgspec.structs import replace
 
-from sidecar.catalogs import Catalogs
+from sidecar.catalog.service import Catalogs
 from sidecar.protocol import Role
-from sidecar.realms import Realms
+from sidecar.sessions.namespaces import Realms
 from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
@@ -17,7 +17,7 @@ from tiers.catalog.rows import Row
 from tiers.catalog.usage import Holding
 
 if TYPE_CHECKING:
-    from sidecar.realms import Realm
+    from sidecar.sessions.namespaces import Realm
 
 A, B = b"tenant-a", b"tenant-b"
 ONE = Holding(10, 1, 500, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from sidecar.commands import Listed
-from sidecar.listed import ListedRow, listed_rows
+from sidecar.core.commands import Listed
+from sidecar.core.listed_rows import ListedRow, listed_rows
 from sidecar.protocol import Outcome, Role
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.breaker import BreakerRules, BreakerState
-from sidecar.commands import Draining, Read, StoreOutcome, Tick, Write
+from sidecar.core.breaker import BreakerRules, BreakerState
+from sidecar.core.commands import Draining, Read, StoreOutcome, Tick, Write
+from sidecar.core.tenants import Quota, TenantRules, Tenants
+from sidecar.core.writes import WRITE_TRIES_MAX, WritePolicy
 from sidecar.protocol import Outcome, Role
-from sidecar.tenants import Quota, TenantRules, Tenants
-from sidecar.writes import WRITE_TRIES_MAX, WritePolicy
 from tests.sidecar.engine_answers import answer, messages, only
 from tests.sidecar.engine_names import RANK_0, key, layout
 from tests.sidecar.engine_world import World

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sidecar.breaker import BreakerRules
-from sidecar.engine import Engine, EngineLimits
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
-from sidecar.writes import WritePolicy
 from tests.sidecar.engine_names import EPOCH
 from tests.sidecar.engine_world import World
 from tests.sidecar.strict_pool import SlabSlots, StrictLRU
@@ -16,7 +16,7 @@ from tests.sidecar.strict_pool import SlabSlots, StrictLRU
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.tenants import Tenants
+    from sidecar.core.tenants import Tenants
     from tiers.policy.policy import Policy
 
 

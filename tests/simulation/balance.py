@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.commands import Event, Gather, Read, RestoredSlot, Tick
-from sidecar.directory import Chunk, Directory, SegmentState
-from sidecar.lookups import PendingLookup
-from sidecar.tenants import TenantRules
+from sidecar.core.commands import Event, Gather, Read, RestoredSlot, Tick
+from sidecar.core.directory import Chunk, Directory, SegmentState
+from sidecar.core.lookups import PendingLookup
+from sidecar.core.tenants import TenantRules
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import Model, Truth
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
@@ -24,8 +24,8 @@ from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.engine import Engine
-    from sidecar.realms import Realm
+    from sidecar.core.engine import Engine
+    from sidecar.sessions.namespaces import Realm
     from tests.simulation.process import SidecarProcess
 
 Sealed = tuple[Model, bytes, int, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from sidecar.commands import Listed, Reply
+from sidecar.core.commands import Listed, Reply
 from sidecar.protocol import LoadChunk, StoreChunk
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Command,
     Copied,
     CopyOutcome,
@@ -30,7 +30,8 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.directory import Cause, Segment
+from sidecar.core.directory import Cause, Segment
+from sidecar.core.tenants import TenantRules
 from sidecar.protocol import (
     Done,
     LoadJob,
@@ -39,7 +40,6 @@ from sidecar.protocol import (
     ServerMessage,
     StoreJob,
 )
-from sidecar.tenants import TenantRules
 from tests.simulation.balance import Balance
 from tests.simulation.brief import brief
 from tests.simulation.clock import Violation, World

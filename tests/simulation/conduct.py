@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Command,
     Copied,
     CopyOutcome,
@@ -36,13 +36,13 @@ from sidecar.commands import (
     Write,
     Written,
 )
-from sidecar.directory import Chunk, SegmentState
+from sidecar.core.directory import Chunk, SegmentState
 from sidecar.protocol import JobOutcome, LoadJob, Lookup, LookupDone, Outcome, Role, StoreJob
 from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
-    from sidecar.engine import Engine
-    from sidecar.leases import Lease
+    from sidecar.core.engine import Engine
+    from sidecar.core.leases import Lease
     from tests.simulation.process import SidecarProcess
 
 Work = Gather | Scatter | Write | Read

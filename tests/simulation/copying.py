@@ -13,7 +13,7 @@ from tests import places
 from tests.simulation.clock import Violation
 
 if TYPE_CHECKING:
-    from sidecar.copyqueue import Group
+    from sidecar.data.copy_queue import Group
     from tests.simulation.engine import SimEngine
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sidecar.commands import Gather, Read, RestoredSlot, Scatter, Write
-from sidecar.directory import Chunk, SegmentState
+from sidecar.core.commands import Gather, Read, RestoredSlot, Scatter, Write
+from sidecar.core.directory import Chunk, SegmentState
 from tests.simulation.balance import Sealed
 from tests.simulation.clock import Violation, World
 from tests.simulation.conduct import Work
@@ -24,7 +24,7 @@ from tiers.errors import ChunkCorrupt
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sidecar.realms import Realm
+    from sidecar.sessions.namespaces import Realm
     from tests.simulation.engine import SimEngine
     from tests.simulation.process import SidecarProcess
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sidecar.config import Config
-from sidecar.directory import Cause, Directory, Segment
+from sidecar.config.model import Config
+from sidecar.core.directory import Cause, Directory, Segment
 from tests.simulation.checks import Checks
 from tests.simulation.clock import START_SECONDS, StepsOver, Violation, World, frozen
 from tests.simulation.content import Model, templates_of, with_window

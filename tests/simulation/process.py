@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
-from sidecar.admission import Admission
-from sidecar.attach import Peer
-from sidecar.commands import Command, Event
-from sidecar.config import Config
-from sidecar.hostmemory import open_pool
+from sidecar.app import Server
+from sidecar.config.model import Config
+from sidecar.core.commands import Command, Event
+from sidecar.data.host_pool import open_pool
 from sidecar.protocol import decode_server
-from sidecar.router import Router, Sent
-from sidecar.server import Server
-from sidecar.storage import open_store
+from sidecar.service.handshake import Admission
+from sidecar.service.store_stack import open_store
+from sidecar.transport.attach_socket import Peer
+from sidecar.transport.router import Router, Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sidecar.commands import (
+from sidecar.core.commands import (
     Command,
     Draining,
     Event,
@@ -23,11 +23,11 @@ from sidecar.commands import (
     Submitted,
     Write,
 )
-from sidecar.directory import Chunk, SegmentState
+from sidecar.core.directory import Chunk, SegmentState
 from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
-    from sidecar.engine import Engine
+    from sidecar.core.engine import Engine
 
 SLACK_SECONDS = 0.002
 """Times are told in milliseconds."""

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from sidecar.directory import TRANSITIONS
+from sidecar.core.directory import TRANSITIONS
 from tests.simulation import life
 from tests.simulation.life import simulate
 from tests.simulation.search import SEARCH_SECONDS_MAX, Summary, search

@@ -2,7 +2,8 @@
 
 Owns one round on one namespace: which kind is due, merging new logs, the next manifest, and
 removing files that it has replaced. Does not own what a round over everything does
-(`major_compaction.py`), nor when a round is due, nor the lease (`sidecar/collector.py`).
+(`major_compaction.py`), nor when a round is due, nor the lease
+(`sidecar/catalog/garbage_collector.py`).
 
 A small round adds a snapshot with the rows of new logs. A whole one merges everything into sorted
 snapshots, and only it withdraws and deletes. A segment goes in two whole rounds: the first

@@ -3,7 +3,7 @@
 Owns which those are, and removing them: damaged objects that were moved aside, once there was time
 to look at them, and probes of sidecars that died before they could remove their own. Does not own
 moving aside and probing (`store/object_tier.py`), temporary files of a folder (`store/folder.py`),
-nor when it is done (`sidecar/collector.py`).
+nor when it is done (`sidecar/catalog/garbage_collector.py`).
 
 Invariants: a listing is of one slice, in parts with a deadline each, and what is too old of it goes
 before the next; what this code did not name stays, and so does what is too young, or has no time;

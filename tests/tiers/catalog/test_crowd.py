@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sidecar.collector import CROWDED_FILES
+from sidecar.catalog.garbage_collector import CROWDED_FILES
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
 from tiers.catalog.compaction import Plan, compact

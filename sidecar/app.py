@@ -1,0 +1,410 @@
+"""The sidecar process: sockets, the one task group, readiness, draining.
+
+Owns the life of everything else: the runtime directory, the pool, both sockets, HTTP, the tasks
+and the signals. Does not own decisions (`core/engine.py`), how they are carried out
+(`service/dispatcher.py`, `data/executor.py`), or who gets in (`service/handshake.py`).
+
+Invariants:
+
+* Everything runs on one event loop inside one task group; worker threads only copy, hash and
+  touch files.
+* A stop is a drain: nothing new is accepted, running copies end, what is queued for the store is
+  written for at most `limits.drain_seconds_max`, and what is left then is counted and told. A
+  second signal ends the process at once, and so does a thread that hangs in a system call for long
+  after all of these limits.
+* Whatever way it ends, short of being killed, its sockets are removed, and its memory is kept or
+  removed (`data/host_pool.py`); after a kill the next sidecar of the same name takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import pyarrow as pa
+
+from sidecar.config.secret_files import SecretFileError
+from sidecar.core.commands import Restored, RestoredSlot, Tick
+from sidecar.data.host_pool import closing, map_ahead, open_pool
+from sidecar.errors import StartError
+from sidecar.events.sockets import EventSockets
+from sidecar.exits import Exit
+from sidecar.logs import fields
+from sidecar.observe.http import HttpServer
+from sidecar.observe.report import Reporter
+from sidecar.redaction import conceal
+from sidecar.service.dispatcher import Hub
+from sidecar.service.handshake import Admission
+from sidecar.service.runtime_dir import RuntimeDirectory
+from sidecar.service.self_checks import Upkeep
+from sidecar.service.store_stack import WrapStore, open_store
+from sidecar.service.systemd import Notifier
+from sidecar.service.watchdog import Phase, Watchdog
+from sidecar.transport.attach_socket import listen
+from sidecar.transport.job_socket import JobSocket
+from sidecar.transport.router import CurveSettings, Router
+from tiers.errors import TierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sidecar.config.model import Config
+    from tiers.pool.host_pool import HostPool
+    from tiers.store.middleware import Metered
+
+STOP_SIGNALS: Final = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""What the sidecar drains at. By default the last three end a process at once."""
+TICK_SECONDS: Final = 0.05
+TICK_SECONDS_WAITED_FOR: Final = 0.01
+"""While requests wait for the store: what they wait in vain is a part of their first token."""
+
+TICK_REST: Final = 9.0
+"""With thousands of lookups a tick takes milliseconds; it rests so many times as long after it."""
+
+TICK_SECONDS_IDLE: Final = 1.0
+STORE_CLOSE_SECONDS_MAX: Final = 2.0
+ANNOUNCE_SECONDS_MAX: Final = 5.0
+HANGING_SECONDS_MAX: Final = 10.0
+"""How long an ending waits, beyond all its own limits, for threads that nothing can interrupt."""
+
+_logger = logging.getLogger("kvlake.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A sidecar that serves: where it is, and how to stop it (from any thread)."""
+
+    epoch: int
+    attach_path: Path
+    endpoint: str
+    http_url: str
+    events: str
+    """Where KV events are published, and where they are replayed; empty where they are not."""
+    replay: str
+    stop: Callable[[], None]
+
+
+async def serve(
+    config: Config,
+    *,
+    ready: Callable[[ServerInfo], None] | None = None,
+    wrap_store: WrapStore | None = None,
+) -> Exit:
+    """Run a sidecar until SIGTERM, SIGINT or `ServerInfo.stop`; returns the exit code.
+
+    Run it with `anyio.run` on the asyncio backend. `ready` is called once, when every socket is
+    bound. Raises `StartError` where an operator has to change something first.
+    """
+    # Their pools would take the engine's cores; what copies and hashes has its own threads.
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    conceal(config.secrets())
+    async with contextlib.AsyncExitStack() as stack:
+        watchdog = Watchdog(Notifier())
+        stack.callback(watchdog.stop)
+        directory = RuntimeDirectory(
+            config.runtime.directory,
+            config.runtime.name,
+            shared=bool(config.runtime.allow_uids),
+            strict_parents=config.runtime.strict_parents,
+        )
+        stack.callback(directory.close)
+        token = _secret(config.http.secret_token)
+        http = HttpServer(config.http.host, config.http.port, watchdog, token=token)
+        await http.start()
+        stack.push_async_callback(http.stop)
+        store = None if config.store is None else open_store(config.store, wrap_store)
+        pool, restored = await anyio.to_thread.run_sync(open_pool, config)
+        stack.push(closing(pool, keep=config.host.after_stop == "keep"))
+        return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
+
+
+def _secret(read: Callable[[], str]) -> str:
+    """A secret from where the configuration says, masked from now on. Raises `StartError`."""
+    try:
+        secret = read()
+    except SecretFileError as error:
+        raise StartError(str(error)) from error
+    conceal([secret])
+    return secret
+
+
+class Server:
+    """One sidecar's life."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RuntimeDirectory,
+        pool: HostPool,
+        restored: tuple[RestoredSlot, ...],
+        store: Metered | None,
+        http: HttpServer,
+        watchdog: Watchdog,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._pool = pool
+        self._store = store
+        # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
+        self.hub = Hub(config, pool, store, epoch=time.time_ns())
+        self._http = http
+        self._watchdog = watchdog
+        self._watchdog.broke = self._break
+        self._taken_over = bool(restored)
+        self.hub.feed(Restored(restored))
+        self.stopping = anyio.Event()
+        self.broken: BaseException | None = None
+
+    async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
+        """Serve until told to stop, drain, and take everything down."""
+        ended = Exit.OK
+        async with contextlib.AsyncExitStack() as stack:
+            if self._store is not None:
+                stack.push_async_callback(_close_store, self._store)
+            stack.callback(self.hub.close)
+            jobs = self._open_jobs()
+            stack.callback(jobs.close)
+            self.hub.connect(jobs)
+            events = self._open_events(stack)
+            self._http.report(Reporter(self.hub, self._watchdog, self._http))
+            stack.callback(self._http.report, None)
+            listener = listen(self._directory.attach_path, self._directory.socket_mode)
+            stack.callback(listener.close)
+            async with anyio.create_task_group() as tasks:
+                await self.start(tasks)
+                accepting = anyio.CancelScope()
+                admission = Admission(self.hub, jobs.endpoint, jobs.public_key)
+                upkeep = Upkeep(self.hub, self._directory, admission, jobs)
+                self._watchdog.add(upkeep.check)
+                self._watchdog.mend(upkeep.mend)
+                tasks.start_soon(admission.run, listener, accepting)
+                info = ServerInfo(
+                    epoch=self.hub.epoch,
+                    attach_path=self._directory.attach_path,
+                    endpoint=jobs.endpoint,
+                    http_url=self._http.url,
+                    events="" if events is None else events.endpoint,
+                    replay="" if events is None else events.replay_endpoint,
+                    stop=_stopper(self.stopping),
+                )
+                _logger.info(
+                    "serving",
+                    extra=fields(attach=info.attach_path, http=info.http_url, epoch=info.epoch),
+                )
+                self._watchdog.enter(Phase.SERVING)
+                if ready is not None:
+                    ready(info)
+                await self.stopping.wait()
+                self._watchdog.enter(Phase.DRAINING)
+                stack.callback(self._end_in_time().cancel)
+                accepting.cancel()
+                self._directory.remove_sockets(self._directory.attach_path)
+                if self.broken is None:
+                    ended = await self.drain()
+                self.hub.end()
+                tasks.cancel_scope.cancel()
+        if self.broken is not None:
+            raise self.broken
+        return ended
+
+    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start what runs for the whole life of the sidecar, sockets apart."""
+        await tasks.start(self.hub.mover.run)
+        tasks.start_soon(self.hub.copies.run)
+        tasks.start_soon(self._tick)
+        if self._taken_over and self._config.host.prefault:
+            tasks.start_soon(map_ahead, self._pool)
+        if self.hub.event_sockets is not None and self.hub.events is not None:
+            tasks.start_soon(self.hub.event_sockets.answer, self.hub.events)
+        if self.hub.watch is not None:
+            tasks.start_soon(self.hub.watch.run)
+        if self.hub.collector is not None:
+            tasks.start_soon(self.hub.collector.run)
+        # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
+        if threading.current_thread() is threading.main_thread():
+            await tasks.start(self._signals)
+
+    def _open_events(self, stack: contextlib.AsyncExitStack) -> EventSockets | None:
+        settings = self._config.events
+        if not settings.enabled:
+            return None
+        over_ipc = {"endpoint": self._directory.events_path}
+        over_ipc["replay_endpoint"] = self._directory.replay_path
+        places = {"endpoint": settings.endpoint, "replay_endpoint": settings.replay_endpoint}
+        for name, place in places.items():
+            if place == "ipc":
+                places[name] = f"ipc://{over_ipc[name]}"
+        sockets = EventSockets(
+            settings,
+            places["endpoint"],
+            places["replay_endpoint"],
+            _secret(settings.secret_key).encode(),
+            # Prompts can be read there: not by the users of runtime.allow_uids.
+            sorted({os.geteuid(), 0}),
+            self._break,
+        )
+        stack.callback(sockets.close)
+        self.hub.publish(sockets, self._directory.first_number(self.hub.epoch))
+        return sockets
+
+    def _open_jobs(self) -> Router | JobSocket:
+        runtime, limits = self._config.runtime, self._config.limits
+        if runtime.endpoint.startswith("tcp://"):
+            secret = _secret(runtime.secret_key).encode()
+            return Router(
+                CurveSettings(runtime.endpoint, secret, self.hub.sessions.has_user),
+                self.hub.received,
+                self._break,
+                frames_queued_max=limits.frames_queued_max,
+                replies_queued_max=limits.replies_queued_max,
+            )
+        return JobSocket(
+            self._directory.jobs_path,
+            self.hub.received,
+            self.hub.sessions.has_peer,
+            self.hub.stranger,
+            self._break,
+            mode=self._directory.socket_mode,
+            uids=runtime.served_uids,
+            replies_queued_max=limits.replies_queued_max,
+        )
+
+    def _break(self, error: BaseException) -> None:
+        """End everything because of `error`, raised where the task group does not see it."""
+        self.broken = self.broken or error
+        self.stopping.set()
+        self.hub.drained.set()
+
+    async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        # A service manager asks for a reload by it. Whoever closes a terminal wants it to end.
+        in_terminal = os.isatty(0)
+        with anyio.open_signal_receiver(*STOP_SIGNALS, signal.SIGHUP) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if number == signal.SIGHUP and not in_terminal:
+                    _logger.warning(
+                        "ignored: restart to read the configuration again",
+                        extra=fields(signal=name),
+                    )
+                    continue
+                if self.stopping.is_set():
+                    _logger.error("second signal, ending at once", extra=fields(signal=name))
+                    self._abandon(Exit.AT_ONCE)
+                _logger.info("stopping", extra=fields(signal=name))
+                self.stopping.set()
+
+    def _end_in_time(self) -> asyncio.TimerHandle:
+        """Have the process end although a system call of one of its threads does not."""
+
+        def give_up() -> None:
+            # An embedding program ends when it wants to.
+            if threading.current_thread() is not threading.main_thread():
+                return
+            _logger.error(
+                "a call of the store does not come back (a mount whose server is gone?): ended "
+                "without it, as a kill would"
+            )
+            self._abandon(Exit.LOSS)
+
+        seconds_max = self._config.limits.drain_seconds_max + ANNOUNCE_SECONDS_MAX
+        loop = asyncio.get_running_loop()
+        return loop.call_later(seconds_max + HANGING_SECONDS_MAX, give_up)
+
+    def _abandon(self, code: Exit) -> None:
+        """End the process now: threads may be copying, so nothing is unmapped first."""
+        self._directory.remove_sockets()
+        if self._config.host.after_stop == "remove":
+            self._pool.remove_files()
+        os._exit(code)
+
+    async def _tick(self) -> None:
+        """Let time pass for the engine: finely while something ends with it, else rarely."""
+        while True:
+            begun = time.monotonic()
+            self.hub.feed(Tick())
+            leases, lookups = self.hub.engine.timed
+            if leases or lookups:
+                seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
+                took = time.monotonic() - begun
+                await anyio.sleep(max(seconds, took * TICK_REST))
+                continue
+            self.hub.deadlines = anyio.Event()
+            with anyio.move_on_after(TICK_SECONDS_IDLE):
+                await self.hub.deadlines.wait()
+
+    async def drain(self) -> Exit:
+        """Finish what was begun, within `limits.drain_seconds_max`."""
+        self.hub.drain()
+        with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
+            await self.hub.drained.wait()
+        if self.hub.watch is not None:
+            # Whatever was written, however far the drain got.
+            with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
+                await self.hub.watch.flush_all()
+        # Loads are served to the end, so some may have come while that was announced.
+        with anyio.CancelScope(deadline=patience.deadline):
+            while self.broken is None and not self.hub.engine.pending_work().idle:
+                self.hub.drained = anyio.Event()
+                await self.hub.drained.wait()
+        left = self.hub.engine.pending_work()
+        catalogs = self.hub.catalogs
+        untold = 0 if catalogs is None else catalogs.rows_waiting
+        if left.idle and untold:
+            _logger.warning(
+                "drained, but other sidecars were not told of all that was written; they find it "
+                "when they look through the store (store.reconcile_every)",
+                extra=fields(rows_untold=untold),
+            )
+            return Exit.LOSS
+        if left.idle:
+            _logger.info("drained")
+            return Exit.OK
+        _logger.warning(
+            "drained in part: limits.drain_seconds_max is over",
+            extra=fields(
+                writes_left=left.writes_pending + left.writes_running,
+                memory=self._config.host.after_stop,
+                copies_left=left.copies_running,
+                reads_left=left.reads_running + left.reads_queued,
+                rows_untold=untold,
+            ),
+        )
+        return Exit.LOSS
+
+
+def _stopper(stopping: anyio.Event) -> Callable[[], None]:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # A loop that is closed has stopped.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(stopping.set)
+
+    return stop
+
+
+async def _close_store(store: Metered) -> None:
+    with anyio.move_on_after(STORE_CLOSE_SECONDS_MAX, shield=True):
+        try:
+            await store.close()
+        except TierError as error:
+            _logger.warning("closing the store failed", extra=fields(error=error))

@@ -1,0 +1,201 @@
+"""The catalogs of this sidecar: one log that it writes per namespace, one reader per realm.
+
+Owns what waits to be announced, readers' positions, and what the tenants are known to hold in the
+store. Does not own when to refresh or flush (`sync.py`), nor what rows mean (the engine).
+
+Own writes are known to the engine at once; here they wait to be told to others, and count as what
+their tenant holds from the moment that they are done.
+
+Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
+be opened when another of its namespace has read the catalog already. What a tenant holds is an
+estimate between two compactions: rows add to it as they come, and a manifest sets it right. Own
+rows count once, and never too little (`tiers/catalog/tally.py`); those of others from when they are
+read. What is
+noted costs in proportion to the tenants of the new rows, not to those that a manifest names: they
+may be 65,536, and the event loop does it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from tiers.catalog.log import LogWriter, new_writer
+from tiers.catalog.manifest import NOTHING, Counts, Manifest
+from tiers.catalog.names import catalog_folder, namespace_prefix
+from tiers.catalog.reader import CatalogReader
+from tiers.catalog.rows import NO_TENANT
+from tiers.catalog.tally import Tally
+from tiers.catalog.usage import Holding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from sidecar.sessions.namespaces import Realm
+    from tiers.catalog.rows import Row
+    from tiers.store.object_tier import ObjectTier
+
+NOTHING_HELD: Final = Holding()
+
+
+class Catalogs:
+    """Logs and readers, made when they are first needed.
+
+    Where `reads` is false nobody says when a manifest has counted what was written, or what was
+    collected since: then nothing is known to be held.
+    """
+
+    def __init__(
+        self, store: ObjectTier, *, rows_max: int, flush_seconds: float, reads: bool = True
+    ) -> None:
+        self._store = store
+        self._reads = reads
+        self._rows_max = rows_max
+        self._flush_seconds = flush_seconds
+        self.writer = new_writer()
+        self._logs: dict[bytes, LogWriter] = {}
+        self._readers: dict[int, CatalogReader] = {}
+        self._usage: dict[bytes, _Usage] = {}
+        self.counts = Counts()
+        """What all readers read."""
+
+    @property
+    def files_written(self) -> int:
+        """Log files that this sidecar wrote."""
+        return sum(log.files for log in self._logs.values())
+
+    @property
+    def rows_waiting(self) -> int:
+        """Rows that nobody else can know yet."""
+        return sum(len(log) for log in self._logs.values())
+
+    @property
+    def rows_lost(self) -> int:
+        """Rows that found the buffer full; reconciliation finds their objects."""
+        return sum(log.rows_lost for log in self._logs.values())
+
+    @property
+    def crowd(self) -> int:
+        """Log files of a catalog that wait to be merged, of the one that has most."""
+        return max((reader.logs_unmerged for reader in self._readers.values()), default=0)
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until something is to be flushed, or None while nothing waits."""
+        due = [log.due_in for log in self._logs.values()]
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+    def wrote(self, realm: Realm, row: Row, *, later_than: int) -> int:
+        """Announce a segment that is in the store now; returns when, in microseconds."""
+        written_at = max(time.time_ns() // 1000, later_than + 1)
+        self._log(realm).append(row._replace(written_at=written_at))
+        return written_at
+
+    def lost(self, realm: Realm, row: Row) -> None:
+        """Announce that a segment is not there any more."""
+        self._log(realm).append(row)
+
+    def found(self, realm: Realm, row: Row) -> None:
+        """Announce a segment that is in the store, and of which no row was known."""
+        self._log(realm).append(row)
+
+    async def flush(self) -> None:
+        """Write what waits. Raises the tier's errors; what is left then waits on."""
+        for log in list(self._logs.values()):
+            await log.flush()
+
+    def reader(self, realm: Realm) -> CatalogReader:
+        """The reader that feeds this realm."""
+        reader = self._readers.get(realm.realm_id)
+        if reader is None:
+            folder = catalog_folder(namespace_prefix(realm.namespace_digest))
+            reader = CatalogReader(self._store, folder, self.counts)
+            self._readers[realm.realm_id] = reader
+        return reader
+
+    def note(self, realm: Realm, held: Mapping[bytes, Holding]) -> None:
+        """Count what rows say of tenants; those of a namespace are counted for one realm only."""
+        usage = self._usage_in(realm)
+        if usage.realm_id is None:
+            usage.realm_id = realm.realm_id
+        if usage.realm_id != realm.realm_id:
+            return
+        manifest = self.reader(realm).manifest
+        if manifest.generation != usage.manifest.generation:
+            usage.go_by(manifest)
+            if (merged := manifest.merged.get(self.writer)) is not None:
+                usage.own.merged(merged.number)
+        for tenant, own in held.items():
+            usage.add(tenant, own)
+
+    @property
+    def stored(self) -> Holding:
+        """What all tenants of the namespaces that are known here hold in the store."""
+        whole = NOTHING_HELD
+        for usage in self._usage.values():
+            whole = whole.plus(usage.whole)
+        return whole
+
+    def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Holding:
+        """What a tenant is known to hold in the store: in one namespace, or in all together."""
+        whole = NOTHING_HELD
+        for usage in self._of(namespace_digest):
+            whole = whole.plus(usage.held(tenant or NO_TENANT))
+        return whole
+
+    def _of(self, namespace_digest: bytes | None) -> Iterator[_Usage]:
+        if namespace_digest is None:
+            yield from self._usage.values()
+        elif namespace_digest in self._usage:
+            yield self._usage[namespace_digest]
+
+    def _usage_in(self, realm: Realm) -> _Usage:
+        return self._usage.setdefault(realm.namespace_digest, _Usage())
+
+    def _log(self, realm: Realm) -> LogWriter:
+        log = self._logs.get(realm.namespace_digest)
+        if log is None:
+            log = LogWriter(
+                self._store,
+                catalog_folder(namespace_prefix(realm.namespace_digest)),
+                self.writer,
+                rows_max=self._rows_max,
+                seconds_max=self._flush_seconds,
+                tally=self._usage_in(realm).own if self._reads else None,
+            )
+            self._logs[realm.namespace_digest] = log
+        return log
+
+
+class _Usage:
+    """What the tenants of one namespace hold, as told to one realm."""
+
+    def __init__(self) -> None:
+        self.realm_id: int | None = None
+        """The one that is told."""
+        self.manifest: Manifest = NOTHING
+        self.own = Tally()
+        """What was written here and no manifest counts yet."""
+        self._since = NOTHING_HELD
+        self._since_by: dict[bytes, Holding] = {}
+        """What rows of others added to what the manifest says, in all and by tenant."""
+
+    def go_by(self, manifest: Manifest) -> None:
+        """Start again from what a manifest says. It is looked at where it is, tenant by tenant."""
+        self.manifest = manifest
+        self._since, self._since_by = NOTHING_HELD, {}
+
+    def add(self, tenant: bytes, others: Holding) -> None:
+        """Count what rows of others say of one tenant."""
+        self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
+        self._since = self._since.plus(others)
+
+    @property
+    def whole(self) -> Holding:
+        """What all tenants hold."""
+        return self.manifest.held.plus(self._since).plus(self.own.whole)
+
+    def held(self, tenant: bytes) -> Holding:
+        """What one tenant holds."""
+        named = self.manifest.tenants.get(tenant.hex(), NOTHING_HELD)
+        return named.plus(self._since_by.get(tenant, NOTHING_HELD)).plus(self.own.held(tenant))

@@ -1,0 +1,184 @@
+"""`kvlake inspect`: what a chunk file holds and whether it is intact.
+
+Owns getting a file's bytes (a path or a URL) and wording what was found. Does not own the checks:
+those are `tiers.kv.slot_image.inspect_image`. Invariants: nothing is ever loaded anywhere; a file
+that cannot be read, or is no chunk file, is a finding with a reason and never an exception; Arrow's
+parser sees a file only after every byte of it was checked.
+"""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import anyio
+import numpy as np
+
+from sidecar.config.units import approximate_size
+from sidecar.config.yaml_file import mask_url
+from tiers.store.access import Access, provider_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tiers.kv.slot_image import SegmentReport
+
+IMAGE_BYTES_MAX: Final = 4 << 30
+"""Far more than the largest image: a slot's payload is below 2 GiB."""
+_TOKENS_SHOWN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found at `place`. `reason` is None for an intact file."""
+
+    place: str
+    reason: str | None
+    report: SegmentReport | None = None
+    columns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def intact(self) -> bool:
+        """Whether the file is a chunk file and every byte of it is right."""
+        return self.reason is None
+
+    def facts(self) -> dict[str, object]:
+        """Everything that is known, in the order in which it is shown."""
+        report = self.report
+        if report is None:
+            return {}
+        facts: dict[str, object] = {"size_bytes": report.image_bytes}
+        about = report.descriptor
+        if about is not None:
+            facts |= {
+                "format": about.format,
+                "namespace": about.namespace,
+                "segment": about.segment,
+                "dtype": about.dtype,
+                "encoding": about.encoding,
+                "blocks": about.blocks,
+                "block_tokens": about.block_tokens,
+                "content_bytes": about.content_bytes,
+                "entry_tokens": about.entry_tokens,
+            }
+        meta = report.meta
+        if meta is not None:
+            facts |= {
+                "key": meta.key.hex(),
+                "parent": meta.parent.hex() if any(meta.parent) else None,
+                "checksum_xxh3_128": meta.checksum.hex(),
+                "token_ids": np.frombuffer(meta.token_ids, dtype="<i4").tolist(),
+            }
+        return facts
+
+    def document(self) -> dict[str, object]:
+        """The finding as plain values, for JSON."""
+        return {
+            "place": self.place,
+            "intact": self.intact,
+            "reason": self.reason,
+            **self.facts(),
+            "columns": dict(self.columns),
+        }
+
+    def text(self) -> str:
+        """The finding for people."""
+        lines = [f"{self.place}: {'intact' if self.reason is None else f'BAD: {self.reason}'}"]
+        for name, value in self.facts().items():
+            lines.append(f"  {name.replace('_', ' '):<18}{_shown(name, value)}")
+        for index, (name, kind) in enumerate(self.columns):
+            lines.append(f"  {'columns' if index == 0 else '':<18}{name}: {kind}")
+        return "\n".join(lines)
+
+
+def _shown(name: str, value: object) -> str:
+    if name == "size_bytes":
+        return f"{value} ({approximate_size(float(cast('int', value)))})"
+    if name == "token_ids":
+        tokens = cast("list[int]", value)
+        more = ", ..." if len(tokens) > _TOKENS_SHOWN else ""
+        first = ", ".join(str(token) for token in tokens[:_TOKENS_SHOWN])
+        return f"{len(tokens)} tokens: {first}{more}"
+    return "none (starts a prompt)" if value is None else str(value)
+
+
+def inspect_file(
+    place: str,
+    access: Access | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> Finding:
+    """Read and examine one file. `access` and `storage_options` are for URLs."""
+    shown, options = mask_url(place), storage_options or {}
+    try:
+        if "://" not in place:
+            image = _read_path(Path(place))
+        elif provider_of(place) in ("s3", "gcs", "azure"):
+            image = anyio.run(_read_object, place, access or Access(), options)
+        else:
+            image = _read_url(place, options)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        # File systems raise what they like.
+        return Finding(shown, f"cannot be read: {_one_line(error)}")
+    if not image:
+        return Finding(shown, "the file is empty")
+
+    from tiers.kv.slot_image import inspect_image
+
+    report = inspect_image(image)
+    if report.error is not None:
+        return Finding(shown, f"{report.verdict}: {_one_line(report.error)}", report)
+    return Finding(shown, None, report, _columns(image))
+
+
+def _read_path(path: Path) -> bytes:
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError("not a regular file; name the .arrow files in it")
+    _check_size(about.st_size)
+    return path.read_bytes()
+
+
+async def _read_object(url: str, access: Access, options: Mapping[str, object]) -> bytes:
+    from tiers.store.object_tier import UrlObjects
+
+    root, _, name = url.rpartition("/")
+    tier = UrlObjects(root, access, storage_options=options)
+    try:
+        sizes = {one.name: one.size_bytes for one in await tier.list("", deep=False)}
+        if name not in sizes:
+            raise FileNotFoundError("no such object")
+        _check_size(sizes[name])
+        # One byte more: an object that has grown meanwhile is refused rather than cut.
+        image = np.zeros(sizes[name] + 1, dtype=np.uint8)
+        size_bytes = await tier.read(name, image)
+    finally:
+        await tier.close()
+    return image[:size_bytes].tobytes()
+
+
+def _read_url(url: str, storage_options: Mapping[str, object]) -> bytes:
+    import fsspec
+
+    filesystem, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **storage_options))
+    _check_size(int(filesystem.size(path) or 0))
+    return cast("bytes", filesystem.cat_file(path))
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > IMAGE_BYTES_MAX:
+        raise ValueError(f"{size_bytes} bytes; a chunk file has at most {IMAGE_BYTES_MAX}")
+
+
+def _columns(image: bytes) -> tuple[tuple[str, str], ...]:
+    import pyarrow as pa
+
+    schema: Any = pa.ipc.open_file(pa.BufferReader(image)).schema
+    return tuple((str(column.name), str(column.type)) for column in schema)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,238 @@
+"""`kvlake status`: ask a running sidecar over HTTP, show the answer to a person.
+
+Owns finding the address, the request, and the page of text. Does not own what the document says:
+that is `sidecar/observe/report.py`, and `--json` passes it through as it is.
+
+Invariants: one request with a deadline; no proxy is used, since the sidecar is on this machine or
+beside it; a document of another release is shown as far as it is understood.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from sidecar.config.units import approximate_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sidecar.config.model import Config
+
+DOCUMENT_BYTES_MAX: Final = 16 << 20
+_TRAFFIC: Final = (
+    ("stored", "engines to host"),
+    ("loaded", "host to engines"),
+    ("written", "host to store"),
+    ("read", "store to host"),
+)
+_WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (compared, not bound)
+
+Document = dict[str, Any]
+
+
+class StatusError(Exception):
+    """The sidecar's status cannot be had; the message says what to look at."""
+
+
+def url_of(config: Config) -> str:
+    """Where the sidecar of this configuration answers.
+
+    Raises:
+        StatusError: the configuration leaves the port to the system.
+    """
+    http = config.http
+    if http.port == 0:
+        raise StatusError(
+            "http.port is 0, so the port was chosen at start; the sidecar's first log line has "
+            "it: kvlake status --url http://127.0.0.1:PORT"
+        )
+    host = _WILDCARDS.get(http.host, http.host)
+    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+
+
+def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
+    """The status document of the sidecar at `url`. Raises `StatusError`."""
+    if not url.startswith(("http://", "https://")):
+        raise StatusError(f"{url!r} is no address; write http://HOST:PORT")
+    target = f"{url.rstrip('/').removesuffix('/status')}/status"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(target)  # noqa: S310 (the scheme was checked above)
+    if token:
+        # Unredirected: a server that sends us elsewhere must not send the token along.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with opener.open(request, timeout=timeout_seconds) as answer:
+            body: bytes = answer.read(DOCUMENT_BYTES_MAX)
+        document: object = json.loads(body)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise StatusError(
+                f"{target} needs a token, and "
+                + ("takes another one" if token else "none was given")
+                + "; use --config with the sidecar's own file, or --token-file"
+            ) from error
+        if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise StatusError(f"{target}: the sidecar is starting or ending, ask again") from error
+        raise StatusError(f"{target} answered {error.code}; is that a kvlake sidecar?") from error
+    except (OSError, ValueError) as error:
+        reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(error, ValueError):
+            reason = "the answer is not JSON; is that a kvlake sidecar?"
+        raise StatusError(
+            f"no status from {target}: {reason}. Does the sidecar run, and are http.host and "
+            "http.port those of its configuration? (--config or --url)"
+        ) from error
+    if not isinstance(document, dict):
+        raise StatusError(f"{target} answered something else; is that a kvlake sidecar?")
+    return cast("Document", document)
+
+
+def render(document: Document) -> str:
+    """The document as a page of text."""
+    parts = [
+        _head(document),
+        _tiers(document),
+        _tenants(document),
+        _traffic(document),
+        _engines(document),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(document: Document) -> str:
+    state = document.get("state", "?")
+    uptime = _duration(document.get("uptime_seconds", 0))
+    who = f"kvlake {document.get('version', '?')} '{document.get('name', '?')}'"
+    lines = [f"{who}: {state}, up {uptime}, pid {document.get('pid', '?')}"]
+    store = _section(_section(document, "tiers"), "store")
+    if store.get("state") not in (None, "ok"):
+        lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")
+    paused = [way for way in ("reads", "writes") if store.get(way, "closed") != "closed"]
+    if paused:
+        lines.append(f"  {' and '.join(paused)} of the object store pause: it fails too often")
+    return "\n".join(lines)
+
+
+def _tiers(document: Document) -> str:
+    tiers = _section(document, "tiers")
+    host, store = _section(tiers, "host"), _section(tiers, "store")
+    rows: list[Sequence[object]] = [("TIER", "CHUNKS", "USED", "")]
+    size, used = host.get("size_bytes", 0), host.get("used_bytes", 0)
+    share = f"{100 * used / size:.0f}%" if size else "-"
+    occupied = f"{approximate_size(used)} of {approximate_size(size)} ({share})"
+    about = str(host.get("policy", ""))
+    if nodes := _section(host, "numa").get("nodes"):
+        about += f"  NUMA {', '.join(map(str, nodes))}"
+    if unclaimed := host.get("unclaimed_bytes", 0):
+        about += f"  {approximate_size(unclaimed)} of an earlier run wait for their engine"
+    rows.append(("host", host.get("chunks", 0), occupied, about))
+    if store:
+        about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
+        rows.append(("store", store.get("chunks", 0), "-", about))
+    lines = [_table(rows)]
+    if waiting := store.get("write_queue_bytes", 0):
+        lines.append(f"{approximate_size(waiting)} wait to be written to the store")
+    if bill := _section(store, "monthly_bill"):
+        lines.append(f"the store costs some {bill['total']:.2f} {bill['currency']} a month")
+    return "\n".join(lines)
+
+
+def _tenants(document: Document) -> str:
+    """Whose chunks fill host memory; left out where no request had a cache salt."""
+    rows: list[Sequence[object]] = [
+        ("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED", "IN STORE")
+    ]
+    for one in document.get("tenants", []):
+        limit = one.get("host_bytes_max")
+        rows.append(
+            (
+                one.get("name", "?"),
+                approximate_size(one.get("host_bytes", 0)),
+                "-" if limit is None else approximate_size(limit),
+                approximate_size(one.get("bytes_stored", 0)),
+                one.get("chunks_evicted", 0),
+                one.get("dropped_quota", 0),
+                approximate_size(one.get("store_bytes", 0)),
+            )
+        )
+    names = {row[0] for row in rows[1:]}
+    quiet = names <= {"unsalted", "other"} and all(
+        row[3] == approximate_size(0) for row in rows[1:] if row[0] == "other"
+    )
+    return "" if quiet else _table(rows)
+
+
+def _traffic(document: Document) -> str:
+    counters = _section(document, "counters")
+    seconds = max(float(document.get("uptime_seconds", 0)), 1e-3)
+    rows: list[Sequence[object]] = [("TRAFFIC", "", "CHUNKS", "BYTES", "MEAN PER SECOND")]
+    for name, way in _TRAFFIC:
+        num_bytes = counters.get(f"bytes_{name}", 0)
+        rate = f"{approximate_size(num_bytes / seconds)}"
+        chunks = counters.get(f"chunks_{name}", 0)
+        rows.append((name, way, chunks, approximate_size(num_bytes), rate))
+    hits = _section(document, "hits")
+    loaded, missed = hits.get("chunks_loaded", 0), hits.get("loads_missed", 0)
+    asked = loaded + missed
+    found = f"{loaded} of {asked} chunks that engines asked for" if asked else "none asked for yet"
+    lookups = f"{hits.get('lookups', 0)} ({hits.get('lookups_expired', 0)} too slow)"
+    lines = [
+        # How many tokens of prompts that is, only the engines know.
+        f"loads            {found}",
+        f"store lookups    {lookups}",
+        f"evicted chunks   {counters.get('chunks_evicted', 0)}",
+    ]
+    return "\n".join([_table(rows), "", *lines])
+
+
+def _engines(document: Document) -> str:
+    realms = {realm.get("realm_id"): realm for realm in document.get("realms", [])}
+    rows: list[Sequence[object]] = [("ENGINE", "ROLE", "RANK", "PID", "ATTACHED", "MODEL")]
+    for session in document.get("sessions", []):
+        realm = realms.get(session.get("realm_id"), {})
+        rows.append(
+            (
+                str(session.get("engine_id", "?"))[:24],
+                session.get("role", "?"),
+                f"{session.get('rank', 0)}/{session.get('world_size', 1)}",
+                session.get("pid", "?"),
+                _duration(session.get("attached_seconds", 0)),
+                _model(_section(realm, "namespace")),
+            )
+        )
+    if len(rows) == 1:
+        return "no engine is attached"
+    return _table(rows)
+
+
+def _model(namespace: Document) -> str:
+    model = _section(namespace, "model")
+    return str(model.get("name") or f"files {str(model.get('digest', '?'))[:12]}")
+
+
+def _section(document: Document, name: str) -> Document:
+    value: object = document.get(name)
+    return cast("Document", value) if isinstance(value, dict) else {}
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours}h"
+    if hours:
+        return f"{hours}h{minutes}m"
+    return f"{minutes}m{whole % 60}s" if minutes else f"{whole}s"
+
+
+def _table(rows: list[Sequence[object]]) -> str:
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+             for row in texts]  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What the configuration file may say, a module for each section."""

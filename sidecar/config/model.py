@@ -1,0 +1,172 @@
+"""The sidecar's settings as a whole: one YAML file, its defaults, its JSON schema.
+
+Owns `Config`, loading with errors that say where and what to do, showing without secrets, and the
+schema that editors check a file against. The sections are in `sidecar/settings/`; reading YAML and
+wording errors is `sidecar/config/yaml_file.py`.
+
+Invariants: a `Config` that exists is valid, frozen and complete (every default filled in); sizes
+are bytes and durations are seconds once parsed; no secret leaves through `repr`, `show` or an
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from sidecar.config.host import Chunk, Copy, Gpu, Host, Integrity
+from sidecar.config.limits import Limits
+from sidecar.config.observability import Events, Http, Log
+from sidecar.config.runtime import Runtime
+from sidecar.config.section import Section
+from sidecar.config.store import Store
+from sidecar.config.tenants import Tenants
+from sidecar.config.yaml_file import (
+    ANY_NAME,
+    TEXT_BYTES_MAX,
+    ConfigError,
+    FieldPath,
+    Source,
+    explain,
+    mask_url,
+    masked,
+    read_source,
+    secrets_in,
+    secrets_of_url,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
+
+
+class Config(Section):
+    """kvlake sidecar."""
+
+    runtime: Runtime = Field(default_factory=Runtime)
+    chunk: Chunk = Field(default_factory=Chunk)
+    host: Host = Field(default_factory=Host)
+    store: Store | None = None
+    limits: Limits = Field(default_factory=Limits)
+    tenants: Tenants = Field(default_factory=Tenants)
+    integrity: Integrity = Field(default_factory=Integrity)
+    copies: Copy = Field(default_factory=Copy, alias="copy")
+    # `copy` in the file; the attribute has another name because pydantic models have a method so
+    # called.
+    gpu: Gpu = Field(default_factory=Gpu)
+    http: Http = Field(default_factory=Http)
+    events: Events = Field(default_factory=Events)
+    log: Log = Field(default_factory=Log)
+
+    @property
+    def pool_path(self) -> Path:
+        """The host tier's file: one for each user and name."""
+        return self.host.directory / f"kvlake-{os.getuid()}-{self.runtime.name}.pool"
+
+    def secrets(self) -> set[str]:
+        """Every secret that the configuration holds, for masking whatever repeats one."""
+        found = {
+            one.salt.get_secret_value()
+            for one in self.tenants.named.values()
+            if one.salt is not None
+        }
+        if self.http.token is not None:
+            found.add(self.http.token.get_secret_value())
+        if self.store is not None:
+            found |= secrets_of_url(self.store.url)
+            found |= secrets_in(self.store.storage_options)
+            found |= self.store.secrets()
+        return found
+
+
+def load(path: str | Path | None, *, environment: Mapping[str, str] | None = None) -> Config:
+    """Read and check a configuration file; the defaults where `path` is None.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it must be fixed.
+    """
+    if path is None:
+        return Config()
+    try:
+        # One byte more than is allowed tells a file that is too large, and no file is read whole.
+        with Path(path).open("rb") as file:
+            text = file.read(TEXT_BYTES_MAX + 1).decode()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            [f"{path}: no such file; configs/default.yaml is one to start from"]
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    return loads(text, name=str(path), environment=environment)
+
+
+def loads(
+    text: str, *, name: str = "configuration", environment: Mapping[str, str] | None = None
+) -> Config:
+    """Check a configuration given as YAML text. Raises `ConfigError`."""
+    source = read_source(text, name, environment)
+    # A section that is written but left empty (`host:`) means its defaults.
+    values = {key: value for key, value in source.values.items() if value is not None}
+    return _validate(values, source)
+
+
+def _validate(values: dict[str, object], source: Source) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        names = _names(Config)
+        found = error.errors(include_url=False)
+        raise ConfigError([explain(detail, source, names) for detail in found]) from None
+
+
+def _names(model: type[BaseModel], path: FieldPath = ()) -> dict[FieldPath, list[str]]:
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
+    found: dict[FieldPath, list[str]] = {path: list(fields)}
+    for name, info in fields.items():
+        kinds = typing.get_args(info.annotation)
+        inner = (*path, name, ANY_NAME) if typing.get_origin(info.annotation) is dict else None
+        for kind in (info.annotation, *kinds):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= _names(kind, inner or (*path, name))
+    return found
+
+
+def show(config: Config) -> str:
+    """The whole configuration as YAML, defaults filled in and secrets masked."""
+    values = config.model_dump(mode="json", by_alias=True)
+    if config.store is not None:
+        values["store"] |= config.store.shown_access()
+        values["store"]["url"] = mask_url(config.store.url)
+        # YAML may hold numbers and dates as they are there; JSON would have made them text.
+        values["store"]["storage_options"] = masked(config.store.storage_options)
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
+
+
+def schema() -> str:
+    """JSON schema of the file, as text that ends in a newline."""
+    document = Config.model_json_schema(mode="validation")
+    for section in document["$defs"].values():
+        for name, value in section["properties"].items():
+            section["properties"][name] = _or_variable(value)
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["title"] = "kvlake sidecar configuration"
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _or_variable(value: dict[str, Any]) -> dict[str, Any]:
+    """Let a value that is not free text also be an environment variable."""
+    if value.get("type") == "object" or (value.get("type") == "string" and "enum" not in value):
+        return value
+    about: dict[str, Any] = {
+        key: value[key] for key in ("title", "description", "default") if key in value
+    }
+    rules = {key: rule for key, rule in value.items() if key not in about}
+    alternatives = rules["anyOf"] if set(rules) == {"anyOf"} else [rules]
+    return {**about, "anyOf": [*alternatives, {"type": "string", "pattern": r"\$\{"}]}

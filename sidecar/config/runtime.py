@@ -1,0 +1,153 @@
+"""The section `runtime`: where the sidecar's sockets are, and who may use them.
+
+Owns this section and the paths that follow from it. Does not own making the directory
+(`sidecar/service/runtime_dir.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from sidecar.config.addresses import require_absolute, require_endpoint
+from sidecar.config.secret_files import read_secret
+from sidecar.config.section import Section
+from sidecar.config.types import Count, Directory, Flag
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""What `struct sockaddr_un` holds on Linux, less the closing zero."""
+
+UID_MAX: Final = (1 << 32) - 1
+OVERFLOW_UID: Final = 65_534
+
+_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+
+
+def default_runtime_directory() -> Path:
+    """The user's own runtime directory where there is one, else one in /tmp named by user id."""
+    own = os.environ.get("XDG_RUNTIME_DIR")
+    if own and Path(own).is_dir():
+        return Path(own) / "kvlake"
+    return Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (made 0700, and its owner is checked)
+
+
+class Runtime(Section):
+    """Where the sidecar's sockets are, and what this sidecar is called."""
+
+    directory: Directory = Field(default_factory=default_runtime_directory)
+    """Absolute directory for sockets; made with mode 0700."""
+    name: str = "default"
+    """Name of this sidecar; two on one node need two names."""
+    allow_uids: tuple[Count, ...] = Field(default=(), max_length=256)
+    """Further users whose engines are served, by number; the sidecar's own and root always are."""
+    endpoint: str = "ipc"
+    """Where jobs come in: `ipc`, or `tcp://ADDRESS:PORT` with a CURVE key."""
+    curve_secret_key_file: Directory | None = None
+    """File with this side's CURVE key, for an endpoint over TCP; `kvlake keygen` makes it."""
+    strict_parents: Flag = True
+    """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
+
+    @field_validator("directory")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return require_absolute(value)
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError(
+                f"{value!r} cannot name a directory; use 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+        return value
+
+    @field_validator("allow_uids", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(cast("list[object]", value)) if isinstance(value, list) else value
+
+    @field_validator("allow_uids")
+    @classmethod
+    def _users(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        for uid in value:
+            if not 0 <= uid < UID_MAX:
+                raise ValueError(f"{uid} is no user id; write numbers from 0 to {UID_MAX - 1}")
+            if uid == OVERFLOW_UID:
+                raise ValueError(
+                    f"{uid} stands for every user whom this user namespace does not know; give the "
+                    "engine a user of its own"
+                )
+        return value
+
+    @field_validator("endpoint")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return require_endpoint(value)
+
+    @model_validator(mode="after")
+    def _keyed(self) -> Runtime:
+        path = self.curve_secret_key_file
+        if self.endpoint != "ipc" and path is None:
+            raise ValueError(
+                f"endpoint={self.endpoint} needs a key, or anybody could connect: `kvlake keygen "
+                "--out FILE`, then runtime.curve_secret_key_file: FILE"
+            )
+        if self.endpoint == "ipc" and path is not None:
+            raise ValueError("curve_secret_key_file is for an endpoint over TCP; leave it out")
+        if path is not None:
+            require_absolute(path)
+        return self
+
+    def secret_key(self) -> str:
+        """The CURVE key in `curve_secret_key_file`. Raises `SecretFileError`."""
+        assert self.curve_secret_key_file is not None, "checked for an endpoint over TCP"
+        return read_secret(self.curve_secret_key_file, "runtime.curve_secret_key_file")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Runtime:
+        length = len(os.fsencode(self.attach_path))
+        if length > SOCKET_PATH_BYTES_MAX:
+            raise ValueError(
+                f"socket path {self.attach_path} has {length} bytes, and Linux takes at most "
+                f"{SOCKET_PATH_BYTES_MAX}; choose a shorter runtime.directory or runtime.name"
+            )
+        return self
+
+    @property
+    def served_uids(self) -> tuple[int, ...]:
+        """Users whose engines may attach: our own, root (which could anyway), and those listed."""
+        return tuple(sorted({os.geteuid(), 0, *self.allow_uids}))
+
+    @property
+    def home(self) -> Path:
+        """This sidecar's own directory."""
+        return self.directory / self.name
+
+    @property
+    def attach_path(self) -> Path:
+        """Unix socket on which engines attach."""
+        return self.home / "attach.sock"
+
+    @property
+    def jobs_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that carries jobs."""
+        return self.home / "jobs.sock"
+
+    @property
+    def events_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that publishes events."""
+        return self.home / "events.sock"
+
+    @property
+    def replay_path(self) -> Path:
+        """Socket behind the ZMQ endpoint that replays them."""
+        return self.home / "replay.sock"
+
+    @property
+    def engine_events(self) -> tuple[str, str]:
+        """Where an engine that `kvlake run` starts publishes its own events, and replays them."""
+        return f"ipc://{self.home / 'engine.sock'}", f"ipc://{self.home / 'again.sock'}"

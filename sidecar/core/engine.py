@@ -1,0 +1,618 @@
+"""The engine: what to copy, read, write, evict and answer. Events in, commands out.
+
+Owns the sessions and the wiring of the parts that decide: `directory.py` (where chunks are),
+`host_tier.py` (slots), `jobs.py` (copies of workers), `lookups.py` (who waits for the store),
+`reads.py` and `writes.py`, `store_view.py` (the catalog), `leases.py` (pins of loads),
+`request_pins.py` (pins that requests ask for). It does no I/O and has neither clock nor randomness:
+the same events in the same order give the same commands. The server checks epochs and frames before
+an event.
+
+Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
+the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
+runs on a slot is what the parts say is running.
+
+The order of the commands of one event: changes of the shared index (so that a reader stops seeing
+an evicted chunk before its slot is filled anew, and sees a stored one before the worker is told),
+then copies, reads and writes, then messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sidecar.core.breaker import Breaker, BreakerRules
+from sidecar.core.commands import (
+    CaughtUp,
+    Command,
+    Copied,
+    Counters,
+    Draining,
+    Event,
+    IndexOffer,
+    IndexSet,
+    LeaseTaken,
+    Listed,
+    LookedUp,
+    OpenedGroup,
+    PinAsked,
+    ReadDone,
+    Released,
+    Reply,
+    Restored,
+    Resume,
+    Resumed,
+    SessionClosed,
+    SessionOpened,
+    Submitted,
+    Tick,
+    Written,
+)
+from sidecar.core.directory import Chunk, Directory, FlagChange, Realm, SegmentState
+from sidecar.core.event_feeds import Tellings
+from sidecar.core.fair_share import BoundLimits, Bounds
+from sidecar.core.host_tier import HostTier
+from sidecar.core.jobs import Job, Jobs
+from sidecar.core.leases import Leases
+from sidecar.core.lookups import Lookups
+from sidecar.core.outbox import Outbox
+from sidecar.core.pins import Pins
+from sidecar.core.reads import Reads
+from sidecar.core.request_pins import KeptChunks
+from sidecar.core.store_view import StoreTier
+from sidecar.core.tenants import Tenants, TenantSnapshot
+from sidecar.core.writes import WritePolicy, Writes
+from sidecar.protocol import Error, JobOutcome, Outcome, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.core.listed_rows import Keys
+    from sidecar.core.slot_allocator import SlotAllocator
+    from tiers.policy.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Bounds that the operator sets, and which ways to the store are open."""
+
+    writes_inflight_max: int
+    reads_inflight_max: int
+    write_queue_bytes_max: int
+    leases_max_per_session: int
+    lease_ttl_seconds_max: float
+    lookups_max_per_session: int
+    quarantine_keys_max: int
+    recompute: bool
+    """Whether a run that is computed sooner than read is computed."""
+    regret_max: float
+    """Fraction of the time to compute that waiting for the store may cost in vain."""
+    breaker: BreakerRules
+    write: WritePolicy
+    flush_at_end: bool
+    """Whether what `write` has not written yet is written while draining."""
+    store_reads: bool
+    reads_begun_max: int = 1 << 30
+    """Reads that one event begins, room for them made; the others get turns of their own."""
+    adopted_max: int = 1 << 30
+    """Restored slots that one event takes in; the others get turns of their own."""
+    bounds: BoundLimits = field(default_factory=BoundLimits)
+    """What may wait, in all and of one session."""
+    verify_loads: float = 1.0
+    """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
+    verify_writes: float = 1.0
+    """The same of the segments that are written to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWork:
+    """What has not ended yet; a drain waits for all of it to reach zero."""
+
+    copies_running: int
+    writes_running: int
+    writes_pending: int
+    reads_running: int
+    reads_queued: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not (
+            self.copies_running
+            or self.writes_running
+            or self.writes_pending
+            or self.reads_running
+            or self.reads_queued
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RealmSnapshot:
+    """One realm's part of the status."""
+
+    realm_id: int
+    world_size: int
+    sessions: int
+    chunks_in_host: int
+    chunks_in_store: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Status at one moment."""
+
+    sessions: int
+    chunks_in_host: int
+    chunks_in_store: int
+    slots_allocated: int
+    slots_zombie: int
+    slots_unclaimed: int
+    unclaimed_bytes: int
+    leases: int
+    lookups: int
+    write_queue_bytes: int
+    pending: PendingWork
+    draining: bool
+    realms: tuple[RealmSnapshot, ...]
+    tenants: tuple[TenantSnapshot, ...]
+
+
+def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
+    """No tenant has a limit in the store."""
+    return True
+
+
+class Engine:
+    """Decides. Feed it every event; carry out every command; tell it how each one ended.
+
+    Its parts are public so that tests can check what holds between them; nobody else reads them.
+
+    Args:
+        policy: the order of eviction of all chunks.
+        tenants: limits of tenants; none where it is left out.
+        admit_write: whether a tenant may have so many bytes and objects more in the
+            store, in the namespace of a realm.
+        tell: hears of every chunk that became available in a tier, or went from it; except
+        tell_listed: of those in the store that nothing but the catalog is known of.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        policy: Policy,
+        limits: EngineLimits,
+        *,
+        epoch: int,
+        tenants: Tenants | None = None,
+        admit_write: Callable[[int, bytes, int, int], bool] = _always,
+        tell: Callable[[list[FlagChange]], None] | None = None,
+        tell_listed: Callable[[Realm, Keys], None] | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.limits = limits
+        self._epoch = epoch
+        self._slots = slots
+        self.sessions: dict[int, SessionOpened] = {}
+        self.draining = False
+        self._tell = tell
+        self.tell_listed = tell_listed
+        self._outbox = Outbox(epoch)
+        self._tellings = Tellings(epoch, self._outbox.emit)
+        self.directory = Directory(readable=limits.store_reads)
+        self.tenants = Tenants() if tenants is None else tenants
+        self.bounds = Bounds(limits.bounds)
+        self.host = HostTier(
+            self.directory,
+            slots,
+            policy,
+            self.counters,
+            self.tenants,
+            on_complete=self._chunk_complete,
+            on_wanted=self._chunk_wanted,
+            on_restored=self._chunk_restored,
+            on_removed=self._chunk_removed,
+        )
+        self._pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
+        self.store = StoreTier(
+            self.directory,
+            self.counters,
+            self.tenants,
+            self._outbox.emit,
+            self._chunks_listed,
+            quarantine_keys_max=limits.quarantine_keys_max,
+            announces=limits.write is not WritePolicy.OFF,
+        )
+        self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
+        self.writes = Writes(
+            self.host,
+            self.store,
+            self.counters,
+            self.tenants,
+            self._outbox.emit,
+            self.breakers["write"],
+            policy=limits.write,
+            inflight_max=limits.writes_inflight_max,
+            queue_bytes_max=limits.write_queue_bytes_max,
+            verify=limits.verify_writes,
+            admit=admit_write,
+        )
+        self.reads = Reads(
+            self.host,
+            self.store,
+            self.counters,
+            self.tenants,
+            self._outbox.emit,
+            self.breakers["read"],
+            inflight_max=limits.reads_inflight_max,
+            begun_max=limits.reads_begun_max,
+            gave_up=self._read_gave_up,
+        )
+        self.lookups = Lookups(
+            self.directory,
+            self.host,
+            self.reads,
+            self.counters,
+            self.tenants,
+            self.bounds,
+            self._pins,
+            self._outbox.emit,
+            epoch=epoch,
+            lookups_max_per_session=limits.lookups_max_per_session,
+            ttl_seconds_max=limits.lease_ttl_seconds_max,
+            recompute=limits.recompute,
+            regret_max=limits.regret_max,
+        )
+        self.leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self.kept = KeptChunks(
+            self.directory, self.host, self._pins, self.bounds, self.tenants, self.counters
+        )
+        self._jobs = Jobs(
+            self.directory,
+            self.host,
+            self.counters,
+            self.tenants,
+            self.bounds,
+            self._outbox.emit,
+            verify_loads=limits.verify_loads,
+            ended=self._job_ended,
+            store_failed=self.lookups.store_failed,
+        )
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event in; returns what to do, in order. `now` never goes back.
+
+        Raises:
+            KeyError: a copy, read or write ended that was not running.
+            ValueError: a session that `refusal` would have refused.
+            IllegalTransition: a bug in the engine.
+        """
+        self.host.expire(now)
+        match event:
+            case (
+                Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
+            ):
+                self._handle_session(event, now)
+            case Restored():
+                self.host.restore(event.slots)
+            case SessionOpened():
+                self._open(event)
+                self._adopt_some()
+            case Copied():
+                self._jobs.copied(event, now)
+            case Written():
+                self.writes.ended(event, now)
+            case ReadDone():
+                self.lookups.read_ended(event, now)
+            case Listed():
+                self.store.listed(event)
+            case CaughtUp():
+                self.writes.caught_up(event.realm_id)
+            case Tick():
+                self.counters.leases_expired += self.leases.expire(now)
+                self.lookups.expire(now)
+                self.kept.expire(now)
+            case Resumed():
+                self._outbox.resumed()
+                self._adopt_some()
+                self.reads.resumed()
+            case Draining():
+                self.draining = True
+                self.kept.drain()
+                self.lookups.drain()
+                self.writes.draining(flush=self.limits.flush_at_end)
+        self.reads.pump(now)
+        self.writes.pump(now)
+        return self._flush()
+
+    def refusal(self, event: SessionOpened) -> str | None:
+        """Why a session cannot be served: its geometry contradicts what its realm holds."""
+        if event.session_id in self.sessions:
+            return f"session_id={event.session_id} is already open"
+        for group in event.groups:
+            reason = self._group_refusal(event, group)
+            if reason is not None:
+                return reason
+        return None
+
+    def _group_refusal(self, event: SessionOpened, group: OpenedGroup) -> str | None:
+        if event.role is Role.WORKER and group.layout is None:
+            return "layout=None: a worker must give its rank's chunk layout"
+        realm = self.directory.realms.get(group.realm_id)
+        if realm is None:
+            return None
+        if realm.world_size != event.num_segments:
+            return (
+                f"world_size={event.world_size} with replicas={event.replicas} makes chunks of "
+                f"{event.num_segments} segments, but those of the same topology have "
+                f"{realm.world_size}; give different cuts different topology names"
+            )
+        known = realm.layouts[event.segment_number]
+        if event.role is Role.WORKER and known is not None and known != group.layout:
+            return (
+                f"layout of rank {event.rank} is {group.layout}, but an earlier worker of the same "
+                f"namespace and topology had {known}; use one kvlake configuration for both"
+            )
+        return None
+
+    def _open(self, event: SessionOpened) -> None:
+        reason = self.refusal(event)
+        if reason is not None:
+            raise ValueError(reason)
+        for group in event.groups:
+            realm = self.directory.open_realm(group.realm_id, event.num_segments)
+            number = event.segment_number
+            if group.layout is not None and realm.layouts[number] is None:
+                self.host.learn_layout(realm, number, group.layout)
+                self.host.adopt(realm, number, group.namespace)
+        if event.role is Role.SCHEDULER:
+            self.leases.forget_early((event.realm_id, event.engine_id))
+            if event.want_events:
+                realms = [self.directory.realms[group.realm_id] for group in event.groups]
+                self._tellings.open(event.session_id, realms)
+        self.sessions[event.session_id] = event
+
+    def _adopt_some(self) -> None:
+        if self.host.adopt_some(self.limits.adopted_max):
+            self._outbox.emit(Resume())
+
+    def _handle_session(
+        self,
+        event: Submitted | LookedUp | LeaseTaken | PinAsked | Released | SessionClosed,
+        now: float,
+    ) -> None:
+        session = self.sessions.get(event.session_id)
+        if session is None:
+            self.counters.stale_messages += 1
+            return
+        realms = [self.directory.realms[group.realm_id] for group in session.groups]
+        worker = session.role is Role.WORKER
+        match event:
+            case SessionClosed():
+                self._close(session)
+            case Submitted() if worker:
+                self._submit(session, realms, event, now)
+            case LookedUp() if not worker:
+                self.lookups.ask(session.session_id, realms, event.message, now)
+            case LeaseTaken() if not worker:
+                self._lease(session, realms, event, now)
+            case PinAsked() if not worker:
+                if not self.draining:
+                    self.kept.ask(session.session_id, realms, event.message, now)
+            case Released() if not worker:
+                for lease_id in event.lease_ids:
+                    self.leases.release(session.session_id, lease_id)
+                for lookup_id in event.lookup_ids:
+                    self.lookups.release(session.session_id, lookup_id)
+                if event.pins:
+                    self.kept.close_session(session.session_id)
+                if event.heard >= 0:
+                    self._tellings.listens(session.session_id, event.heard)
+            case _:
+                text = f"{type(event).__name__} is not for a {session.role} session to send"
+                self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
+
+    def _submit(
+        self, session: SessionOpened, realms: list[Realm], event: Submitted, now: float
+    ) -> None:
+        message = event.message
+        # Loads first: a store may evict what a load of the same step needs.
+        for load in message.loads:
+            self._jobs.load(session, realms, message.fence, load)
+        for store in message.stores:
+            self._jobs.store(session, realms, message.fence, store, now, accept=not self.draining)
+
+    def _lease(
+        self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
+    ) -> None:
+        session_id = session.session_id
+        if self.leases.held(session_id) >= self.limits.leases_max_per_session:
+            self.counters.leases_refused += 1
+            self.bounds.refuse("lease", "client")
+            return
+        keys = dict.fromkeys(event.keys)
+        # A key is of one group, whichever that is.
+        found = (realm.chunks.get(key) for key in keys for realm in realms)
+        chunks = [chunk for chunk in found if chunk is not None]
+        for chunk in chunks:
+            self.host.touch(chunk)
+        name = (session.realm_id, session.engine_id, event.lease_id)
+        if not self.leases.take(session_id, name, chunks, session.world_size, now):
+            self.counters.leases_refused += 1
+            return
+        self.tenants.counters(event.tenant).leases += 1
+
+    def _close(self, session: SessionOpened) -> None:
+        del self.sessions[session.session_id]
+        self._tellings.close_session(session.session_id)
+        self.lookups.close_session(session.session_id)
+        self.kept.close_session(session.session_id)
+        if session.role is Role.SCHEDULER:
+            self.leases.close_session(session.session_id, (session.realm_id, session.engine_id))
+
+    def _chunks_listed(self, realm: Realm, keys: Keys) -> None:
+        self._outbox.emit(IndexOffer(realm.realm_id, keys))
+        if self.tell_listed is not None:
+            self.tell_listed(realm, keys)
+        self._tellings.listed(realm, keys)
+
+    def _chunk_complete(self, chunk: Chunk) -> None:
+        self.writes.completed(chunk)
+        self.lookups.completed(chunk)
+
+    def _chunk_wanted(self, chunk: Chunk) -> None:
+        self.writes.wanted(chunk)
+
+    def _chunk_restored(self, chunk: Chunk) -> None:
+        self.writes.restored(chunk)
+        self.lookups.completed(chunk)
+
+    def _chunk_removed(self, chunk: Chunk) -> None:
+        self.writes.removed(chunk)
+        self.lookups.removed(chunk)
+
+    def _read_gave_up(self, chunk: Chunk, outcome: Outcome) -> None:
+        self.lookups.gave_up(chunk, outcome)
+
+    def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
+        session = job.session
+        if session.session_id in self.sessions:
+            self._outbox.job_ended(session.session_id, outcome)
+        if job.loading:
+            name = (session.realm_id, session.engine_id, job.job_id)
+            self.leases.rank_finished(name, session.rank, session.world_size)
+
+    def _flush(self) -> list[Command]:
+        changes = self.directory.take_changes()
+        for change in changes:
+            in_host, in_store = change.now
+            self._outbox.emit(IndexSet(change.realm.realm_id, change.key, in_host, in_store))
+        if changes:
+            if self._tell is not None:
+                self._tell(changes)
+            self._tellings.changed(changes)
+        return self._outbox.take()
+
+    def clear(self) -> list[Command]:
+        """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
+        self.host.clear()
+        return self._flush()
+
+    def stored_mask(self, realm_id: int, key: bytes) -> int:
+        """Ranks whose segment of `key` is known to be in the store, as bits."""
+        realm = self.directory.realms.get(realm_id)
+        return 0 if realm is None else realm.stored.get(key)
+
+    def pending_work(self) -> PendingWork:
+        """What has not ended yet."""
+        return PendingWork(
+            copies_running=self._jobs.copies_running,
+            writes_running=self.writes.num_running,
+            writes_pending=self.writes.pending,
+            reads_running=self.reads.num_running,
+            reads_queued=self.reads.num_queued,
+        )
+
+    @property
+    def timed(self) -> tuple[int, bool]:
+        """How many leases there are, and whether anybody waits for a lookup: both end with time."""
+        return len(self.leases), any(True for _ in self.lookups)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Numbers for the status page and the gauges."""
+        realms = self.directory.realms.values()
+        sessions = Counter(session.realm_id for session in self.sessions.values())
+        return EngineSnapshot(
+            sessions=len(self.sessions),
+            chunks_in_host=sum(realm.hosted_chunks for realm in realms),
+            chunks_in_store=sum(realm.stored_chunks for realm in realms),
+            slots_allocated=len(self.host.allocated),
+            slots_zombie=len(self.host.zombies),
+            slots_unclaimed=len(self.host.inventory),
+            unclaimed_bytes=self.host.inventory.num_bytes,
+            leases=len(self.leases),
+            lookups=sum(1 for _ in self.lookups),
+            write_queue_bytes=self.writes.pending_bytes,
+            pending=self.pending_work(),
+            draining=self.draining,
+            realms=tuple(
+                RealmSnapshot(
+                    realm_id=realm.realm_id,
+                    world_size=realm.world_size,
+                    sessions=sessions[realm.realm_id],
+                    chunks_in_host=realm.hosted_chunks,
+                    chunks_in_store=realm.stored_chunks,
+                )
+                for realm in realms
+            ),
+            tenants=self.tenants.snapshot(),
+        )
+
+    def _check_bounds(self) -> None:
+        """The shares hold exactly what waits, and no more than they may."""
+        held: dict[str, Counter[int]] = {name: Counter() for name in self.bounds.shares}
+        for session_id, cost, storing in self._jobs.held():
+            held["memory_bytes"][session_id] += cost
+            held["copies"][session_id] += 1
+            held["storing_bytes"][session_id] += storing
+        for lookup in self.lookups:
+            held["memory_bytes"][lookup.session_id] += lookup.cost
+            held["lookups"][lookup.session_id] += 1
+        for lease in self.leases:
+            held["memory_bytes"][lease.session_id] += lease.cost
+            held["leases"][lease.session_id] += 1
+        for kept in self.kept:
+            held["memory_bytes"][kept.session_id] += kept.cost
+            held["kept_bytes"][kept.session_id] += kept.size_bytes
+        held["pinned_bytes"].update(self._pins.held_bytes())
+        for name, share in self.bounds.shares.items():
+            assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
+            assert share.used == sum(share.by_session.values()) <= share.limit, name
+
+    def check(self) -> None:
+        """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
+        chunks = [c for realm in self.directory.realms.values() for c in realm.chunks.values()]
+        segments = [segment for chunk in chunks for segment in chunk.segments]
+        everything = segments + list(self.host.zombies)
+        slots = [segment.slot for segment in everything if segment.slot >= 0]
+        slots += list(self.host.inventory)
+        assert len(slots) == len(set(slots)), "a slot is used twice"
+        assert set(slots) == self.host.allocated, "a slot is lost or unknown to the ledger"
+        charged: Counter[bytes] = Counter()
+        for segment in everything:
+            if segment.slot >= 0:
+                charged[segment.chunk.tenant] += self.host.slot_bytes(segment)
+        for account in self.tenants:
+            assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
+        assert not charged, "slots of a tenant without an account"
+        self._check_bounds()
+        running = Counter(self._jobs.running())
+        running.update(self.writes.running())
+        running.update(self.reads.running())
+        known = set(everything)
+        assert known.issuperset(running), "something runs on a slot that nobody holds"
+        for segment in everything:
+            assert segment.running == running[segment], "a slot's use is miscounted"
+            assert (segment.slot >= 0) == (segment.state is not SegmentState.ABSENT)
+        pins: Counter[Chunk] = Counter()
+        for owner in (*self.leases, *self.lookups):
+            pins.update(owner.chunks)
+        kept = Counter(one.chunk for one in self.kept)
+        pins.update(kept)
+        assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
+        self.reads.check()
+        self.lookups.check()
+        for chunk in {*chunks, *pins}:
+            assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
+            assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
+        for chunk in chunks:
+            assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
+            hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
+            assert hosted == chunk.hosted, "HOST segments are miscounted"
+        for realm in self.directory.realms.values():
+            flags = [realm.flags(key) for key in realm.chunks]
+            assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
+            in_store = sum(
+                realm.cuts.obtainable(mask) == realm.full_mask for mask in realm.stored.masks()
+            )
+            assert in_store * realm.readable == realm.stored_chunks

@@ -1,0 +1,1 @@
+"""Carries out what the core decides: copies, reads, writes, slots and the shared index."""

@@ -1,0 +1,343 @@
+"""Copies between workers and slots: when one starts, and what a copy thread does.
+
+Owns the copy threads, the polling of fences, and the copy itself, one thread hop for all chunks of
+a job. Does not own which group is next (`copy_queue.py`), slots, sessions or what an outcome means.
+
+Invariants:
+
+* A load is reported as good only if every chunk of it that was to be verified hashed, on its way,
+  to the checksum taken when it left an engine. One corrupt chunk, and the whole job is a miss: its
+  blocks are computed, and none of them is read before. (Why not hash first and copy then:
+  docs/adr/0006.)
+* A copy holds the worker's fence lock while it touches the worker's memory, and starts only if
+  its job is not revoked. A lock that the worker has is tried again later, never waited for in a
+  thread, so one stopped worker cannot hold the copy threads.
+* Every command ends in exactly one `Copied`, however its session, its fence or the copy fare. One
+  that has not started by its deadline ends as expired, and never starts.
+* A started copy runs to its end; cancelling only stops the waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
+from sidecar.data.copy_queue import CopyQueue, Group
+from sidecar.logs import fields, story_of
+from tiers.errors import ChunkCorrupt
+from tiers.kv.slot_image import payload_hasher
+from tiers.store.client import run_to_end
+from tiers.threads import OwnThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from sidecar.sessions.session import Session
+    from tiers.kv.copy import Transfer
+
+T = TypeVar("T")
+Memory = npt.NDArray[np.uint8]
+
+HOP_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Stores are cut into hops of about this size, so that a load never waits behind a large one."""
+FENCE_POLL_SECONDS_MIN: Final = 0.0005
+FENCE_POLL_SECONDS_MAX: Final = 0.005
+
+_logger = logging.getLogger("kvlake.copies")
+
+
+class Copies:
+    """The queue of copies and the tasks that work on it."""
+
+    def __init__(
+        self, pool: Memory, threads: int, finished: Callable[[list[Copied]], None]
+    ) -> None:
+        self._pool = pool
+        self._threads = threads
+        self._limiter = anyio.CapacityLimiter(threads)
+        self._finished = finished
+        self.queue = CopyQueue()
+        self._ready = anyio.Semaphore(0)
+        self._arrived = anyio.Event()
+        self._poll_seconds = FENCE_POLL_SECONDS_MIN
+        self._running = 0
+        self._loads_running = 0
+        self._begun: list[float] = []
+        """When each copy that runs now began (monotonic seconds), oldest first."""
+
+    @property
+    def loads_pending(self) -> int:
+        """Loads whose fence was reached and that have not ended: engines wait for these."""
+        return self.queue.loads_ready + self._loads_running
+
+    @property
+    def pending(self) -> int:
+        """Groups that have not ended."""
+        return len(self.queue) + self._running
+
+    def stuck_seconds(self, now: float) -> float:
+        """How long no copy thread has been free to begin a copy; 0 while one is."""
+        return now - self._begun[-1] if len(self._begun) >= self._threads else 0.0
+
+    async def run(self) -> None:
+        """Work on the queue until cancelled; a copy that runs then is waited for."""
+        # Engines wait for a copy, which holds their fence: it does not stand behind anybody.
+        threads = OwnThreads(self._threads, "kvlake-copy")
+        try:
+            async with anyio.create_task_group() as group:
+                for _ in range(self._threads):
+                    group.start_soon(self._copier, threads)
+                await self._gate()
+        finally:
+            threads.close()
+
+    def add(self, group: Group) -> None:
+        """Queue a group; one whose fence is reached already does not wait for the next poll."""
+        for part in _hops(group):
+            if self.queue.add(part):
+                self._ready.release()
+            else:
+                self._poll_seconds = FENCE_POLL_SECONDS_MIN
+                self._arrived.set()
+
+    def drop(self, session: Session) -> None:
+        """End what has not started of a session that is over: nobody waits for it."""
+        for group in self.queue.drop(session):
+            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+
+    async def _gate(self) -> None:
+        """Let groups through as their fences are reached; give up those past their deadline."""
+        while True:
+            if not self.queue.waiting:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+            await anyio.sleep(self._poll_seconds)
+            self._poll_seconds = min(self._poll_seconds * 1.5, FENCE_POLL_SECONDS_MAX)
+            ready, expired = self.queue.sweep(time.monotonic())
+            for _ in range(ready):
+                self._ready.release()
+            for group in expired:
+                what = (
+                    "the worker was taking blocks back"
+                    if group.memory.fence.revoking
+                    else (f"fence {group.fence} was not reached")
+                )
+                detail = f"{what} until the job's deadline"
+                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+
+    async def _copier(self, threads: OwnThreads) -> None:
+        while True:
+            await self._ready.acquire()
+            group = self.queue.next()
+            if group is None:
+                continue
+            if time.monotonic() > group.deadline:
+                detail = "no copy thread was free before the job's deadline"
+                self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+                continue
+            self._running += 1
+            self._loads_running += group.is_load
+            begun = time.monotonic()
+            self._begun.append(begun)
+            try:
+                with group.memory.in_use() as mapped:
+                    ended = await self._copy(group, threads, mapped=mapped)
+            finally:
+                self._running -= 1
+                self._loads_running -= group.is_load
+                self._begun.remove(begun)
+            if ended is None:
+                # The worker was revoking at that moment. Its lock lasts microseconds, or as long
+                # as it is stopped: back to the gate, where the deadline bounds it.
+                self._retry(group)
+            else:
+                self._finished(ended)
+
+    def _retry(self, group: Group) -> None:
+        if group.memory.ended:
+            self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
+        elif time.monotonic() > group.deadline:
+            detail = "the worker held its fence page until after the job's deadline"
+            self._finished(group.all_ended(CopyOutcome.EXPIRED, detail))
+        else:
+            self.queue.put_back(group)
+            self._arrived.set()
+
+    async def _copy(
+        self, group: Group, threads: OwnThreads, *, mapped: bool
+    ) -> list[Copied] | None:
+        if not mapped:
+            return group.all_ended(CopyOutcome.REVOKED, "the session ended")
+        copy = scatter_group if group.is_load else gather_group
+        try:
+            return await run_to_end(lambda: copy(group, self._pool), self._limiter, threads=threads)
+        except BlockingIOError:
+            return None
+        except Exception as error:
+            # A copy that raised is a miss to its engine, and no reason to leave the others alone.
+            # Not `exception`: a record that is kept would keep the worker's memory mapped.
+            _logger.error(  # noqa: TRY400
+                "copy failed",
+                extra=fields(
+                    session=group.session.session_id, job=group.job_id, traceback=story_of(error)
+                ),
+            )
+            return group.all_ended(CopyOutcome.FAILED, str(error))
+
+
+def _hops(group: Group) -> Iterable[Group]:
+    if group.is_load:
+        # Whole: one corrupt chunk makes a miss of the job, so there is one answer for all of it.
+        return [group]
+    chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
+    step = max(1, HOP_BYTES_MAX // chunk_bytes)
+    return [
+        Group(
+            group.session,
+            group.memory,
+            group.rank,
+            group.commands[first : first + step],
+            group.deadline,
+            group.part,
+        )
+        for first in range(0, len(group.commands), step)
+    ]
+
+
+def gather_group(group: Group, pool: Memory) -> list[Copied]:
+    """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
+    templates = group.rank.templates
+    copied: list[tuple[Gather, bytes]] = []
+    ended: list[Copied] = []
+
+    def begin(command: Gather) -> Transfer:
+        template = templates[len(command.block_ids)]
+        slot = pool[command.slot : command.slot + template.image_bytes]
+        template.prepare(slot)
+        return group.region.gather(_ids(command.block_ids), template.payload(slot))
+
+    with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
+        if not valid:
+            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+        for command, transfer in _one_ahead(_only(Gather, group.commands), begin, begun):
+            try:
+                hasher = payload_hasher()
+                transfer.finish(hasher.update)
+            except Exception as error:
+                _logger.error(  # noqa: TRY400
+                    "gather failed", extra=fields(key=command.key, traceback=story_of(error))
+                )
+                ended.append(Copied(command.copy_id, CopyOutcome.FAILED, str(error)))
+            else:
+                copied.append((command, hasher.digest()))
+    for command, checksum in copied:
+        template = templates[len(command.block_ids)]
+        slot = pool[command.slot : command.slot + template.image_bytes]
+        template.seal(slot, command.key, command.parent, command.token_ids, checksum=checksum)
+        ended.append(Copied(command.copy_id, CopyOutcome.OK))
+    return ended
+
+
+def scatter_group(group: Group, pool: Memory) -> list[Copied]:
+    """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
+    commands = _only(Scatter, group.commands)
+    corrupt: dict[int, str] = {}
+
+    def begin(command: Scatter) -> Transfer:
+        _, wanted, _ = _parts(group, command, pool)
+        return group.region.scatter(_ids(command.block_ids), wanted)
+
+    with group.memory.fence.copying(group.job_id) as valid, contextlib.ExitStack() as begun:
+        if not valid:
+            return group.all_ended(CopyOutcome.REVOKED, "the worker took its blocks back")
+        for command, transfer in _one_ahead(commands, begin, begun):
+            try:
+                _finish_scatter(group, command, pool, transfer)
+            except ChunkCorrupt as error:
+                corrupt[command.copy_id] = str(error)
+    if not corrupt:
+        return group.all_ended(CopyOutcome.OK)
+    return [
+        Copied(command.copy_id, CopyOutcome.CORRUPT, corrupt[command.copy_id])
+        if command.copy_id in corrupt
+        else Copied(command.copy_id, CopyOutcome.FAILED, "another chunk of the job is corrupt")
+        for command in commands
+    ]
+
+
+def _finish_scatter(group: Group, command: Scatter, pool: Memory, transfer: Transfer) -> None:
+    """See the wanted blocks of one slot through; hash all of it, for the checksum covers all."""
+    if not command.verify:
+        transfer.finish(_not_looked_at)
+        return
+    template = group.rank.templates[command.num_blocks]
+    before, _, after = _parts(group, command, pool)
+    hasher = payload_hasher()
+    hasher.update(before.data)
+    transfer.finish(hasher.update)
+    hasher.update(after.data)
+    slot = pool[command.slot : command.slot + template.image_bytes]
+    template.check(slot, hasher.digest())
+
+
+def _not_looked_at(piece: object) -> None:
+    """What a transfer shows its payload to when nobody hashes it."""
+
+
+def _parts(group: Group, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
+    """The payload of a slot: before the wanted blocks, those, and after them."""
+    layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
+    payload = template.payload(pool[command.slot : command.slot + template.image_bytes])
+    first = command.first_block * layout.block_payload_bytes
+    last = first + len(command.block_ids) * layout.block_payload_bytes
+    return payload[:first], payload[first:last], payload[last:]
+
+
+def _one_ahead(
+    commands: Iterable[T], begin: Callable[[T], Transfer], begun: contextlib.ExitStack
+) -> Iterator[tuple[T, Transfer]]:
+    """Each command with its transfer, the next one begun before this one is finished.
+
+    So that copy engines work while a core hashes. `begun` waits at its end for every transfer:
+    whatever is raised meanwhile, no copy outlives it. What `begin` raises comes from `finish`.
+    """
+    ahead: tuple[T, Transfer] | None = None
+    for command in commands:
+        try:
+            transfer = begin(command)
+            begun.callback(transfer.settle)
+        except Exception as error:
+            transfer = _NotBegun(error)
+        if ahead is not None:
+            yield ahead
+        ahead = (command, transfer)
+    if ahead is not None:
+        yield ahead
+
+
+class _NotBegun:
+    """A transfer that failed before it began."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def finish(self, visit: object) -> None:  # noqa: ARG002 (of every transfer)
+        raise self._error
+
+    def settle(self) -> None:
+        pass
+
+
+def _ids(block_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(block_ids, dtype=np.int64)
+
+
+def _only(kind: type[T], commands: Iterable[object]) -> list[T]:
+    return [command for command in commands if isinstance(command, kind)]

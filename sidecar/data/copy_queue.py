@@ -1,0 +1,202 @@
+"""Copies that wait: for their worker's fence, then for a copy thread, in an order that is fair.
+
+Owns the groups of `Gather` and `Scatter` commands until a copy thread takes them, and the order in
+which it does: loads before stores, the sessions of each kind in turn, the groups of one session as
+they came. Does not own the threads, nor what a copy does (`copies.py`), and reads no clock.
+
+Invariants:
+
+* A group is in one place: behind its fence, ready, or gone.
+* A session that floods delays another's next group by one group of its own, not by its backlog.
+* Groups of one session come with fences and deadlines that do not go back, so a look at every
+  queue costs the number of sessions, not of groups. Where a client breaks that, its own groups
+  wait for the head of its own queue, at most until their deadline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sidecar.sessions.namespaces import Rank
+    from sidecar.sessions.session import Session
+    from sidecar.sessions.worker_memory import WorkerMemory
+    from tiers.kv.copy import Region
+
+LOADS_IN_A_ROW_MAX: Final = 8
+"""Loads go before stores, but a waiting store gets every ninth turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Gathers or scatters of one job, copied together."""
+
+    session: Session
+    memory: WorkerMemory
+    rank: Rank
+    commands: Sequence[Gather | Scatter]
+    deadline: float
+    """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
+    part: int = 0
+    """Which of the worker's KV cache groups the chunks are of."""
+
+    @property
+    def region(self) -> Region:
+        """The worker's memory, as that KV cache group lies in it."""
+        return self.memory.regions[self.part]
+
+    @property
+    def job_id(self) -> int:
+        """The job that all its commands belong to."""
+        return self.commands[0].job_id
+
+    @property
+    def fence(self) -> int:
+        """The step after which its blocks may be touched."""
+        return self.commands[0].fence
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it writes to the worker's memory."""
+        return isinstance(self.commands[0], Scatter)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether its fence was reached, and its worker is not waiting to take blocks back."""
+        fence = self.memory.fence
+        return fence.reached(self.fence) and not fence.revoking
+
+    def all_ended(self, outcome: CopyOutcome, detail: str = "") -> list[Copied]:
+        """The same ending for every command."""
+        return [Copied(command.copy_id, outcome, detail) for command in self.commands]
+
+
+class _Turns:
+    """Groups by session; the sessions take turns."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Session, deque[Group]] = {}
+        self.count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def heads(self) -> Iterator[tuple[Session, Group]]:
+        """The first group of each session."""
+        return iter([(session, queue[0]) for session, queue in self._queues.items()])
+
+    def head(self, session: Session) -> Group | None:
+        """The first group of a session."""
+        queue = self._queues.get(session)
+        return None if queue is None else queue[0]
+
+    def append(self, group: Group) -> None:
+        """Put a group behind those of its session."""
+        self._queues.setdefault(group.session, deque()).append(group)
+        self.count += 1
+
+    def push_back(self, group: Group) -> None:
+        """Put a group in front of those of its session."""
+        self._queues.setdefault(group.session, deque()).appendleft(group)
+        self.count += 1
+
+    def pop(self, session: Session) -> Group:
+        """Take the first group of a session; its next one goes behind all other sessions."""
+        queue = self._queues.pop(session)
+        group = queue.popleft()
+        if queue:
+            self._queues[session] = queue
+        self.count -= 1
+        return group
+
+    def take(self) -> Group:
+        """Take the group whose turn it is."""
+        return self.pop(next(iter(self._queues)))
+
+    def drop(self, session: Session) -> list[Group]:
+        """Take every group of a session out."""
+        groups = list(self._queues.pop(session, ()))
+        self.count -= len(groups)
+        return groups
+
+
+class CopyQueue:
+    """Groups on their way to the copy threads."""
+
+    def __init__(self) -> None:
+        self._waiting = (_Turns(), _Turns())
+        self._loads = _Turns()
+        self._stores = _Turns()
+        self._loads_in_a_row = 0
+
+    def __len__(self) -> int:
+        return self.waiting + self._loads.count + self._stores.count
+
+    @property
+    def waiting(self) -> int:
+        """Groups whose fence was not reached yet."""
+        return sum(turns.count for turns in self._waiting)
+
+    @property
+    def loads_ready(self) -> int:
+        """Loads that only wait for a thread."""
+        return self._loads.count
+
+    def add(self, group: Group) -> bool:
+        """Queue a group. True if it is ready at once."""
+        waiting = self._waiting[group.is_load]
+        # Behind those of its session that wait: their order is what keeps a look at it cheap.
+        if waiting.head(group.session) is None and group.may_start:
+            self._make_ready(group)
+            return True
+        waiting.append(group)
+        return False
+
+    def put_back(self, group: Group) -> None:
+        """A group that could not start, because its worker was revoking at that moment."""
+        self._waiting[group.is_load].push_back(group)
+
+    def _make_ready(self, group: Group) -> None:
+        (self._loads if group.is_load else self._stores).append(group)
+
+    def sweep(self, now: float) -> tuple[int, list[Group]]:
+        """Let groups through as their fences are reached: how many, and those that expired."""
+        ready, expired = 0, list[Group]()
+        for turns in self._waiting:
+            for session, first in turns.heads():
+                group: Group | None = first
+                while group is not None:
+                    if group.may_start:
+                        self._make_ready(turns.pop(session))
+                        ready += 1
+                    elif now > group.deadline:
+                        expired.append(turns.pop(session))
+                    else:
+                        break
+                    group = turns.head(session)
+        return ready, expired
+
+    def next(self) -> Group | None:
+        """The group whose turn it is; None where there is none (any more)."""
+        if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
+            self._loads_in_a_row += 1
+            return self._loads.take()
+        self._loads_in_a_row = 0
+        return self._stores.take() if self._stores else None
+
+    def heads(self) -> list[tuple[Session, Group]]:
+        """Each session's next group, of those that wait and of loads and stores that are ready."""
+        return [head for turns in self._turns() for head in turns.heads()]
+
+    def drop(self, session: Session) -> list[Group]:
+        """Take every group of a session out."""
+        return [group for turns in self._turns() for group in turns.drop(session)]
+
+    def _turns(self) -> tuple[_Turns, ...]:
+        return self._loads, self._stores, *self._waiting

@@ -1,0 +1,151 @@
+"""Host memory as this sidecar's file: opened, looked through, mapped ahead, kept or given back.
+
+Owns how the pool's life is tied to the process' and what an operator is told about it. Does not own
+the file (`tiers/pool/host_pool.py`), nor what becomes of what it held (`core/engine.py`).
+
+Invariants: a sidecar that ends in order leaves its memory exactly if `host.after_stop` says so and
+there is something in it; one that ends because of a bug in it leaves none, for what it decided last
+is not to be trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, TypeAlias
+
+import anyio
+
+from sidecar.core.commands import RestoredSlot
+from sidecar.core.retention import read_tag
+from sidecar.errors import StartError
+from sidecar.logs import fields
+from tiers.errors import PoolError
+from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
+from tiers.pool.numa import Placement, sample
+from tiers.pool.recovery import FoundImage, rescan
+from tiers.store.client import run_to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.config.model import Config
+
+_Raised: TypeAlias = type[BaseException] | None
+
+_logger = logging.getLogger("kvlake.server")
+
+
+def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
+    """Open the pool of this sidecar's name, and say what an earlier one left in it.
+
+    Raises `StartError` where it cannot be had. Takes as long as touching all of the memory, where
+    it is new, and less than a second where it is taken over.
+    """
+    path = config.pool_path
+    began = time.monotonic()
+    try:
+        pool = HostPool.open(
+            path,
+            config.host.size,
+            prefault=config.host.prefault,
+            threads=config.host.touching_threads,
+            placement=Placement.of(config.host.numa),
+        )
+    except PoolError as error:
+        raise StartError(f"host: {error}") from error
+    _tell_where(pool)
+    if pool.emptied:
+        _logger.warning(
+            "host memory starts empty: its file was not taken over",
+            extra=fields(path=path, reason=pool.emptied),
+        )
+    if not len(pool.recovered):
+        return pool, ()
+    resized = pool.resized_from_bytes != pool.size_bytes
+    found = rescan(pool.memory, pool.recovered)
+    for offset in found.damaged:
+        pool.free(offset)
+    _logger.info(
+        "host memory taken over",
+        extra=fields(
+            path=path,
+            slots=len(found.images),
+            bytes=pool.stats().used_bytes,
+            slots_damaged=len(found.damaged),
+            **({"resized_from_bytes": pool.resized_from_bytes} if resized else {}),
+            seconds=round(time.monotonic() - began, 3),
+        ),
+    )
+    return pool, tuple(map(_restored, found.images))
+
+
+def _tell_where(pool: HostPool) -> None:
+    placement = pool.placement
+    if placement.refused:
+        _logger.warning("host memory is not placed", extra=fields(reason=placement.reason))
+    elif placement.nodes:
+        pages = sample(pool.memory)
+        away = sum(count for node, count in pages.items() if node not in placement.nodes)
+        told = fields(nodes=list(placement.nodes), pages_sampled=pages)
+        if away:
+            _logger.warning("some host memory is on other NUMA nodes than wanted", extra=told)
+        else:
+            _logger.info("host memory placed", extra=told)
+
+
+def _restored(image: FoundImage) -> RestoredSlot:
+    tenant, retention = read_tag(image.tag)
+    return RestoredSlot(
+        slot=image.offset,
+        namespace=image.namespace_digest,
+        geometry=image.geometry,
+        num_blocks=image.num_blocks,
+        key=image.key,
+        parent=image.parent,
+        tenant=tenant,
+        sealed=image.sealed,
+        used=image.used,
+        expires_at=retention.expires_at,
+        stays=retention.stays,
+    )
+
+
+def closing(pool: HostPool, *, keep: bool) -> Callable[[_Raised, object, object], None]:
+    """What keeps or removes the pool's memory at the end, for an exit stack. No copy runs then."""
+
+    def close(raised: _Raised, error: object, traceback: object) -> None:
+        del error, traceback
+        # Not to start is no bug, nor is to be cancelled (which is no Exception).
+        kind = raised or StartError
+        bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
+        _close(pool, keep=keep and not bug)
+
+    return close
+
+
+def _close(pool: HostPool, *, keep: bool) -> None:
+    path, used_bytes = pool.path, pool.stats().used_bytes
+    leaked = pool.close(keep=keep)
+    if leaked:
+        _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
+    if path.exists():
+        _logger.info(
+            "host memory is kept for the next start; `kvlake pool remove --config FILE` with this "
+            "sidecar's configuration gives it back",
+            extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
+        )
+
+
+async def map_ahead(pool: HostPool) -> None:
+    """Map the pages of a pool that was taken over, beside all else. Safe to cancel.
+
+    Until then a copy into a page that was not touched since takes a fault, which makes it slower.
+    """
+    limiter = anyio.CapacityLimiter(1)
+    try:
+        for start in range(0, pool.size_bytes, POPULATE_BYTES_PER_CALL):
+            await run_to_end(functools.partial(pool.populate, start), limiter)
+    except OSError as error:
+        _logger.warning("host memory is not mapped ahead", extra=fields(reason=error))

@@ -1,0 +1,112 @@
+"""Carrying out what the engine has the shared indexes say, and growing them.
+
+Owns turning its commands into entries, and when and how an index is replaced by a larger one: a
+small one at once, a large one a few slots at a time, so that the event loop is held for some
+milliseconds and no longer. Does not own the tables (`tiers/kv/index.py`), nor who reads them.
+
+Invariants: until the larger one takes its place, the smaller one is what readers have, and is true
+but for entries that found no room in it; one growth of a realm runs at a time. Without memory for a
+larger one the smaller one stays, and the next entry after a pause tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from sidecar.logs import fields
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of, tags_in
+from tiers.kv.index_growth import IndexGrowth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.core.commands import IndexOffer, IndexSet
+    from sidecar.sessions.namespaces import Realm
+
+SLOTS_AT_ONCE_MAX: Final = 1 << 17
+"""An index of so many slots grows in some 10 ms."""
+INDEX_RETRY_SECONDS: Final = 10.0
+
+_logger = logging.getLogger("kvlake.index")
+
+
+class Indexing:
+    """Writes the indexes of all realms.
+
+    Args:
+        moved: tells readers that a realm has another index now.
+        start: runs `grow` for a realm whose index could not grow at once.
+    """
+
+    def __init__(self, moved: Callable[[Realm], None], start: Callable[[Realm], None]) -> None:
+        self._moved = moved
+        self._start = start
+        # realm_id -> set when the growth that runs has ended.
+        self._growing: dict[int, anyio.Event] = {}
+
+    def set(self, realm: Realm, command: IndexSet) -> None:
+        """Say what is true of one chunk."""
+        flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
+        realm.index.set(tag_of(command.key, realm.index_salt), flags)
+        self._see_to_room(realm)
+
+    def offer(self, realm: Realm, command: IndexOffer) -> None:
+        """Say of many chunks that the store holds them."""
+        realm.index.set_many(tags_in(command.keys, realm.index_salt), FLAG_STORE)
+        self._see_to_room(realm)
+
+    async def settled(self, realm: Realm) -> None:
+        """Wait until a growth that runs has ended."""
+        event = self._growing.get(realm.realm_id)
+        if event is not None:
+            await event.wait()
+
+    async def grow(self, realm: Realm) -> None:
+        """Replace an index by a larger one, a few slots at a time."""
+        smaller = realm.index
+        try:
+            larger = await anyio.to_thread.run_sync(IndexWriter, 2 * smaller.capacity_entries)
+        except OSError as error:
+            _logger.error(  # noqa: TRY400 (for an operator)
+                "no memory for a larger index: entries that find no room in it are not offered",
+                extra=fields(entries=len(smaller), error=error),
+            )
+            self._growing[realm.realm_id].set()
+            await anyio.sleep(INDEX_RETRY_SECONDS)
+            del self._growing[realm.realm_id]
+            return
+        try:
+            growth = IndexGrowth(smaller, larger)
+            while not growth.step():
+                await anyio.lowlevel.checkpoint()
+        except BaseException:
+            larger.close()
+            raise
+        self._replace(realm, growth.finish())
+        self._growing.pop(realm.realm_id).set()
+
+    def _see_to_room(self, realm: Realm) -> None:
+        while realm.index.needs_growth and realm.realm_id not in self._growing:
+            if realm.index.slots > SLOTS_AT_ONCE_MAX or not self._grow_at_once(realm):
+                self._growing[realm.realm_id] = anyio.Event()
+                self._start(realm)
+
+    def _grow_at_once(self, realm: Realm) -> bool:
+        """False without memory for it: `grow` says so, and waits."""
+        try:
+            larger = realm.index.grown()
+        except OSError:
+            return False
+        self._replace(realm, larger)
+        return True
+
+    def _replace(self, realm: Realm, larger: IndexWriter) -> None:
+        smaller, realm.index = realm.index, larger
+        self._moved(realm)
+        # Readers of the old mapping miss until they take the new one; that is what `close` says.
+        smaller.close()

@@ -1,0 +1,19 @@
+"""Errors of the sidecar that end more than one call: a start, an attachment.
+
+Owns their classes. A message of either is for a person: it names the field, the value and the
+remedy.
+"""
+
+from __future__ import annotations
+
+
+class StartError(Exception):
+    """The sidecar cannot start; the message says what an operator changes."""
+
+
+class AttachRefused(Exception):
+    """This client will not be served; becomes a `Refused` with `code` and the message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

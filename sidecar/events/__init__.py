@@ -1,0 +1,1 @@
+"""KV cache events: what the sidecar publishes, and what engines publish."""

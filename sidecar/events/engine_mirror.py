@@ -1,0 +1,161 @@
+"""What one engine's own cache holds, as its event stream tells it, for the stream of this sidecar.
+
+Owns the set of blocks, and turning the engine's events into ones that can stand beside those of
+other engines: the owner is named, and "all blocks cleared" becomes their removal. Does not own how
+the events get here (`engine_subscriber.py`). Pure.
+
+Invariants:
+
+* At most `blocks_max` blocks are remembered; one that is forgotten is told as removed, so that what
+  is remembered is what subscribers have been told.
+* vLLM computes the same block more than once (the last one of a prompt that is all cached; those of
+  two requests that load at a time), keeps each copy and tells of each that it comes and goes. A
+  block is told as removed with its last copy, so that subscribers need not count. Where vLLM tells
+  of hits in the same words there is no counting: then it is removed with the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from sidecar.events.records import LOCAL, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from sidecar.protocol import HITS_OWNER, TIERS_OWNER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from sidecar.events.records import CacheEvent, Hash
+
+BLOCKS_MAX: Final = 1 << 20
+HASHES_PER_EVENT_MAX: Final = 4096
+
+
+class _Place(NamedTuple):
+    """A block's name: engines that have several groups of layers use one hash in each."""
+
+    medium: str
+    group_idx: int | None
+    ownership: str
+    name: Hash
+
+
+class _Held(NamedTuple):
+    """A block, by the event that told of it last and its position there."""
+
+    event: BlockStored
+    position: int
+    copies: int
+
+
+class EngineBlocks:
+    """One engine's blocks, by the events that told of them."""
+
+    def __init__(self, engine_id: str, *, blocks_max: int = BLOCKS_MAX) -> None:
+        self.owner = f"engine/{engine_id}"
+        self.data_parallel_rank: int | None = None
+        self._blocks_max = blocks_max
+        self._held: dict[_Place, _Held] = {}
+        self._counts = True
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """Take events of the engine; what to tell subscribers."""
+        told: list[CacheEvent] = []
+        batch = list(events)
+        if self._counts and any(_tells_of_hits(event) for event in batch):
+            self._counts = False
+            self._held = {place: held._replace(copies=1) for place, held in self._held.items()}
+        for event in batch:
+            match event:
+                case AllBlocksCleared():
+                    told += self.clear()
+                case BlockStored() | BlockRemoved():
+                    if not (event.ownership or "").startswith(TIERS_OWNER):
+                        told += self._apply(event)
+        while len(self._held) > self._blocks_max:
+            oldest = list(itertools.islice(self._held, len(self._held) - self._blocks_max))
+            told += self._forget(oldest)
+        return told
+
+    def _apply(self, event: BlockStored | BlockRemoved) -> list[CacheEvent]:
+        named = msgspec.structs.replace(
+            event,
+            medium=event.medium or MEDIUM_GPU,
+            locality=event.locality or LOCAL,
+            ownership=event.ownership or self.owner,
+        )
+        gone: list[Hash] = []
+        for position, name in enumerate(event.block_hashes):
+            place = _Place(named.medium or "", named.group_idx, named.ownership or "", name)
+            held = self._held.get(place)
+            copies = held.copies if held is not None and self._counts else 0
+            if isinstance(named, BlockStored):
+                # Taken out first, so that the newest is last.
+                self._held.pop(place, None)
+                self._held[place] = _Held(named, position, copies + 1)
+            elif held is not None and copies > 1:
+                self._held[place] = held._replace(copies=copies - 1)
+            else:
+                self._held.pop(place, None)
+                gone.append(name)
+        if isinstance(named, BlockStored):
+            return [named]
+        return [msgspec.structs.replace(named, block_hashes=gone)] if gone else []
+
+    def clear(self) -> list[CacheEvent]:
+        """Forget all blocks; what to tell subscribers."""
+        return self._forget(list(self._held))
+
+    def _forget(self, places: list[_Place]) -> list[CacheEvent]:
+        events: list[CacheEvent] = []
+        for (medium, group_idx, owner), run in itertools.groupby(places, key=lambda one: one[:3]):
+            names = [place.name for place in run]
+            events += [
+                BlockRemoved(
+                    block_hashes=names[start : start + HASHES_PER_EVENT_MAX],
+                    medium=medium,
+                    group_idx=group_idx,
+                    locality=LOCAL,
+                    ownership=owner,
+                )
+                for start in range(0, len(names), HASHES_PER_EVENT_MAX)
+            ]
+        for place in places:
+            del self._held[place]
+        return events
+
+    def snapshot(self) -> Iterator[CacheEvent]:
+        """An event for each block that is held, one after the other, oldest first."""
+        for held in list(self._held.values()):
+            yield event_of_block(held.event, held.position)
+
+
+def _tells_of_hits(event: CacheEvent) -> bool:
+    return isinstance(event, BlockRemoved) and event.ownership == HITS_OWNER
+
+
+def event_of_block(event: BlockStored, position: int) -> BlockStored:
+    """The event of one of its blocks."""
+    size = event.block_size
+    hashes, tokens, parent = event.block_hashes, event.token_ids, event.parent_block_hash
+    if len(tokens) == len(hashes) * size:
+        tokens = tokens[position * size : (position + 1) * size]
+        parent = hashes[position - 1] if position else parent
+    else:
+        # Of windows and states vLLM keeps some blocks of a range, and tells the tokens of all: it
+        # does not say which of them are this block's.
+        tokens, parent = [], None
+    extra, ahead = event.extra_keys, event.lookahead_token_ids
+    return msgspec.structs.replace(
+        event,
+        block_hashes=[hashes[position]],
+        parent_block_hash=parent,
+        token_ids=tokens,
+        extra_keys=None if extra is None else extra[position : position + 1],
+        lookahead_token_ids=None if ahead is None else ahead[position : position + 1],
+    )

@@ -1,0 +1,230 @@
+"""Following one engine's own event stream: its PUB socket, and its replay socket for the gaps.
+
+Owns both sockets, the order of batches and the filling of gaps. Does not own what the batches mean
+(`engine_mirror.py`) nor who is told (`publisher.py`).
+
+Invariants:
+
+* All that the engine still has of before is asked for at once, so that an idle engine's blocks are
+  known without its doing anything; again, ever more rarely, where it does not answer in time.
+* Batches are applied in the order of their numbers, each once. Where one is missing and the engine
+  does not give it again, within `REPLAY_SECONDS_MAX`, all of the engine's blocks are forgotten:
+  a subscriber may be told too little, never something that is long gone.
+* What waits for a replay is bounded. Nothing here waits, and nothing here ends the sidecar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+
+from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, decode, number_frame, number_of
+from sidecar.logs import fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.events.engine_mirror import EngineBlocks
+    from sidecar.events.records import CacheEvent
+
+BATCHES_PER_WAKE_MAX: Final = 64
+BATCHES_WAITING_MAX: Final = 10_000
+BATCH_BYTES_MAX: Final = 64 << 20
+WAITING_BYTES_MAX: Final = 64 << 20
+"""Of batches that came while a replay was waited for; beyond it, it is not waited for any more."""
+REPLAY_SECONDS_MAX: Final = 5.0
+PAUSE_SECONDS: Final = 5.0
+"""Until an engine that did not answer is asked again; twice as long each time, up to the next."""
+PAUSE_SECONDS_MAX: Final = 300.0
+
+_logger = logging.getLogger("kvlake.events")
+
+
+class EngineFeed:
+    """A subscription that lasts as long as the engine's session. Make it on the loop.
+
+    Args:
+        endpoint, replay_endpoint: of the engine's publisher; the second may be empty.
+        tell: takes what to tell subscribers, and the engine's data-parallel rank.
+
+    Raises `zmq.ZMQError` where there are no sockets to be had, or an endpoint is none.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        blocks: EngineBlocks,
+        tell: Callable[[list[CacheEvent], int | None], None],
+    ) -> None:
+        self.blocks = blocks
+        self.gaps = 0
+        """Times that batches were missing and did not come."""
+        self._tell = tell
+        self._last = -1
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._replaying: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._pause_seconds = PAUSE_SECONDS
+        self._loop = asyncio.get_running_loop()
+        self._scheduled: dict[int, asyncio.Handle] = {}
+        self._replay_endpoint = replay_endpoint
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self._sub = self._open(zmq.SUB, endpoint)
+            self._ask()
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, kind: int, place: str) -> zmq.Socket[bytes]:
+        sock: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(sock)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
+        sock.setsockopt(zmq.IPV6, int("[" in place))
+        if kind == zmq.SUB:
+            sock.setsockopt(zmq.SUBSCRIBE, b"")
+        sock.connect(place)
+        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), self._drain, sock)
+        self._check(sock)
+        return sock
+
+    def _shut(self, sock: zmq.Socket[bytes]) -> None:
+        self._sockets.remove(sock)
+        fd = int(sock.getsockopt(zmq.FD))
+        self._loop.remove_reader(fd)
+        if fd in self._scheduled:
+            self._scheduled.pop(fd).cancel()
+        sock.close(linger=0)
+
+    def _check(self, sock: zmq.Socket[bytes]) -> None:
+        """The descriptor rings once: ask the socket itself whether there is more."""
+        fd = int(sock.getsockopt(zmq.FD))
+        if fd not in self._scheduled and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled[fd] = self._loop.call_soon(self._drain, sock)
+
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        handle = self._scheduled.pop(int(sock.getsockopt(zmq.FD)), None)
+        if handle is not None:
+            handle.cancel()
+        for _ in range(BATCHES_PER_WAKE_MAX):
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) < 3 or len(frames[-2]) != SEQUENCE_BYTES:
+                continue
+            if sock is self._sub:
+                self._came(number_of(frames[-2]), frames[-1])
+            elif frames[-2] == END_OF_REPLAY:
+                self._pause_seconds = PAUSE_SECONDS
+                self._replayed()
+            elif self._replaying is not None:
+                self._follow(number_of(frames[-2]), frames[-1])
+        self._check(sock)
+
+    def _came(self, number: int, payload: bytes) -> None:
+        if self._replaying is not None:
+            self._waiting.append((number, payload))
+            self._waiting_bytes += len(payload)
+            too_many = len(self._waiting) > BATCHES_WAITING_MAX
+            if too_many or self._waiting_bytes > WAITING_BYTES_MAX:
+                self._late()
+        elif number > self._last + 1 and self._asked():
+            self._waiting.append((number, payload))
+            self._waiting_bytes += len(payload)
+        else:
+            self._follow(number, payload)
+
+    def _asked(self) -> bool:
+        """Ask for what is missing; False where that cannot be done."""
+        try:
+            self._ask()
+        except zmq.ZMQError as error:
+            _logger.warning(
+                "an engine cannot be asked for what was missed",
+                extra=fields(owner=self.blocks.owner, error=error),
+            )
+        return self._replaying is not None
+
+    def _ask(self) -> None:
+        """Ask for all that follows the last batch, where the engine says of whom."""
+        if not self._replay_endpoint:
+            return
+        if self._dealer is None:
+            self._dealer = self._open(zmq.DEALER, self._replay_endpoint)
+        self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
+        self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._late)
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._check(self._dealer)
+
+    def _late(self) -> None:
+        """What was asked for took too long: its answers would be taken for those of the next."""
+        if self._dealer is not None:
+            self._shut(self._dealer)
+            self._dealer = None
+        idle = not self._waiting
+        self._replayed()
+        if idle and self._replaying is None:
+            # Nothing that it tells would show what is missing.
+            self._again = self._loop.call_later(self._pause_seconds, self._asked)
+            self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
+
+    def _replayed(self) -> None:
+        """The replay is over, or is not waited for: go on with what has come since."""
+        if self._replaying is None:
+            return
+        self._replaying.cancel()
+        self._replaying = None
+        self._waiting_bytes = 0
+        while self._waiting:
+            self._follow(*self._waiting.popleft())
+
+    def _follow(self, number: int, payload: bytes) -> None:
+        if number <= self._last:
+            return
+        missed = number > self._last + 1
+        self._last = number
+        if missed:
+            self._lost("batches are missing, and were not replayed")
+        try:
+            batch = decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._lost(f"a batch cannot be read: {error}")
+            return
+        self.blocks.data_parallel_rank = batch.data_parallel_rank
+        self._tell(self.blocks.apply(batch.events), batch.data_parallel_rank)
+
+    def _lost(self, reason: str) -> None:
+        self.gaps += 1
+        _logger.warning(
+            "an engine's blocks are forgotten", extra=fields(owner=self.blocks.owner, reason=reason)
+        )
+        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+
+    def close(self) -> None:
+        """Follow no more. The engine's blocks went with it."""
+        self._end()
+        self._tell(self.blocks.clear(), self.blocks.data_parallel_rank)
+
+    def _end(self) -> None:
+        if self._replaying is not None:
+            self._replaying.cancel()
+            self._replaying = None
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        for sock in list(self._sockets):
+            self._shut(sock)
+        self._context.destroy(linger=0)

@@ -1,0 +1,107 @@
+"""KV cache events as vLLM publishes them: the records, and batches as frames.
+
+Owns the wire format (MessagePack of vLLM's `vllm/distributed/kv_events.py`, which is not imported
+here) and the names of blocks. Does not own who is told what (`publisher.py`) nor sockets
+(`sockets.py`).
+
+A batch is `[time, [event, ...], data_parallel_rank]`, an event a map with its class under `type`.
+What this release does not know of an event is dropped when it is decoded; fields that vLLM leaves
+out where they have their default are left out here too.
+
+Names: a chunk of kvlake's tiers is one block here, called by the first half of its key, 16 bytes,
+as in the shared index and in the catalog's table. `block_size` is how many tokens it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from sidecar.protocol import EVENT_NAME_BYTES
+
+MEDIUM_GPU: Final = "GPU"
+MEDIUM_CPU: Final = "CPU"
+MEDIUM_STORAGE: Final = "STORAGE"
+LOCAL: Final = "LOCAL"
+REMOTE: Final = "REMOTE"
+SEQUENCE_BYTES: Final = 8
+END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+SNAPSHOT: Final = b"snapshot"
+"""In place of a number, asks the replay socket for what is cached now."""
+
+Hash: TypeAlias = int | bytes
+
+
+class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockStored", gc=False):
+    """Blocks came into `medium`, one after the other behind `parent_block_hash`."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRemoved", gc=False):
+    """Blocks are in `medium` no more."""
+
+    block_hashes: list[Hash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared", gc=False):
+    """Nothing of what was told before holds any more."""
+
+
+CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Events that are told together, at `ts` seconds since 1970."""
+
+    ts: float
+    events: list[CacheEvent]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(batch: EventBatch) -> bytes:
+    """A batch as its frame."""
+    return _encoder.encode(batch)
+
+
+def decode(frame: bytes) -> EventBatch:
+    """A frame's batch. Raises `msgspec.DecodeError`, `msgspec.ValidationError` among them."""
+    return _decoder.decode(frame)
+
+
+def name_of(key: bytes) -> bytes:
+    """What a chunk is called in events."""
+    return key[:EVENT_NAME_BYTES]
+
+
+def number_frame(number: int) -> bytes:
+    """A sequence number as its frame."""
+    return number.to_bytes(SEQUENCE_BYTES, "big")
+
+
+def number_of(frame: bytes) -> int:
+    """A frame's sequence number; -1 for the end of a replay."""
+    return int.from_bytes(frame, "big", signed=True)

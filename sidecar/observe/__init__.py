@@ -1,0 +1,1 @@
+"""What the sidecar shows of itself over HTTP: metrics, health, status."""

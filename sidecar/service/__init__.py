@@ -1,0 +1,1 @@
+"""The running sidecar: handshakes, dispatch, readiness, checks of its surroundings."""

@@ -1,0 +1,435 @@
+"""The hub: where frames become events, and commands become work and answers.
+
+Owns the engine and its feeding, the realms and sessions, and the mover that carries commands out.
+Does not own sockets, tasks or signals (`app.py`), nor how a client gets in (`handshake.py`).
+
+Invariants:
+
+* Events are fed one at a time, in the order in which they came; one that a command causes at
+  once waits until the commands before it are carried out.
+* What a client sends can end its own session and nothing else. What the engine raises is a bug:
+  it ends the sidecar, whose clients go on without it, rather than leave it wrong and running.
+* A reply that cannot be delivered ends its session: the client sees end of file and attaches
+  again, rather than wait for an answer that will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from sidecar.catalog.garbage_collector import Collector
+from sidecar.catalog.service import Catalogs
+from sidecar.catalog.sync import StoreWatch
+from sidecar.core.breaker import BreakerRules
+from sidecar.core.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
+from sidecar.core.engine import Engine, EngineLimits
+from sidecar.core.fair_share import BoundLimits
+from sidecar.core.tenants import Tenants
+from sidecar.core.writes import WritePolicy
+from sidecar.data.copies import Copies
+from sidecar.data.executor import Mover
+from sidecar.data.pool_slots import PoolSlots
+from sidecar.events.publisher import EventStream
+from sidecar.logs import fields
+from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
+from sidecar.sessions.gpus import Gpus
+from sidecar.sessions.namespaces import Realm, Realms
+from sidecar.sessions.session import Session, Sessions
+from sidecar.transport.router import Router, Sent
+from tiers.policy import make as make_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sidecar.config.model import Config
+    from sidecar.core.directory import FlagChange
+    from sidecar.core.directory import Realm as Held
+    from sidecar.core.listed_rows import Keys
+    from sidecar.events.sockets import EventSockets
+    from sidecar.transport.job_socket import JobSocket
+    from tiers.pool.host_pool import HostPool
+    from tiers.store.middleware import Metered
+
+JOBS_SLACK: Final = 4
+"""A worker that revoked a job no longer counts it, while its end may still be on the way here."""
+QUARANTINE_KEYS_MAX: Final = 65_536
+READS_BEGUN_MAX: Final = 2
+"""To make room for a read and to begin it takes up to 0.1 ms of the event loop."""
+ADOPTED_MAX: Final = 64
+"""To take a restored slot in and to tell of it takes up to 0.1 ms of the event loop."""
+PEERS_LOGGED_MAX: Final = 1024
+
+_logger = logging.getLogger("kvlake.server")
+
+
+@dataclass(slots=True)
+class Census:
+    """What the sockets counted since the start. Never decreases."""
+
+    sessions_opened: int = 0
+    frames_received: int = 0
+    replies_dropped: int = 0
+    sockets_renewed: int = 0
+    """Socket files that were made again after somebody had removed them."""
+    connections_cut: int = 0
+    """Connections that ended, or were ended, before they had attached."""
+    attaches_expired: int = 0
+    """Connections that were cut off because they had not attached in time."""
+    attaches_refused: Counter[str] = field(default_factory=Counter[str])
+    frames_refused: Counter[str] = field(default_factory=Counter[str])
+
+
+class Hub:
+    """The engine with everything that it needs to be fed and obeyed."""
+
+    def __init__(self, config: Config, pool: HostPool, store: Metered | None, epoch: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.pool = pool
+        self.store = store
+        self.census = Census()
+        self.realms = Realms()
+        self.sessions = Sessions(config.limits.sessions_max)
+        self.slots = PoolSlots(pool)
+        self.engine = Engine(
+            self.slots,
+            make_policy(config.host.policy),
+            _engine_limits(config),
+            epoch=epoch,
+            tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
+            admit_write=self._admits,
+            tell=self._tell,
+            tell_listed=self._tell_listed,
+        )
+        self.events: EventStream | None = None
+        self.event_sockets: EventSockets | None = None
+        self.copies = Copies(pool.memory, config.copies.threads, self._copied)
+        self.gpus = Gpus(pool.memory, config.gpu)
+        self.catalogs = None if store is None else _new_catalogs(config, store)
+        self.watch = self._new_watch()
+        self.collector = self._new_collector()
+        self.mover = Mover(
+            realms=self.realms,
+            sessions=self.sessions,
+            pool=pool.memory,
+            store=store,
+            catalogs=self.catalogs,
+            copies=self.copies,
+            load_deadline_seconds=config.limits.load_deadline,
+            store_deadline_seconds=config.limits.store_deadline,
+            feed=self.feed,
+            reply=self._reply,
+            index_moved=self._index_moved,
+            store_failed=None if self.watch is None else self.watch.failed,
+        )
+        self.deadlines = anyio.Event()
+        """Set when the engine got something that ends with time."""
+        self.draining = False
+        self.drained = anyio.Event()
+        """Set when, while draining, nothing is outstanding any more."""
+        self._router: Router | JobSocket | None = None
+        self._events: deque[Event] = deque()
+        self._feeding = False
+        self._over = False
+        self._logged: dict[tuple[bytes, str], None] = {}
+
+    def _new_watch(self) -> StoreWatch | None:
+        settings = self.config.store
+        if settings is None or self.store is None or self.catalogs is None:
+            return None
+        return StoreWatch(
+            self.store,
+            self.catalogs,
+            self.realms,
+            refresh_seconds=settings.refresh_seconds,
+            flush_seconds=settings.catalog_flush,
+            writes=settings.write != "off",
+            reads=settings.read == "on",
+            reconcile_seconds=settings.reconcile_every,
+            feed=self.feed,
+            held=self.engine.stored_mask,
+            index_settled=self._index_settled,
+        )
+
+    def _new_collector(self) -> Collector | None:
+        if self.store is None or self.watch is None or self.catalogs is None:
+            return None
+        catalogs = self.catalogs
+        return Collector(self.store, self.config, self.watch.health, lambda: catalogs.crowd)
+
+    def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
+        """Whether a tenant may have so much more in a realm's namespace, as far as is known."""
+        quota = self.engine.tenants.quota(tenant)
+        if self.catalogs is None or not quota.store_capped:
+            return True
+        held = self.catalogs.held(tenant, self.realms[realm_id].namespace_digest)
+        return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
+
+    def connect(self, router: Router | JobSocket) -> None:
+        """Give it the socket that its replies go to."""
+        self._router = router
+
+    def publish(self, sockets: EventSockets, first_number: int) -> EventStream:
+        """Tell what changes in the tiers from now on. Before the first session."""
+        settings = self.config.events
+        self.event_sockets = sockets
+        self.events = EventStream(
+            sockets,
+            self.realms,
+            self.engine.directory,
+            self.pool.memory,
+            first_number=first_number,
+            batches_max=settings.buffer_batches,
+            bytes_max=settings.buffer_max,
+        )
+        return self.events
+
+    def _tell(self, changes: list[FlagChange]) -> None:
+        if self.events is not None and not self._over:
+            self.events.changed(changes)
+
+    def _tell_listed(self, realm: Held, keys: Keys) -> None:
+        if self.events is not None and not self._over:
+            self.events.listed(realm, keys)
+
+    def handshakes_refused(self) -> Mapping[str, int]:
+        """Connections for jobs that failed to prove a welcome key, by what failed."""
+        return {} if self._router is None else self._router.handshakes_refused
+
+    def drain(self) -> None:
+        """Begin no new work; `drained` is set once what was begun has ended."""
+        self.draining = True
+        self.feed(Draining())
+
+    def end(self) -> None:
+        """Take no event from now on: the tasks that commands need are being taken down."""
+        if self.events is not None and not self._over:
+            self.events.end()
+        self._over = True
+
+    def close(self) -> None:
+        """End every session and close every index. No copy may be running."""
+        self.end()
+        for session in self.sessions.all():
+            self.end_session(session, "the sidecar stops")
+        if self.config.host.after_stop == "remove":
+            # So that what the pool still has in use when it closes is a leak and not the cache.
+            self.engine.clear()
+        self.gpus.close()
+        self.realms.close()
+
+    # --- events ----------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Tell the engine, and carry out what it answers."""
+        if self._over:
+            return
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                told = self._events.popleft()
+                self.mover.execute(self.engine.handle(told, time.monotonic()))
+        finally:
+            self._feeding = False
+        if self.draining and self.engine.pending_work().idle:
+            self.drained.set()
+
+    def _copied(self, ended: list[Copied]) -> None:
+        for event in ended:
+            self.feed(event)
+
+    # --- sessions --------------------------------------------------------------------------
+
+    def open_session(self, session: Session) -> None:
+        """Tell the engine of a session that was just made."""
+        self.census.sessions_opened += 1
+        attach = session.attach
+        _logger.info(
+            "attached",
+            extra=fields(
+                session=session.session_id,
+                role=attach.role,
+                engine=attach.engine_id,
+                rank=attach.rank,
+                realm=session.realm.realm_id,
+                pid=session.connection.peer.pid,
+            ),
+        )
+        if self.events is not None and attach.events_endpoint:
+            peer = session.connection.peer.uid
+            if peer in (os.geteuid(), 0):
+                self.events.follow(
+                    session.session_id,
+                    attach.engine_id,
+                    attach.events_endpoint,
+                    attach.events_replay,
+                )
+            else:
+                # It would choose what this process connects to, and what everybody is told.
+                _logger.warning("an engine of another user is not followed", extra=fields(uid=peer))
+        self.feed(session.opened_event())
+
+    def end_session(self, session: Session, reason: str) -> None:
+        """End a session, once."""
+        if self.sessions.get(session.session_id) is not session:
+            return
+        _logger.info(
+            "session ended",
+            extra=fields(
+                session=session.session_id, engine=session.attach.engine_id, reason=reason
+            ),
+        )
+        if not session.connection.at_end():
+            # One that left by itself is hung up on once its memory is unmapped (`handshake.py`).
+            session.connection.hang_up()
+        self.sessions.close(session)
+        if self._router is not None:
+            self._router.forget(session.token)
+        if self.events is not None:
+            self.events.leave(session.session_id)
+        closed = SessionClosed(session.session_id)
+        if self._over:
+            # Nobody is there to carry out what comes of it; what the session held is let go of.
+            self.engine.handle(closed, time.monotonic())
+        else:
+            self.feed(closed)
+        self.copies.drop(session)
+
+    # --- messages --------------------------------------------------------------------------
+
+    def received(self, routing_id: bytes, parts: list[bytes], user: str = "") -> None:
+        """Take one ZMQ message."""
+        self.census.frames_received += 1
+        session = self.sessions.by_token(routing_id)
+        if session is None:
+            # No session, no answer: it may belong to a client of this sidecar's previous life,
+            # which has its end of file and is attaching again.
+            self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
+            return
+        if session.user != user:
+            # Somebody else's connection has this token, and would get the answers. The session
+            # ends; its client attaches again and gets another.
+            error = ProtocolError("identity", "the token belongs to a client with another key")
+            self._refuse(routing_id, error)
+            self.end_session(session, "another client used its token")
+            return
+        try:
+            event = session.event_of(parts, self.epoch)
+        except ProtocolError as error:
+            self._refuse(routing_id, error)
+            self._deliver(session, Error(self.epoch, error.code, str(error)))
+            return
+        self.feed(event)
+        if isinstance(event, LookedUp | LeaseTaken):
+            self.deadlines.set()
+
+    def stranger(self, token: bytes) -> None:
+        """A connection for jobs named no session, and was closed."""
+        self._refuse(token, ProtocolError("unknown_peer", "no session has this token"))
+
+    def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
+        self.census.frames_refused[error.code] += 1
+        if (routing_id, error.code) in self._logged:
+            return
+        while len(self._logged) >= PEERS_LOGGED_MAX:
+            del self._logged[next(iter(self._logged))]
+        self._logged[routing_id, error.code] = None
+        session = self.sessions.by_token(routing_id)
+        _logger.warning(
+            "frame refused (told once per peer and code)",
+            extra=fields(
+                session=None if session is None else session.session_id,
+                code=error.code,
+                error=error,
+            ),
+        )
+
+    def _reply(self, session_id: int, message: ServerMessage) -> None:
+        session = self.sessions.get(session_id)
+        if session is None:
+            self.census.replies_dropped += 1
+            return
+        self._deliver(session, message)
+
+    def _deliver(self, session: Session, message: ServerMessage) -> None:
+        """Send a message, or cut its peer off. It has spoken: nothing is sent unasked."""
+        assert self._router is not None, "messages come only after connect"
+        sent = self._router.send(session.token, encode(message))
+        if sent is Sent.OK:
+            return
+        self.census.replies_dropped += 1
+        what = "does not read its answers" if sent is Sent.FULL else "closed its ZMQ socket"
+        _logger.warning(
+            "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")
+        )
+        session.connection.hang_up()
+
+    async def _index_settled(self, realm: Realm) -> None:
+        await self.mover.indexing.settled(realm.indexed_in)
+
+    def _index_moved(self, realm: Realm) -> None:
+        moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))
+        for session in self.sessions.all():
+            reads = session.realm is realm and session.attach.role is Role.SCHEDULER
+            if reads and not session.connection.try_send(moved, (realm.index.fd,)):
+                session.connection.hang_up()
+
+
+def _new_catalogs(config: Config, store: Metered) -> Catalogs:
+    settings = config.store
+    assert settings is not None, "a store was opened"
+    return Catalogs(
+        store,
+        rows_max=settings.catalog_rows_max,
+        flush_seconds=settings.catalog_flush,
+        reads=settings.read == "on",
+    )
+
+
+def _engine_limits(config: Config) -> EngineLimits:
+    limits, store = config.limits, config.store
+    return EngineLimits(
+        writes_inflight_max=store.writes_inflight_max if store else 1,
+        reads_inflight_max=store.reads_inflight_max if store else 1,
+        write_queue_bytes_max=store.write_queue_max if store else 1,
+        leases_max_per_session=limits.jobs_inflight_max,
+        lease_ttl_seconds_max=limits.lease_ttl,
+        lookups_max_per_session=limits.jobs_inflight_max,
+        quarantine_keys_max=QUARANTINE_KEYS_MAX,
+        recompute=store is not None and store.recompute == "when_sooner",
+        regret_max=store.regret_max if store else 0.0,
+        breaker=BreakerRules(
+            failures_max=store.breaker.failures_max,
+            pause_seconds=store.breaker.pause,
+            pause_seconds_max=store.breaker.pause_max,
+        )
+        if store
+        else BreakerRules(),
+        write=WritePolicy(store.write) if store else WritePolicy.OFF,
+        # What is kept needs no writing: the next start has it, and its turn comes then.
+        flush_at_end=config.host.after_stop == "remove",
+        store_reads=store is not None and store.read == "on",
+        bounds=BoundLimits(
+            memory_bytes_max=limits.memory_max,
+            copies_queued_max=limits.copies_queued_max,
+            storing_bytes_max=limits.storing_max or config.host.size,
+            pinned_bytes_max=limits.pinned_max or config.host.size,
+            lookups_max=limits.lookups_max,
+            leases_max=limits.leases_max,
+            jobs_max_per_session=limits.jobs_inflight_max * JOBS_SLACK,
+        ),
+        verify_loads=config.integrity.verify_loads,
+        verify_writes=config.integrity.verify_writes,
+        reads_begun_max=READS_BEGUN_MAX,
+        adopted_max=ADOPTED_MAX,
+    )

@@ -1,0 +1,386 @@
+"""Admission: from a connection on the attach socket to a session, and to its end.
+
+Owns accepting, the time that a client has to attach, the order of the checks, and the answer.
+Does not own the checks themselves (`sessions/session.py`, `sessions/namespaces.py`,
+`protocol/checks.py`) or the socket's framing (`transport/attach_socket.py`).
+
+Invariants: a client is refused in words before anything is made for it, or has a session; its
+descriptors are mapped by that session or closed; nothing that it does here can raise beyond its
+own connection. A user who is not served is told so before a byte is read, costs no task, and keeps
+nobody else from being accepted; a refusal is logged once a minute for each user and code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import time
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.abc
+
+from sidecar.errors import AttachRefused
+from sidecar.logs import fields
+from sidecar.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Limits,
+    ProtocolError,
+    Refused,
+    Role,
+    decode_attach,
+    encode,
+    frame_stream,
+)
+from sidecar.sessions.session import Session, check_shape
+from sidecar.sessions.worker_memory import take_memory
+from sidecar.transport.attach_socket import BACKLOG_CONNECTIONS_MAX, Connection, close_fds, peer_of
+from sidecar.transport.zap import usable_key
+from tiers.errors import LayoutError, PoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from sidecar.service.dispatcher import Hub
+    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.worker_memory import WorkerMemory
+    from sidecar.transport.attach_socket import Peer
+
+ACCEPT_PAUSE_SECONDS: Final = 0.1
+TURNED_AWAY_PER_WAKE_MAX: Final = 256
+TURNED_AWAY_MAX: Final = 16
+"""Connections of users who are not served that are open for them to read the reason; more are
+closed without one, which takes a fifth of the time."""
+TURNED_AWAY_SECONDS: Final = 2.0
+TELL_AGAIN_SECONDS: Final = 60.0
+TOLD_MAX: Final = 1024
+UNMAP_SECONDS_MAX: Final = 30.0
+"""Until then a client that left is not hung up on while a copy of its memory runs."""
+
+_logger = logging.getLogger("kvlake.server")
+
+
+@contextlib.contextmanager
+def _in_words(connection: Connection) -> Generator[None]:
+    """Have what nobody foresaw refuse this client, rather than end it unheard, or everybody."""
+    try:
+        yield
+    except ProtocolError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise AttachRefused(
+            "resources", f"the sidecar lacks memory or descriptors for another client: {error}"
+        ) from error
+    except (ArithmeticError, LookupError, ValueError) as error:
+        _logger.exception(
+            "a bug in the checks of an attach message; its client is refused",
+            extra=fields(pid=connection.peer.pid, uid=connection.peer.uid),
+        )
+        raise AttachRefused(
+            "internal",
+            f"a bug in the sidecar, whose log has more: {type(error).__name__}: {error}",
+        ) from error
+
+
+class Admission:
+    """Accepts connections and keeps each until its end."""
+
+    def __init__(self, hub: Hub, endpoint: str, public_key: bytes = b"") -> None:
+        self._hub = hub
+        self._endpoint = endpoint
+        self._public_key = public_key
+        self._connections = 0
+        self._listener: socket.socket | None = None
+        self._listening = anyio.CancelScope()
+        self._served_uids = hub.config.runtime.served_uids
+        self._turned_away: set[socket.socket] = set()
+        self._told: dict[tuple[int, str], float] = {}
+        """When a line of the log last told of a user's refusal, by its code."""
+
+    async def run(self, listener: socket.socket, accepting: anyio.CancelScope) -> None:
+        """Serve connections until cancelled; `accepting` ends earlier, those that are here stay.
+
+        Owns `listener` from here on.
+        """
+        self._listener = listener
+        try:
+            async with anyio.create_task_group() as tasks:
+                with accepting:
+                    while True:
+                        await self._accept_all(self._listener, tasks)
+        finally:
+            self._listener.close()
+            for sock in self._turned_away:
+                sock.close()
+
+    def move_to(self, listener: socket.socket) -> None:
+        """Accept on another listener from now on; those that are connected stay."""
+        self._listener = listener
+        self._listening.cancel()
+
+    async def _accept_all(self, listener: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        """Accept until `move_to`, then close the listener."""
+        with anyio.CancelScope() as self._listening:
+            while True:
+                await anyio.wait_readable(listener)
+                for _ in range(TURNED_AWAY_PER_WAKE_MAX):
+                    sock = await self._accept(listener)
+                    if sock is None:
+                        break
+                    if self._served(sock):
+                        tasks.start_soon(self.serve, sock)
+                        # It counts from its first turn on, before another is accepted.
+                        break
+        listener.close()
+
+    async def _accept(self, listener: socket.socket) -> socket.socket | None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            # No descriptors or memory left: the connection waits in the backlog meanwhile.
+            _logger.error("cannot accept", extra=fields(error=error))  # noqa: TRY400
+            await anyio.sleep(ACCEPT_PAUSE_SECONDS)
+            return None
+        return sock
+
+    def _served(self, sock: socket.socket) -> bool:
+        """Whether a connection is served; else it is closed, and nothing of it is read."""
+        peer = peer_of(sock)
+        if peer.uid not in self._served_uids:
+            self._turn_away(sock, peer)
+            return False
+        if self._connections >= self._hub.config.limits.sessions_max + BACKLOG_CONNECTIONS_MAX:
+            self._hub.census.connections_cut += 1
+            sock.close()
+            return False
+        return True
+
+    def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
+        """Send the reason, and close a little later: a client reads it once it has sent all."""
+        if len(self._turned_away) >= TURNED_AWAY_MAX:
+            self._hub.census.attaches_refused["user"] += 1
+            sock.close()
+            return
+        error = AttachRefused(
+            "user",
+            f"uid={peer.uid}: this sidecar serves the uids "
+            f"{', '.join(str(uid) for uid in self._served_uids)}; run the engine as one of them, "
+            "or add its uid to runtime.allow_uids of the sidecar",
+        )
+        self._note_refusal(peer, error)
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.send(frame_stream(encode(Refused(error.code, str(error)))), socket.MSG_NOSIGNAL)
+            sock.shutdown(socket.SHUT_WR)
+        self._turned_away.add(sock)
+        asyncio.get_running_loop().call_later(TURNED_AWAY_SECONDS, self._end_turned_away, sock)
+
+    def _end_turned_away(self, sock: socket.socket) -> None:
+        self._turned_away.discard(sock)
+        sock.close()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve one client that connected, until it is gone."""
+        connection = Connection(sock)
+        self._connections += 1
+        session: Session | None = None
+        reason = "the sidecar stops"
+        try:
+            session = await self._admit(connection)
+            if session is not None:
+                reason = await self._stay(session, connection)
+        finally:
+            try:
+                if session is not None:
+                    self._hub.end_session(session, reason)
+                    # A worker that goes to sleep waits for the end of file before its memory goes.
+                    if session.memory is not None:
+                        await session.memory.wait_unmapped(UNMAP_SECONDS_MAX)
+            finally:
+                # Also after a bug in the engine, which ends the sidecar.
+                connection.close()
+                self._connections -= 1
+
+    async def _stay(self, session: Session, connection: Connection) -> str:
+        """Wait for the session's end, and say why it ended."""
+        memory = session.memory
+        if memory is None or not self._hub.config.copies.prefault:
+            return await connection.wait_end()
+        reason = ""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(memory.prefault)
+            reason = await connection.wait_end()
+            tasks.cancel_scope.cancel()
+        return reason
+
+    async def _admit(self, connection: Connection) -> Session | None:
+        """The session of a client that was let in; None once it was refused or is gone."""
+        try:
+            with anyio.fail_after(self._hub.config.limits.attach_deadline):
+                frame, fds = await connection.receive_attach()
+            try:
+                with _in_words(connection):
+                    attach = decode_attach(frame)
+                    check_shape(attach)
+                    # Seconds, for the first worker on a GPU. One that does not wait so long
+                    # attaches again, to a device that is ready.
+                    if attach.memory is not None and attach.memory.device_uuid:
+                        await self._hub.gpus.prepare(attach.memory)
+                # What the engine raises here is no client's end.
+                for gone in self._hub.sessions.gone_beside(attach):
+                    self._hub.end_session(gone, "end of file")
+                with _in_words(connection):
+                    session = self._attach(connection, attach, fds)
+                self._hub.open_session(session)
+            finally:
+                close_fds(fds)
+        except (AttachRefused, ProtocolError) as error:
+            self._refuse(connection, error)
+            return None
+        except TimeoutError:
+            self._hub.census.attaches_expired += 1
+            if self._first(connection.peer, "expired"):
+                _logger.warning(
+                    "connection cut off: it did not attach within limits.attach_deadline",
+                    extra=fields(pid=connection.peer.pid, uid=connection.peer.uid),
+                )
+            return None
+        except (EOFError, OSError) as error:
+            self._hub.census.connections_cut += 1
+            _logger.debug("connection ended before it attached", extra=fields(error=error))
+            return None
+        fds_out = (session.realm.index.fd,) if session.attach.role is Role.SCHEDULER else ()
+        if not connection.try_send(encode(self._attached(session)), fds_out):
+            connection.hang_up()
+        return session
+
+    def _refuse(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
+        self._note_refusal(connection.peer, error)
+        connection.try_send(encode(Refused(error.code, str(error))))
+
+    def _note_refusal(self, peer: Peer, error: AttachRefused | ProtocolError) -> None:
+        self._hub.census.attaches_refused[error.code] += 1
+        if self._first(peer, error.code):
+            _logger.warning(
+                "attach refused (told once a minute per user and code)",
+                extra=fields(pid=peer.pid, uid=peer.uid, code=error.code, reason=error),
+            )
+
+    def _first(self, peer: Peer, code: str) -> bool:
+        """Whether nothing was told of this user and code for a while: clients come back at once."""
+        now, which = time.monotonic(), (peer.uid, code)
+        if now - self._told.get(which, -math.inf) < TELL_AGAIN_SECONDS:
+            return False
+        self._told.pop(which, None)
+        while len(self._told) >= TOLD_MAX:
+            del self._told[next(iter(self._told))]
+        self._told[which] = now
+        return True
+
+    def _attach(self, connection: Connection, attach: Attach, fds: list[int]) -> Session:
+        """Check everything, cheap and stateless first; what is made here is made last."""
+        hub = self._hub
+        user = self._user(attach)
+        if hub.draining:
+            raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
+        hub.sessions.check(attach, hub.realms.find(attach.parts))
+        memory = take_memory(attach, fds, hub.gpus)
+        try:
+            return self._join(attach, connection, memory, user)
+        except BaseException:
+            if memory is not None:
+                memory.end()
+            raise
+
+    def _user(self, attach: Attach) -> str:
+        """The key that this client's frames must come with; none where jobs use a Unix socket."""
+        if not self._public_key:
+            return ""
+        if not usable_key(attach.curve_key):
+            raise AttachRefused(
+                "curve",
+                "curve_key: this sidecar takes jobs over TCP and needs the client's CURVE key; "
+                "install a pyzmq whose libzmq has CURVE (zmq.has('curve')) beside the connector",
+            )
+        user = attach.curve_key.decode()
+        if self._hub.sessions.has_user(user):
+            raise AttachRefused("curve", "curve_key: another session has it; make one for each")
+        return user
+
+    def _join(
+        self, attach: Attach, connection: Connection, memory: WorkerMemory | None, user: str
+    ) -> Session:
+        hub = self._hub
+        parts = attach.parts
+        known = hub.realms.find(parts)
+        realms = hub.realms.join(parts)
+        learnt: list[Realm] = []
+        try:
+            for realm, part in zip(realms, parts, strict=True):
+                if self._learn(realm, part):
+                    learnt.append(realm)
+        except BaseException:
+            # A group is refused after others were taken, and all are one client's.
+            for realm in learnt:
+                del realm.ranks[attach.segment_number]
+            # There are only so many realms: refused clients must not use them up.
+            hub.realms.forget(realm for realm in realms if realm not in known)
+            raise
+        if hub.watch is not None:
+            for realm in learnt:
+                hub.watch.learnt(realm)
+        return hub.sessions.open(attach, connection, realms, memory, user)
+
+    def _learn(self, realm: Realm, attach: Attach) -> bool:
+        """Take a worker's geometry, or leave the realm and the pool as they were.
+
+        Returns whether it is new.
+        """
+        hub = self._hub
+        if attach.layout is None:
+            return False
+        try:
+            layout = attach.layout.chunk(attach.blocks_per_chunk)
+            learnt = realm.learn(attach.segment_number, layout)
+        except LayoutError as error:
+            raise AttachRefused("layout", str(error)) from error
+        try:
+            hub.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
+        except BaseException as error:
+            if learnt:
+                del realm.ranks[attach.segment_number]
+            if isinstance(error, PoolError):
+                raise AttachRefused("pool", str(error)) from error
+            raise
+        return learnt
+
+    def _attached(self, session: Session) -> Attached:
+        realm = session.realm
+        scheduler = session.attach.role is Role.SCHEDULER
+        return Attached(
+            version=PROTOCOL_VERSION,
+            epoch=self._hub.epoch,
+            token=session.token,
+            endpoint=self._endpoint,
+            limits=self._limits(),
+            index_salt=realm.index_salt,
+            index_bytes=realm.index.size_bytes if scheduler else 0,
+            curve_key=self._public_key,
+        )
+
+    def _limits(self) -> Limits:
+        limits = self._hub.config.limits
+        return Limits(
+            lookup_wait_ms_max=round(limits.lookup_wait * 1000),
+            load_deadline_ms_max=round(limits.load_deadline * 1000),
+            store_deadline_ms_max=round(limits.store_deadline * 1000),
+            jobs_inflight_max=limits.jobs_inflight_max,
+            lease_ttl_ms_max=round(limits.lease_ttl * 1000),
+        )

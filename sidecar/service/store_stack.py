@@ -1,0 +1,66 @@
+"""The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
+
+Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware.py`).
+
+Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(Billed(tier))))))`. The
+deadline holds for a request with its retries and with its wait for a turn, as
+`store.deadline_seconds_max` says; every attempt counts for the rate and the bill; and the counters
+see what the callers see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from sidecar.errors import StartError
+from tiers.errors import TierError
+from tiers.store.access import names_per_removal
+from tiers.store.billing import Billed
+from tiers.store.middleware import DELETED_TOGETHER_MAX, Deadline, Limited, Metered, Paced, Retrying
+from tiers.store.object_tier import ObjectTier, UrlObjects
+
+if TYPE_CHECKING:
+    from sidecar.config.store import Store
+
+REMOVAL_TURNS_SHARE: Final = 1 / 4
+"""Of the turns within a deadline, those that one removal may need."""
+
+WrapStore = Callable[[ObjectTier], ObjectTier]
+"""Something to put between the store and its wrappers: how tests inject faults."""
+
+
+def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
+    """The configured store. Raises `StartError` where its URL or options make no sense.
+
+    Nothing is sent to the store yet: whether it answers is found out, and told, while serving.
+    """
+    url = f"{settings.url.rstrip('/')}/{settings.prefix}" if settings.prefix else settings.url
+    try:
+        objects = UrlObjects(
+            url,
+            settings.access,
+            storage_options=settings.storage_options,
+            threads_max=settings.writes_inflight_max,
+        )
+    except TierError as error:
+        raise StartError(f"store: {error}") from error
+    tier: ObjectTier = objects if wrap_store is None else wrap_store(objects)
+    tier = billed = Billed(tier)
+    together = DELETED_TOGETHER_MAX
+    if (rate := settings.requests_per_second_max) is not None:
+        step = names_per_removal(url, settings.access, settings.storage_options)
+        tier = Paced(tier, requests_per_second_max=rate, names_per_removal=step)
+        # Others take turns in between, and a removal that waits for all of its own has a deadline.
+        requests = int(rate * settings.deadline_seconds_max * REMOVAL_TURNS_SHARE)
+        together = min(together, max(1, requests) * step)
+    tier = Limited(
+        tier,
+        writes_max=settings.writes_inflight_max,
+        reads_max=settings.reads_inflight_max,
+    )
+    retrying = Retrying(tier, attempts_max=settings.retries_max + 1)
+    deadline = Deadline(
+        retrying, seconds_max=settings.deadline_seconds_max, deleted_together_max=together
+    )
+    return Metered(deadline, retrying=retrying, billed=billed, objects=objects)

@@ -1,0 +1,1 @@
+"""What is known of attached engines: sessions, namespaces, mapped memory, GPUs."""

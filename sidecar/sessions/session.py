@@ -1,0 +1,363 @@
+"""Sessions: one attached client each, from admission to end of file.
+
+Owns the admission checks that need the sessions of now, the session's token, and turning a
+client's frame into an engine event. Does not own sockets (`transport/attach_socket.py`,
+`transport/job_socket.py`), the worker's mapped memory (`worker_memory.py`), nor what an event does
+(`core/engine.py`).
+
+Invariants:
+
+* Every message is checked here once, against what its session attached with; behind this point a
+  block id is in range and a chunk has as many tokens as blocks.
+* A session that ended is forgotten here at once; its id is never used again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from sidecar.core.commands import (
+    Event,
+    LeaseTaken,
+    LookedUp,
+    OpenedGroup,
+    PinAsked,
+    Released,
+    SessionOpened,
+    Submitted,
+)
+from sidecar.errors import AttachRefused
+from sidecar.protocol import (
+    MEMORY_FDS,
+    TOKEN_BYTES,
+    Attach,
+    Lease,
+    Lookup,
+    Pin,
+    ProtocolError,
+    Release,
+    Role,
+    Submit,
+    decode_client,
+)
+from tiers.errors import LayoutError
+from tiers.kv.layout import BLOCK_ENTRIES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.worker_memory import WorkerMemory
+    from sidecar.transport.attach_socket import Connection
+
+_TOKEN_ID_BYTES: Final = 4
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached client."""
+
+    session_id: int
+    attach: Attach
+    connection: Connection
+    realms: tuple[Realm, ...]
+    """One for each KV cache group."""
+    memory: WorkerMemory | None
+    token: bytes
+    user: str
+    """CURVE key that its frames must come with; empty over a Unix socket."""
+    opened: float = field(default_factory=time.monotonic)
+    parts: tuple[Attach, ...] = ()
+    """What was attached for each group."""
+
+    def __post_init__(self) -> None:
+        self.parts = self.attach.parts
+
+    @property
+    def realm(self) -> Realm:
+        """The realm of the first group, whose index has the chunks of all of them."""
+        return self.realms[0]
+
+    def opened_event(self) -> SessionOpened:
+        """What the engine is told of this session."""
+        attach = self.attach
+        first, *others = (
+            OpenedGroup(
+                realm.realm_id,
+                None if part.layout is None else part.layout.chunk(part.blocks_per_chunk),
+                realm.namespace_digest,
+            )
+            for realm, part in zip(self.realms, self.parts, strict=True)
+        )
+        return SessionOpened(
+            session_id=self.session_id,
+            role=attach.role,
+            engine_id=attach.engine_id,
+            rank=attach.rank,
+            world_size=attach.world_size,
+            realm_id=first.realm_id,
+            want_events=attach.want_events,
+            layout=first.layout,
+            namespace=first.namespace,
+            others=tuple(others),
+            replicas=attach.replicas,
+        )
+
+    def event_of(self, frames: list[bytes], epoch: int) -> Event:
+        """Decode and check one message. Raises `ProtocolError`; the session goes on."""
+        if len(frames) != 1:
+            raise ProtocolError("malformed", f"message of {len(frames)} frames: one is expected")
+        message = decode_client(frames[0])
+        if message.epoch != epoch:
+            raise ProtocolError(
+                "epoch", f"epoch={message.epoch}: this sidecar's life is {epoch}; attach again"
+            )
+        wanted = Role.WORKER if isinstance(message, Submit) else Role.SCHEDULER
+        if self.attach.role is not wanted:
+            raise ProtocolError(
+                "role", f"{type(message).__name__} from a {self.attach.role}: a {wanted} sends it"
+            )
+        match message:
+            case Submit():
+                self._check_submit(message)
+                return Submitted(self.session_id, message)
+            case Lookup():
+                for group in message.groups:
+                    self._part(group)
+                return LookedUp(self.session_id, message)
+            case Pin():
+                for group in message.groups:
+                    self._part(group)
+                return PinAsked(self.session_id, message)
+            case Lease():
+                return LeaseTaken(
+                    self.session_id, message.lease_id, tuple(message.keys), message.tenant
+                )
+            case Release():
+                return Released(
+                    self.session_id,
+                    tuple(message.lease_ids),
+                    tuple(message.lookup_ids),
+                    pins=message.pins,
+                    heard=message.heard,
+                )
+
+    def _check_submit(self, message: Submit) -> None:
+        for load in message.loads:
+            for piece in load.chunks:
+                part = self._part(piece.group)
+                _check_blocks(part, piece.block_ids, part.blocks_per_chunk - piece.first_block)
+        for store in message.stores:
+            for chunk in store.chunks:
+                part = self._part(chunk.group)
+                _check_blocks(part, chunk.block_ids, part.blocks_per_chunk)
+                num_bytes = len(chunk.block_ids) * part.block_tokens * _TOKEN_ID_BYTES
+                if len(chunk.token_ids) != num_bytes:
+                    raise ProtocolError(
+                        "field",
+                        f"token_ids has {len(chunk.token_ids)} bytes: {len(chunk.block_ids)} "
+                        f"blocks of {part.block_tokens} tokens have {num_bytes}",
+                    )
+
+    def _part(self, group: int) -> Attach:
+        if group >= len(self.parts):
+            raise ProtocolError(
+                "field", f"group={group}: this client attached with {len(self.parts)} groups"
+            )
+        return self.parts[group]
+
+
+def _check_blocks(part: Attach, block_ids: list[int], count_max: int) -> None:
+    layout = part.layout
+    assert layout is not None, "only workers submit, and they attach with a layout"
+    if len(block_ids) > count_max:
+        raise ProtocolError(
+            "field", f"block_ids has {len(block_ids)} blocks: at most {count_max} fit here"
+        )
+    if min(block_ids) < 0 or max(block_ids) >= layout.num_blocks:
+        raise ProtocolError(
+            "field",
+            f"block_ids={block_ids[:8]}...: ids are 0 to {layout.num_blocks - 1} here",
+        )
+
+
+class Sessions:
+    """The sessions of now, by id and by ZMQ routing id."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._sessions_max = sessions_max
+        self._by_id: dict[int, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
+        self._users: set[str] = set()
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def all(self) -> list[Session]:
+        """Every session, oldest first."""
+        return list(self._by_id.values())
+
+    def get(self, session_id: int) -> Session | None:
+        """The session with this id, if it still is."""
+        return self._by_id.get(session_id)
+
+    def has_user(self, user: str) -> bool:
+        """Whether a session of now was attached with this CURVE key."""
+        return user in self._users
+
+    def by_token(self, token: bytes) -> Session | None:
+        """The session whose frames carry this routing id."""
+        return self._by_token.get(token)
+
+    def has_peer(self, token: bytes, uid: int) -> bool:
+        """Whether a session of this token lives, and is this user's."""
+        session = self._by_token.get(token)
+        return session is not None and session.connection.peer.uid == uid
+
+    def lonely(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
+        """Engines that lack ranks though others attached so long ago: id, ranks, world size."""
+        since = time.monotonic() - seconds_max
+        ranks: dict[tuple[str, int], list[int]] = {}
+        waited: set[tuple[str, int]] = set()
+        for session in self.all():
+            attach = session.attach
+            if attach.role is Role.WORKER:
+                engine = (attach.engine_id, attach.world_size)
+                ranks.setdefault(engine, []).append(attach.rank)
+                if session.opened < since:
+                    waited.add(engine)
+        return [
+            (engine_id, sorted(found), world_size)
+            for (engine_id, world_size), found in ranks.items()
+            if (engine_id, world_size) in waited and len(set(found)) < world_size
+        ]
+
+    def gone_beside(self, attach: Attach) -> list[Session]:
+        """Sessions of the same engine whose peer is gone, though nobody has noticed yet."""
+        return [
+            session
+            for session in self._by_id.values()
+            if session.attach.engine_id == attach.engine_id and session.connection.at_end()
+        ]
+
+    def check(self, attach: Attach, realms: Sequence[Realm | None]) -> None:
+        """Raise `AttachRefused` unless this client may attach beside those that are here.
+
+        `realms` are those of its groups, None for one that is the first of its kind.
+        """
+        if len(self._by_id) >= self._sessions_max:
+            raise AttachRefused(
+                "sessions",
+                f"limits.sessions_max={self._sessions_max} clients are attached; raise it",
+            )
+        for other in self._by_id.values():
+            if other.attach.engine_id != attach.engine_id:
+                continue
+            if other.realms != tuple(realms):
+                raise AttachRefused(
+                    "engine",
+                    f"engine_id={attach.engine_id!r}: its {other.attach.role} of rank "
+                    f"{other.attach.rank} attached with topology={other.attach.topology!r}, "
+                    f"world_size={other.attach.world_size}, "
+                    f"blocks_per_chunk={other.attach.blocks_per_chunk}, other groups "
+                    f"({len(other.parts)}) or another namespace; "
+                    "all ranks of one engine need the same",
+                )
+            if (other.attach.role, other.attach.rank) == (attach.role, attach.rank):
+                raise AttachRefused(
+                    "engine",
+                    f"engine_id={attach.engine_id!r}: pid {other.connection.peer.pid} is attached "
+                    f"as its {attach.role} of rank {attach.rank}; give each engine its own id",
+                )
+
+    def open(
+        self,
+        attach: Attach,
+        connection: Connection,
+        realms: tuple[Realm, ...],
+        memory: WorkerMemory | None,
+        user: str = "",
+    ) -> Session:
+        """Make the session of a client that passed `check`."""
+        session = Session(
+            session_id=self._next_id,
+            attach=attach,
+            connection=connection,
+            realms=realms,
+            memory=memory,
+            token=_new_token(),
+            user=user,
+        )
+        self._next_id += 1
+        self._by_id[session.session_id] = session
+        self._by_token[session.token] = session
+        if session.user:
+            self._users.add(session.user)
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget a session; its memory is unmapped once its copies have ended."""
+        self._by_id.pop(session.session_id, None)
+        self._by_token.pop(session.token, None)
+        self._users.discard(session.user)
+        if session.memory is not None:
+            session.memory.end()
+
+
+def _new_token() -> bytes:
+    # ZMQ keeps routing ids that start with a zero byte for itself.
+    return bytes([secrets.randbelow(255) + 1]) + secrets.token_bytes(TOKEN_BYTES - 1)
+
+
+def check_shape(attach: Attach) -> None:
+    """Raise `AttachRefused` where the fields of one `Attach` disagree with each other."""
+    if attach.role is Role.SCHEDULER:
+        return
+    for part in attach.parts:
+        _check_part(part)
+    # Of each a plan is kept that has 8 bytes for every entry; together no more than for one.
+    entries = sum(
+        part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_entries
+        for part in attach.parts
+        if part.layout is not None
+    )
+    if entries > BLOCK_ENTRIES_MAX:
+        raise AttachRefused(
+            "layout",
+            f"groups={len(attach.parts)}: one block of each has {entries} (layer, head, token) "
+            f"entries together, at most {BLOCK_ENTRIES_MAX} are served; use smaller blocks",
+        )
+
+
+def _check_part(attach: Attach) -> None:
+    segment, layout, memory = attach.segment, attach.layout, attach.memory
+    assert segment is not None, "decode_attach checked"
+    assert layout is not None, "decode_attach checked"
+    assert memory is not None, "decode_attach checked"
+    if memory.kind not in MEMORY_FDS:
+        raise AttachRefused(
+            "memory_kind",
+            f"memory.kind={memory.kind!r}: this sidecar maps {', '.join(MEMORY_FDS)}",
+        )
+    if layout.segment != segment:
+        raise AttachRefused(
+            "layout", f"segment={segment.name}: the layout describes {layout.segment.name}"
+        )
+    if layout.block_tokens != attach.block_tokens:
+        raise AttachRefused(
+            "layout",
+            f"block_tokens={attach.block_tokens}: the layout has {layout.block_tokens}",
+        )
+    if layout.size_bytes != memory.size_bytes:
+        raise AttachRefused(
+            "layout",
+            f"memory.size_bytes={memory.size_bytes}: the layout has size_bytes={layout.size_bytes}",
+        )
+    try:
+        layout.chunk(attach.blocks_per_chunk)
+    except LayoutError as error:
+        raise AttachRefused("layout", str(error)) from error

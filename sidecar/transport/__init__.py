@@ -1,0 +1,1 @@
+"""Sockets between engines and the sidecar."""
