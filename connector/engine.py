@@ -1,7 +1,7 @@
 """An engine as both roles must see it: its groups, their namespaces, and how it attaches.
 
-Read from vLLM's configuration once. Where the engine is refused (`refusals.py`), only `refusal` and
-what comes before it is there.
+Read from vLLM's configuration once. Where the engine is refused (`identity/eligibility.py`), only
+`refusal` and what comes before it is there.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from connector.drafting import drafting_of
-from connector.groups import Geometry, chunk_tokens_of, whole_blocks
-from connector.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.eligibility import (
+    attention_of,
+    cut_of,
+    media_refusal,
+    num_heads_of,
+    refusal_of,
+)
+from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
+from connector.identity.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.speculative import drafting_of
+from connector.identity.weights import WeightsUnknown
 from connector.options import count_of, seconds_of, sockets_of
-from connector.refusals import attention_of, cut_of, media_refusal, num_heads_of, refusal_of
-from connector.weights import WeightsUnknown
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from connector.export import ExportedMemory
-    from connector.ranks import Cut, Place
+    from connector.identity.parallelism import Cut, Place
     from tiers.kv.layout import KVLayout, Segment
 
 

@@ -1,7 +1,7 @@
 """What the tiers gain and lose, in the words of vLLM's KV events; and where vLLM publishes its own.
 
-Does not own which events those are (`tierevents.py`), nor the joined stream, which is the sidecar's
-(`docs/events.md`).
+Does not own which events those are (`tier_events.py`), nor the joined stream, which is the
+sidecar's (`docs/events.md`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
-    from connector.tierevents import TierEvent
+    from connector.tier_events import TierEvent
 
 MEDIUM_STORAGE: Final = "STORAGE"
 HASHES_PER_EVENT_MAX: Final = 4096

@@ -6,7 +6,8 @@ with these extras. Two requests share KV exactly as far as their keys are equal.
 * The root is a hash of the namespace and of what holds for the whole request: cache salt and
   LoRA adapter. So tenants with different salts never share a key, not even the first.
 * Multimodal items enter the chunk that they overlap, with their offset relative to the chunk.
-* Where KV depends on tokens behind its own (`drafting.py`), the key of a chunk is over those too.
+* Where KV depends on tokens behind its own (`identity/speculative.py`), the key of a chunk is over
+  those too.
 * Nothing depends on PYTHONHASHSEED, on the machine, or on vLLM's own block hashes.
 
 A partial chunk (the tail of a prompt or of a finished request) has the same kind of key over

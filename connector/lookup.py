@@ -1,7 +1,7 @@
 """Reading the shared index for one request: how far a hit reaches, and under which keys.
 
 Owns the arithmetic between tokens, chunks and pieces of a chunk, in every KV cache group; what a
-hit needs of each is in `groups.py`. Sends nothing and decides nothing; every method costs
+hit needs of each is in `identity/groups.py`. Sends nothing and decides nothing; every method costs
 microseconds and reads the index as it is at that moment.
 """
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from connector.groups import aligned, longest_hit
+from connector.identity.groups import aligned, longest_hit
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from connector.client import Session
-    from connector.groups import Geometry
+    from connector.identity.groups import Geometry
     from connector.requests import GroupState, RequestState
 
     Under = Callable[[bytes], bool]

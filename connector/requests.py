@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from connector.adapters import NO_ADAPTER, Adapter, Adapters
+from connector.identity.adapters import NO_ADAPTER, Adapter, Adapters
 from connector.keys import KeyChain, MediaItem, root_key
-from connector.wishes import Wishes, WishReader
+from connector.request_params import Wishes, WishReader
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from connector.client import Session
-    from connector.groups import CachedGroup, Geometry
+    from connector.identity.groups import CachedGroup, Geometry
     from connector.plan import Load
 
 logger = logging.getLogger("vllm.kvlake")

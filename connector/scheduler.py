@@ -2,8 +2,8 @@
 
 Owns the decisions, and the talk with the sidecar. Reads the shared index directly (`lookup.py`), so
 a lookup costs no message; the sidecar is asked only for chunks that the object store alone holds.
-What is known of a request is in `requests.py`, what it waits for in `waiting.py`; outstanding
-stores are in `storing.py`.
+What is known of a request is in `requests.py`, what it waits for in `pending.py`; outstanding
+stores are in `stores.py`.
 
 Invariants:
 
@@ -28,25 +28,25 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from connector.drafting import NO_DRAFTS, Drafting
+from connector.identity.speculative import NO_DRAFTS, Drafting
 from connector.lookup import HitFinder, pieces_kept, pieces_of
+from connector.pending import Waits
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
+from connector.request_params import EXPECT, PARAMS
 from connector.requests import GroupState, Requests, RequestState, Settings, Stats
-from connector.storing import Part, Stores, blocks_cached, in_jobs, state_parts, states_held
-from connector.tierevents import TierEvents
-from connector.waiting import Waits
-from connector.wishes import EXPECT, PARAMS
-from connector.withdrawn import Withdrawn
+from connector.stores import Part, Stores, blocks_cached, in_jobs, state_parts, states_held
+from connector.tier_events import TierEvents
+from connector.vllm_workarounds import Withdrawn
 from sidecar.protocol import KEYS_PER_MESSAGE_MAX, Lease, LookupDone, Pin, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from connector.client import Client
-    from connector.groups import CachedGroup
-    from connector.storing import State
-    from connector.tierevents import TierEvent
+    from connector.identity.groups import CachedGroup
+    from connector.identity.mamba import State
+    from connector.tier_events import TierEvent
 
 logger = logging.getLogger("vllm.kvlake")
 

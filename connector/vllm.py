@@ -1,8 +1,8 @@
 """`KVLakeConnector`: the class that vLLM loads. Each of vLLM's calls goes to a role or a module.
 
 Delegates by role to `SchedulerRole` or `WorkerRole`. Where an engine cannot be cached safely
-(`refusals.py`), it serves without the cache and says so once. No method raises for a fault of the
-cache.
+(`identity/eligibility.py`), it serves without the cache and says so once. No method raises for a
+fault of the cache.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from connector.export import (
     export,
     fault_told,
 )
-from connector.groups import CachedGroup
-from connector.loaded_adapters import LoadedAdapters
+from connector.identity.fingerprint import adapter_settings
+from connector.identity.groups import CachedGroup
+from connector.identity.loaded_adapters import LoadedAdapters
+from connector.identity.mamba import states_of
+from connector.identity.namespace import digest_of
+from connector.identity.parallelism import this_place
+from connector.identity.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
-from connector.namespace import digest_of
+from connector.multi_connector import asked_by_several, outer_transfer
 from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
-from connector.processing import adapter_settings
-from connector.ranks import this_place
-from connector.recurrent import states_of
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
-from connector.several import asked_by_several, outer_transfer
 from connector.sleep import SharedMemory
-from connector.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.worker import TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 

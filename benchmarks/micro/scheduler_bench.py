@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from connector.client import Client, Session
-from connector.groups import CachedGroup, Geometry
+from connector.identity.groups import CachedGroup, Geometry
 from connector.keys import KeyChain, root_key
 from connector.plan import StepReport
 from connector.requests import Settings

@@ -17,10 +17,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from connector.adapters import Adapters, files_identity
-from connector.loaded_adapters import UNKNOWN, LoadedAdapters
+from connector.identity.adapters import Adapters, files_identity
+from connector.identity.loaded_adapters import UNKNOWN, LoadedAdapters
+from connector.identity.weights import read_adapter
 from connector.plan import StepReport
-from connector.weights import read_adapter
 from tests import places
 from tests.connector.configurations import request_of
 from tests.connector.engine import Engine

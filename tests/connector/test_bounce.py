@@ -12,9 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from connector.bounce import BLOCK_TOKENS, TOKEN_IDS, Batch, Bounce, Row, Rows, row_layout
 from connector.export import ExportedMemory
 from connector.keys import NO_PARENT
+from connector.offloading.staging import (
+    BLOCK_TOKENS,
+    TOKEN_IDS,
+    Batch,
+    Bounce,
+    Row,
+    Rows,
+    row_layout,
+)
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     Done,

@@ -37,10 +37,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connector import plugin
+from connector.identity.eligibility import SLEEP_IS_TOLD, refusal_of
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
-from connector.refusals import SLEEP_IS_TOLD, refusal_of
 from connector.vllm import KVLakeConnector
 from tests import places
 from tests.connector.configurations import kv_cache_config, vllm_config

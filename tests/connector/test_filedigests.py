@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.filedigests import digests_of, file_digest
+from connector.identity.file_digests import digests_of, file_digest
 from tests import places
 
 CONTENT = os.urandom(100_000)

@@ -36,8 +36,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from connector.groups import FULL, Attention, Geometry, chunk_tokens_of, longest_hit
-from connector.refusals import attention_of
+from connector.identity.eligibility import attention_of
+from connector.identity.groups import FULL, Attention, Geometry, chunk_tokens_of, longest_hit
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Outcome
 from tests.connector.configurations import (

@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from connector.guard import Requests, guard
-from connector.offloading import NoTiers
+from connector.offloading.spec import NoTiers
+from connector.offloading.workarounds import Requests, guard
 
 
 def requests_of(*names: str, preempted_are_new: bool = False) -> Requests:

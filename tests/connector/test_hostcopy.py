@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from connector.hostcopy import HostCopyWorker
+from connector.offloading.cpu_worker import HostCopyWorker
 
 BLOCKS = 12
 PAGE = 1024

@@ -14,10 +14,15 @@ import torch
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.fingerprint import adapter_settings
+from connector.identity.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.weights import (
+    WeightsUnknown,
+    adapter_identity,
+    folder_digest,
+    model_identity,
+)
 from connector.options import samples_weights
-from connector.processing import adapter_settings
-from connector.weights import WeightsUnknown, adapter_identity, folder_digest, model_identity
 from tests import places
 
 TENSORS = {"model.embed": 5000, "model.layers.0.q": 64, "model.layers.1.q": 3000}

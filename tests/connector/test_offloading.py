@@ -48,7 +48,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.v1.engine.core import EngineCore
 
-from connector.offloading import (
+from connector.identity.eligibility import rows_refusal
+from connector.offloading.spec import (
     KVLakeOffloadingSpec,
     NoCopies,
     identity_note,
@@ -57,7 +58,6 @@ from connector.offloading import (
     region_path,
     take_note,
 )
-from connector.refusals import rows_refusal
 from sidecar.demo.sidecars import SidecarProcess
 from tests import places
 from tests.connector.configurations import (

@@ -15,7 +15,7 @@ import pytest
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
-from connector.chunknames import ChunkNames
+from connector.offloading.keys import ChunkNames
 from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import TIERS_OWNER
 from tests.connector.configurations import BLOCK_TOKENS

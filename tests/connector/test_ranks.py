@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
-from connector.namespace import encoding_of, namespace_of
-from connector.ranks import Cut, Place
+from connector.identity.namespace import encoding_of, namespace_of
+from connector.identity.parallelism import Cut, Place
 from sidecar.protocol import Role
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from connector.keys import KeyChain
-from connector.waiting import SESSIONS_ASKED_MAX
+from connector.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
     Lookup,

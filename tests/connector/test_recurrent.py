@@ -25,9 +25,9 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
-from connector.groups import whole_blocks
+from connector.identity.groups import whole_blocks
+from connector.identity.namespace import digest_of
 from connector.keys import KeyChain, root_key
-from connector.namespace import digest_of
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Pin, Submit
 from tests.connector.configurations import (

@@ -1,4 +1,4 @@
-"""Engines that are served without the cache: what `connector.refusals` says of them."""
+"""Engines that are served without the cache: what `connector.identity.eligibility` says of them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.client import Attempt, Client
 from connector.export import ExportedMemory, ExportRefused
-from connector.nodes import nodes_refusal
-from connector.ranks import Place
-from connector.refusals import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
+from connector.identity.eligibility import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
+from connector.identity.nodes import nodes_refusal
+from connector.identity.parallelism import Place
 from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Role, Submit

@@ -35,9 +35,9 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.chunknames import namespace_of
-from connector.guard import guard
-from connector.secondary import KVLakeTier
+from connector.offloading.keys import namespace_of
+from connector.offloading.tier import KVLakeTier
+from connector.offloading.workarounds import guard
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.settling import empty_host_tier
 from tests.releases import has_vllm

@@ -17,10 +17,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 
-from connector.drafting import NO_DRAFTS, Drafting, drafting_of, drafting_refusal
 from connector.engine import ServedEngine
+from connector.identity.speculative import NO_DRAFTS, Drafting, drafting_of, drafting_refusal
 from connector.keys import KeyChain
-from connector.offloading import identity_note
+from connector.offloading.spec import identity_note
 from connector.vllm import KVLakeConnector
 from tests.connector.configurations import (
     BLOCK_TOKENS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from connector.events import events_of
-from connector.tierevents import TierEvents
+from connector.tier_events import TierEvents
 from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
 
 NOWHERE = bytes(32)

@@ -14,8 +14,8 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
+from connector.identity.weight_updates import CALLS, WeightChanges
 from connector.plan import StepReport
-from connector.weight_updates import CALLS, WeightChanges
 from tests.connector.configurations import request_of
 from tests.connector.engine import Engine
 from tests.connector.prompts import CACHED, PROMPT, chain_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connector.wishes import NOTHING, OF_THE_CONNECTOR, Wishes, WishReader
+from connector.request_params import NOTHING, OF_THE_CONNECTOR, Wishes, WishReader
 
 
 def wishes_of(params: Any) -> Wishes:

@@ -174,7 +174,7 @@ OFFLOADING: Final[dict[str, Used]] = {
     ),
     f"{OFFLOAD}.tiering.manager:TieringOffloadingManager": Used(
         {
-            # These are what `connector.guard` stands before.
+            # These are what `connector.offloading.workarounds` stands before.
             "on_new_request": "(req_context, *, exclude_tier_idx=)",
             "lookup": "(key, req_context, *, exclude_tier_idx=)",
             "reset_cache": "()",

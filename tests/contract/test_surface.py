@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from connector.identity.fingerprint import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
 from connector.options import VLLM_OFFLOADING_OPTIONS
-from connector.processing import ADAPTER_SETTINGS, MEDIA_SETTINGS, MODEL_SETTINGS
 from tests import places
 from tests.contract.base import BASE_CLASS, LEFT_ALONE, OVERRIDDEN
 from tests.contract.calls import SCHEDULER, WORKER, departure

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from connector.hostcopy import HostCopyWorker
+from connector.offloading.cpu_worker import HostCopyWorker
 from tests.e2e.holds import COPY_IN, COPY_OUT, Holds
 from tests.e2e.settling import SettlingSpec
 

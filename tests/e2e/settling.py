@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from connector.offloading import KVLakeOffloadingSpec, NoTiers
+from connector.offloading.spec import KVLakeOffloadingSpec, NoTiers
 from tests.e2e.native import settled_path
 
 if TYPE_CHECKING:

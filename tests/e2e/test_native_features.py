@@ -91,7 +91,8 @@ class TestCachedByVllmsHashes:
 
     @pytest.mark.promise("streaming-input")
     def test_streaming_input(self, engine: Engine, sidecar: SidecarProcess) -> None:
-        """It is stored until it goes on: then vLLM mixes up its blocks (`connector/guard.py`)."""
+        """It is stored until it goes on: then vLLM mixes up its blocks
+        (`connector/offloading/workarounds.py`)."""
         first, second = words(700, 22), words(500, 23)
         salt = fresh_salt()
         streams = Call(first, options={"inputs": [second]})

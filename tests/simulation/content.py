@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from connector.groups import Attention, Geometry, chunk_tokens_of
+from connector.identity.groups import Attention, Geometry, chunk_tokens_of
 from connector.keys import KeyChain, root_key
 from tests.simulation.clock import Violation
 from tiers.kv.layout import ChunkLayout, KVLayout, Segment

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from connector.client import Attempt
-from connector.groups import CachedGroup
+from connector.identity.groups import CachedGroup
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
-from connector.storing import Part
+from connector.stores import Part
 from connector.worker import TransferResults
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
 from tests.simulation.blocks import Block, BlockPool, Request

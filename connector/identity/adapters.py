@@ -18,12 +18,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.weights import WeightsUnknown, read_adapter, same_adapter
+from connector.identity.weights import WeightsUnknown, read_adapter, same_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from connector.weights import AdapterFiles
+    from connector.identity.weights import AdapterFiles
 
 logger = logging.getLogger("vllm.kvlake")
 

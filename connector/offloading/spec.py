@@ -3,8 +3,8 @@
 vLLM's offloading interface knows no failed load: what was said to be there when a request was
 scheduled must come (its worker asserts it). No cache that another process holds can promise that.
 So chunks are brought into vLLM's own host tier before vLLM is told of a hit. This spec is vLLM's
-tiering spec with `KVLakeTier` below its host tier (`secondary.py`), and with a worker for engines
-on the CPU platform, which vLLM has none for (`hostcopy.py`).
+tiering spec with `KVLakeTier` below its host tier (`tier.py`), and with a worker for engines
+on the CPU platform, which vLLM has none for (`cpu_worker.py`).
 
 Owns how the two halves of an engine agree on a namespace, and on where vLLM publishes its KV
 events: the workers see vLLM's configuration, the scheduler's half is not shown it, so the first
@@ -39,13 +39,8 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
-from connector.drafting import drafting_of, drafting_refusal
 from connector.events import events_endpoints
-from connector.guard import guard
-from connector.hostcopy import HostCopyWorker
-from connector.namespace import offloading_identity
-from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
-from connector.refusals import (
+from connector.identity.eligibility import (
     chunks_refusal,
     faults_refusal,
     media_refusal,
@@ -53,8 +48,13 @@ from connector.refusals import (
     rows_refusal,
     tails_refusal,
 )
-from connector.weight_updates import watch_engine
-from connector.weights import WeightsUnknown
+from connector.identity.namespace import offloading_identity
+from connector.identity.speculative import drafting_of, drafting_refusal
+from connector.identity.weight_updates import watch_engine
+from connector.identity.weights import WeightsUnknown
+from connector.offloading.cpu_worker import HostCopyWorker
+from connector.offloading.workarounds import guard
+from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection

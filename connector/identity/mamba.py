@@ -3,7 +3,7 @@
 Such a layer keeps a state of constant size instead of keys and values of each token. In its cache
 mode `align` vLLM leaves the state that a layer had at the end of a block in that block, and tells
 connectors once of those that it keeps, by default where prompts end and where they part; later they
-are found in its prefix cache (`storing.states_held`). A state is all that a hit needs of the layer,
+are found in its prefix cache (`stores.states_held`). A state is all that a hit needs of the layer,
 so it is a chunk of one block, under a key over all tokens before it.
 
 Owns which engines with such layers are served, and what makes states of one engine right in
@@ -14,15 +14,17 @@ engines that are cut alike share it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from connector.storing import State
 
 ALIGNED: Final = "align"
 """The mode in which a block holds the state behind its last token."""
+State: TypeAlias = tuple[int, int, int]
+"""A state of recurrent layers that the engine hands over: group, the block that it is in, and how
+many tokens it is the state behind."""
 
 
 def recurrent(spec: Any) -> bool:

@@ -3,7 +3,7 @@
 Owns the rule: a model of a hub is its name and commit; a folder or a file is what it holds, not
 what it is called, so that the same model under two paths is shared and two fine-tunes under one
 path are not. Where nothing tells weights from others, `WeightsUnknown` says why. How files of many
-gigabytes are read is in `filedigests.py`.
+gigabytes are read is in `file_digests.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from connector.filedigests import digests_of, file_digest, opened_stamp, stamps_settled
+from connector.identity.file_digests import digests_of, file_digest, opened_stamp, stamps_settled
 
 _DIGEST_DOMAIN: Final = b"kvlake/weights/2\0"
 """Changes with what is hashed, so that digests of two versions are never equal."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.identity.weights import model_identity
 from connector.options import samples_weights
-from connector.weights import model_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.weights import settings_digest
+from connector.identity.weights import settings_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

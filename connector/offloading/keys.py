@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
     canonical_format_id,
 )
 
-from connector.namespace import canonical_json, digest_of
+from connector.identity.namespace import canonical_json, digest_of
 from sidecar.protocol import EVENT_NAME_BYTES, TIERS_OWNER
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from connector.plan import BLOCK_ID_BYTES, PIECE_BYTES, Store, StorePiece
 from sidecar.protocol import FRAME_BYTES_MAX
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from connector.client import Session
-    from connector.groups import Geometry
+    from connector.identity.groups import Geometry
+    from connector.identity.mamba import State
     from connector.plan import StepReport
     from connector.requests import GroupState, RequestState, Stats
 
@@ -28,11 +29,6 @@ JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 TOKEN_ID_BYTES: Final = 4
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
 """How long the engine waits, without any store ending, for blocks rather than preempt."""
-
-
-State: TypeAlias = tuple[int, int, int]
-"""A state of recurrent layers that the engine hands over: group, the block that it is in, and how
-many tokens it is the state behind."""
 
 
 class Part(NamedTuple):

@@ -13,10 +13,10 @@ import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from connector.identity.fingerprint import adapter_settings, overrides_of, plain, processing_of
+from connector.identity.mamba import recurrent, state_description, state_encoding, state_settings
+from connector.identity.weights import model_identity
 from connector.options import samples_weights
-from connector.processing import adapter_settings, overrides_of, plain, processing_of
-from connector.recurrent import recurrent, state_description, state_encoding, state_settings
-from connector.weights import model_identity
 from tiers.kv.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import weakref
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
-from connector.adapters import files_identity
-from connector.weights import WeightsUnknown, read_adapter, same_adapter
+from connector.identity.adapters import files_identity
+from connector.identity.weights import WeightsUnknown, read_adapter, same_adapter
 
 if TYPE_CHECKING:
-    from connector.weights import AdapterFiles
+    from connector.identity.weights import AdapterFiles
 
 UNKNOWN: Final = "unknown"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()

@@ -19,11 +19,11 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.drafting import WITHOUT_LAYERS, drafting_refusal
-from connector.groups import FULL, RECURRENT, Attention
-from connector.nodes import nodes_refusal
-from connector.ranks import Cut, Place
-from connector.recurrent import ALIGNED, recurrent, recurrent_refusal
+from connector.identity.groups import FULL, RECURRENT, Attention
+from connector.identity.mamba import ALIGNED, recurrent, recurrent_refusal
+from connector.identity.nodes import nodes_refusal
+from connector.identity.parallelism import Cut, Place
+from connector.identity.speculative import WITHOUT_LAYERS, drafting_refusal
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 

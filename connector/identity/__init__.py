@@ -1,0 +1,1 @@
+"""What makes KV of one engine right in another: weights, adapters, configuration, ranks."""

@@ -1,0 +1,471 @@
+"""`KVLakeTier`: kvlake as a tier below vLLM's own host tier (`SecondaryTierManager`).
+
+vLLM's offloading brings chunks from a tier like this into its host tier before it tells its
+scheduler of a hit, so here everything may fail, be late or be gone, and is a miss then.
+
+Owns the translation of vLLM's calls: which chunks the sidecar has, and what to ask it for. What a
+chunk is called is in `keys.py`, its row is carried by `staging.py`. No method raises for a
+fault of the cache, and none waits for the sidecar.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
+from connector.client import Attempt, Client
+from connector.keys import NO_PARENT
+from connector.offloading.events import NamedEvents
+from connector.offloading.keys import ChunkNames, namespace_of
+from connector.offloading.staging import BLOCK_TOKENS, Bounce, Row
+from connector.offloading.workarounds import Requests
+from connector.options import seconds_of, sockets_of
+from connector.request_params import OF_THE_CONNECTOR, Wishes, WishReader
+from connector.tier_events import TierEvents
+from connector.worker import WorkerRole
+from sidecar.protocol import (
+    KEYS_PER_MESSAGE_MAX,
+    PROTOCOL_VERSION,
+    Attach,
+    Lookup,
+    LookupDone,
+    Memory,
+    Release,
+    Role,
+)
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm.v1.kv_offload.base import (
+        OffloadingEvent,
+        OffloadingSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from connector.client import Session
+    from connector.export import ExportedMemory
+
+TOPOLOGY: Final = "offloading"
+"""Of chunks that vLLM put together from all of its ranks."""
+BOUNCE_BYTES: Final = 256 * 1024 * 1024
+BOUNCE_ROWS_MIN: Final = 8
+CARRIED_MAX: Final = 3
+"""How often a chunk is carried to vLLM's host tier for a request that does not run yet."""
+WITHOUT_SIDECAR_SECONDS: Final = 5.0
+"""How long a transfer may take that was begun with a sidecar that is gone again."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """Chunks that the sidecar was asked to bring from the object store."""
+
+    request_id: str
+    keys: list[bytes]
+    deadline: float
+    session: Session
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request."""
+
+    wishes: Wishes
+    void: bool = False
+    """The cache was reset while it ran: what it computes with is of before. Or its input streams
+    in, and vLLM mixes up its blocks (`workarounds.py`)."""
+    places: dict[tuple[int, int], bytes] = field(default_factory=dict[tuple[int, int], bytes])
+    """Group and last token to key."""
+    wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    """To be read from the object store, in order; asked for at the end of the step."""
+    reading: set[bytes] = field(default_factory=set[bytes])
+    lookups: list[tuple[Session, int]] = field(default_factory=list[tuple["Session", int]])
+    """Asked for it, to be given back at its end."""
+    brought: set[bytes] = field(default_factory=set[bytes])
+    """Read from the object store for it, and in host memory since."""
+    missed: set[bytes] = field(default_factory=set[bytes])
+    """What could not be had for it, and is not tried again."""
+    carried: Counter[bytes] = field(default_factory=Counter[bytes])
+    """How often to vLLM's host tier, since it last ran."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether chunks may be loaded for it."""
+        return self.wishes.reads and not self.void
+
+    @property
+    def writes(self) -> bool:
+        """Whether its chunks may be stored."""
+        return self.wishes.writes and not self.void
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One of vLLM's jobs."""
+
+    request_id: str
+    names: dict[bytes, OffloadKey]
+    """Our keys to vLLM's."""
+
+
+def _hit_source() -> Any:
+    """What vLLM counts hits of this tier as; None for vLLM 0.31, which does not ask."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+class KVLakeTier(SecondaryTierManager):
+    """A tier that is shared with other engines, and survives this one.
+
+    Args:
+        offloading_spec: vLLM's spec of its own tiers.
+        primary_kv_view: vLLM's host tier, a row for each chunk.
+        tier_type: what vLLM calls this tier.
+        namespace: what the bytes depend on beyond what vLLM tells a tier: model, weights, dtype,
+            attention backend. Two engines with the same one share chunks.
+        socket: the sidecar's `attach.sock`.
+        attach_seconds: how long the start may wait for a sidecar.
+        backpressure_detector: vLLM's.
+        events_endpoint, events_replay: where a process of this machine subscribes to the engine's
+            own KV events, and has them replayed; empty where it is not to be followed.
+        preempted_are_new: whether vLLM's second model runner serves, which schedules what it
+            preempted as new. Else requests that were preempted then are stored no more.
+    """
+
+    # Host memory and the object store in one; a request's filter is asked for each.
+    medium = None
+    cache_hit_source: ClassVar[Any] = _hit_source()
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        namespace: Any = "",
+        socket: str = "",
+        attach_seconds: float = 2.0,
+        backpressure_detector: Any = None,
+        events_endpoint: str = "",
+        events_replay: str = "",
+        *,
+        preempted_are_new: bool = False,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not namespace:
+            raise ValueError(
+                f"secondary_tiers: namespace={namespace!r}: must name the model, its weights and "
+                "whatever else its KV cache depends on; vLLM does not tell a tier"
+            )
+        config = offloading_spec.config
+        region = np.asarray(primary_kv_view).view(np.uint8)
+        self._num_rows, self._row_bytes = (int(size) for size in region.shape)
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk
+            for group in config.groups
+        }
+        self._namespace = namespace_of(config, namespace, self._row_bytes)
+        self._engine_id = str(config.engine_id)
+        self._wants_events = bool(config.enable_kv_cache_events)
+        self.names = ChunkNames(self._namespace, remembers=self._wants_events)
+        self._clock = time.monotonic
+        self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
+        self._requests: dict[str, _Request] = {}
+        self._told = Requests(preempted_are_new=preempted_are_new)
+        self._jobs: dict[int, _Job] = {}
+        self._reads: dict[int, _Read] = {}
+        self._tiers = TierEvents()
+        self.events = NamedEvents(self.names.owner, self.names.of_start)
+        self._next_id = 1
+        self._sockets = sockets_of(socket)
+        # Before the first request: a sidecar that is there should serve the first one too.
+        wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
+        attempt = Attempt(
+            self._attach(
+                Role.SCHEDULER,
+                want_events=self._wants_events,
+                events_endpoint=events_endpoint,
+                events_replay=events_replay,
+            )
+        )
+        self.client = Client(self._sockets, lambda: attempt)
+        attached = self.client.wait_attached(wait_seconds)
+        self._worker_seconds = wait_seconds if attached else 0.0
+        num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
+        self._bounce = Bounce(
+            region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
+        )
+
+    def _worker(self, make_attempt: Callable[[], Attempt]) -> Client:
+        client = Client(self._sockets, make_attempt)
+        client.wait_attached(self._worker_seconds)
+        return client
+
+    def _attach(self, role: Role, **parts: Any) -> Attach:
+        return Attach(
+            version=PROTOCOL_VERSION,
+            role=role,
+            engine_id=self._engine_id,
+            rank=0,
+            world_size=1,
+            topology=TOPOLOGY,
+            namespace=self._namespace,
+            block_tokens=BLOCK_TOKENS,
+            blocks_per_chunk=1,
+            pid=os.getpid(),
+            **parts,
+        )
+
+    def _describe(self, memory: ExportedMemory, shared: Memory) -> Attach:
+        layout = memory.layout
+        return self._attach(Role.WORKER, segment=layout.segment, layout=layout, memory=shared)
+
+    # --- lookup --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Note what the request wants of us."""
+        wishes = self._wishes.wishes_of(req_context)
+        self._requests[req_context.req_id] = _Request(wishes)
+        self._told.began(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT: the sidecar has it in host memory. RETRY: it reads it from the object store."""
+        request = self._requests.get(req_context.req_id)
+        session = self.client.session
+        if session is None or session.index is None or request is None or not request.reads:
+            return LookupResult.MISS
+        own = self._own_key(key, request, req_context)
+        if own in request.missed:
+            return LookupResult.MISS
+        carried = request.carried[own]
+        if carried >= CARRIED_MAX or (not carried and len(request.carried) >= self._num_rows):
+            # A hit is as long as vLLM's host tier. What was carried there and is asked for again
+            # made room for other chunks. If those are of this prompt, too, they would push each
+            # other out for ever.
+            return LookupResult.MISS
+        flags = int(session.index.lookup(tags_of([own], session.index_salt))[0])
+        allows = req_context.load_tier_filter.allows
+        # What it wanted from the object store alone is on its way in host memory by now.
+        if flags & FLAG_HOST and (own in request.brought or allows(Medium.CPU, Locality.LOCAL)):
+            return LookupResult.HIT
+        if own in request.reading:
+            return LookupResult.RETRY
+        in_store = flags & FLAG_STORE and request.wishes.asks_store
+        if in_store and allows(Medium.STORAGE, Locality.REMOTE):
+            request.wanted[own] = None
+            return LookupResult.RETRY
+        return LookupResult.MISS
+
+    def _own_key(self, key: OffloadKey, request: _Request | None, context: ReqContext) -> bytes:
+        own = self.names.key_of(key)
+        self.events.named(own, key)
+        end = context.get_offload_key_position(key)
+        if request is not None and end is not None:
+            request.places[get_offload_group_idx(key), end] = own
+        return own
+
+    def _ask(self, request_id: str, request: _Request, session: Session) -> None:
+        """Have the sidecar read what the object store alone holds."""
+        keys = list(request.wanted)[:KEYS_PER_MESSAGE_MAX]
+        request.wanted.clear()
+        wait_ms = session.limits.lookup_wait_ms_max
+        lookup_id = self._next_id = self._next_id + 1
+        if not self.client.send(session, Lookup(session.epoch, lookup_id, keys, wait_ms)):
+            request.missed.update(keys)
+            return
+        request.reading.update(keys)
+        request.lookups.append((session, lookup_id))
+        deadline = self._clock() + wait_ms / 1000
+        self._reads[lookup_id] = _Read(request_id, keys, deadline, session)
+
+    def _reads_ended(self) -> None:
+        """Forget reads that nobody will answer any more; what they did not bring is missed."""
+        now, session = self._clock(), self.client.session
+        for lookup_id, read in list(self._reads.items()):
+            if now >= read.deadline or read.session is not session:
+                self._read_ended(lookup_id)
+
+    def _read_ended(self, lookup_id: int) -> None:
+        read = self._reads.pop(lookup_id, None)
+        request = None if read is None else self._requests.get(read.request_id)
+        session = self.client.session
+        if read is None or request is None:
+            return
+        request.reading.difference_update(read.keys)
+        if session is None or session.index is None:
+            request.missed.update(read.keys)
+            return
+        flags = session.index.lookup(tags_of(read.keys, session.index_salt)) & FLAG_HOST
+        for key, held in zip(read.keys, flags, strict=True):
+            (request.brought if held else request.missed).add(key)
+
+    # --- transfers -----------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Carry chunks to the sidecar, but for those that it has."""
+        context = job_metadata.req_context
+        request = self._requests.get(context.req_id)
+        names = self._begin(job_metadata, request)
+        session = self.client.session
+        rows: list[Row] = []
+        if request is not None and request.writes:
+            ttl_ms, stays = request.wishes.ttl_ms, request.wishes.stays
+            held = np.zeros(len(names), dtype=np.uint8)
+            if session is not None and session.index is not None:
+                tags = tags_of(list(names), session.index_salt)
+                held = session.index.lookup(tags) & np.uint8(FLAG_HOST)
+            found = zip(names.items(), job_metadata.chunk_ids, held, strict=True)
+            rows = [
+                Row(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
+                for (own, key), chunk_id, there in found
+                if not there
+            ]
+            # A chain's head first: what is cut off is its end.
+            rows.sort(key=lambda row: context.get_offload_key_position(names[row.key]) or 0)
+        self._bounce.begin(
+            job_metadata.job_id, rows, is_load=False, seconds_max=self._seconds(store=True)
+        )
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Carry chunks from the sidecar."""
+        request = self._requests.get(job_metadata.req_context.req_id)
+        names = self._begin(job_metadata, request)
+        if request is not None:
+            request.carried.update(names.keys())
+        rows = [
+            Row(own, int(chunk_id))
+            for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
+        ]
+        self._bounce.begin(
+            job_metadata.job_id, rows, is_load=True, seconds_max=self._seconds(store=False)
+        )
+
+    def _begin(self, job: TransferJob, request: _Request | None) -> dict[bytes, OffloadKey]:
+        names = {self._own_key(key, request, job.req_context): key for key in job.keys}
+        self._jobs[job.job_id] = _Job(job.req_context.req_id, names)
+        return names
+
+    def _parent(self, key: OffloadKey, request: _Request, context: ReqContext) -> bytes:
+        group = get_offload_group_idx(key)
+        end = context.get_offload_key_position(key) or 0
+        before = (group, end - self._chunk_tokens.get(group, 0))
+        return request.places.get(before, NO_PARENT)
+
+    def _seconds(self, *, store: bool) -> float:
+        session = self.client.session
+        if session is None:
+            return WITHOUT_SIDECAR_SECONDS
+        limits = session.limits
+        return (limits.store_deadline_ms_max if store else limits.load_deadline_ms_max) / 1000
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Take what the sidecar answered, and go on."""
+        self._poll()
+        self._bounce.pump(self.client.session)
+        results: list[JobResult] = []
+        for batch in self._bounce.finished():
+            job = self._jobs.pop(batch.batch_id)
+            request = self._requests.get(job.request_id)
+            if batch.is_load and request is not None:
+                request.missed.update(batch.failed)
+            results.append(
+                JobResult(
+                    batch.batch_id,
+                    success=not batch.failed,
+                    successful_keys=[job.names[key] for key in batch.done]
+                    if batch.failed
+                    else None,
+                    transfer_time=batch.seconds,
+                    transfer_bytes=len(batch.done) * self._row_bytes,
+                )
+            )
+        return results
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send what this step asked for."""
+        self._told.step(context)
+        session = self.client.session
+        for request_id in (*context.new_req_ids, *context.preempted_req_ids):
+            if (request := self._requests.get(request_id)) is not None:
+                request.carried.clear()
+        for request_id, request in self._requests.items():
+            if self._told.left_out(request_id):
+                request.void = True
+            if not request.wanted:
+                continue
+            if session is None:
+                request.missed.update(request.wanted)
+                request.wanted.clear()
+            else:
+                self._ask(request_id, request, session)
+        self._bounce.pump(session)
+
+    def has_pending_work(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self._reads)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Give back what was read for it."""
+        self._told.ended(req_context.req_id)
+        request = self._requests.pop(req_context.req_id, None)
+        session = self.client.session
+        if request is None or session is None:
+            return
+        lookups = [lookup_id for asked, lookup_id in request.lookups if asked is session]
+        for lookup_id in lookups:
+            self._reads.pop(lookup_id, None)
+        if lookups:
+            self.client.send(session, Release(session.epoch, [], lookups))
+
+    def drain_jobs(self) -> None:
+        """End all jobs; vLLM resets its cache, and nothing from before is found here either.
+
+        Waits for a copy in this process at most. Requests that run on compute with what they have
+        of before, so they are not served or stored from now on. Nor is what was looked up: vLLM may
+        be loading that.
+        """
+        self._bounce.drain()
+        self.names.forget()
+        self.events.forget()
+        self._reads.clear()
+        for request_id, request in self._requests.items():
+            request.void |= bool(request.places) or self._told.has_kv(request_id)
+            request.wanted.clear()
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What the sidecar's tiers gained and lost of the chunks that vLLM has named here."""
+        return self.events.take(self._tiers.take())
+
+    def shutdown(self) -> None:
+        """Detach."""
+        self._bounce.close()
+        self.client.close()
+
+    def _poll(self) -> None:
+        for message in self._tiers.poll(self.client):
+            if isinstance(message, LookupDone):
+                self._read_ended(message.lookup_id)
+        self._reads_ended()
