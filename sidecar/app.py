@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from sidecar.config.model import Config
     from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware import Metered
+    from tiers.store.middleware.metering import Metered
 
 STOP_SIGNALS: Final = (
     signal.SIGTERM,
@@ -184,7 +184,7 @@ class Server:
             stack.callback(jobs.close)
             self.hub.connect(jobs)
             events = self._open_events(stack)
-            self._http.report(Reporter(self.hub, self._watchdog, self._http))
+            self._http.report(Reporter(self.hub, self._watchdog, self._http.refusals))
             stack.callback(self._http.report, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)

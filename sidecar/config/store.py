@@ -17,7 +17,7 @@ from sidecar.config.types import Count, Duration, Flag, Ratio, ReadMode, Size, W
 from sidecar.config.units import format_duration
 from sidecar.config.yaml_file import mask_url
 from tiers.store.access import AccessError, check, chosen_backend
-from tiers.store.billing import Operation, PriceTable
+from tiers.store.middleware.billing import Operation, PriceTable
 
 Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 

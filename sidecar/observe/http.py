@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import web
 
 from sidecar.errors import StartError
+from sidecar.observe.metrics import HttpRefusals
 from sidecar.redaction import redacted
 
 if TYPE_CHECKING:
@@ -135,9 +136,7 @@ class HttpServer:
         self._url = ""
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         self._sweeper: asyncio.TimerHandle | None = None
-        self.connections_refused = 0
-        self.requests_refused = 0
-        """Requests without the token."""
+        self.refusals = HttpRefusals()
         application = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._answering])
         application.add_routes(
             [
@@ -215,7 +214,7 @@ class HttpServer:
         if room and self._make_room(list(self._connections.values()), CONNECTIONS_MAX):
             self._connections[handler] = connection
             return True
-        self.connections_refused += 1
+        self.refusals.connections += 1
         return False
 
     def _make_room(self, among: list[_Connection], connections_max: int) -> bool:
@@ -225,7 +224,7 @@ class HttpServer:
         idle = [one for one in among if not one.answering]
         if not idle:
             return False
-        self.connections_refused += 1
+        self.refusals.connections += 1
         min(idle, key=lambda one: one.idle_since).cut()
         return True
 
@@ -274,7 +273,7 @@ class HttpServer:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self._authorized(request):
-                self.requests_refused += 1
+                self.refusals.requests += 1
                 return web.Response(
                     status=401,
                     text="this address needs the token of http.token: Authorization: Bearer ...\n",

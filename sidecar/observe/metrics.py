@@ -23,13 +23,12 @@ from sidecar.core.tenants import OTHER, TenantCounters
 from sidecar.service.watchdog import PROBLEMS
 from tiers.catalog.retention import BOUNDS
 from tiers.catalog.usage import Holding
-from tiers.store.billing import OPERATIONS
+from tiers.store.middleware.billing import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sidecar.core.tenants import TenantSnapshot
-    from sidecar.observe.http import HttpServer
     from sidecar.service.dispatcher import Hub
     from sidecar.service.watchdog import Watchdog
 
@@ -273,12 +272,21 @@ def _gauge(
     return family
 
 
+@dataclasses.dataclass(slots=True)
+class HttpRefusals:
+    """What the HTTP server turned away since the start."""
+
+    connections: int = 0
+    requests: int = 0
+    """Requests without the token."""
+
+
 class WatchdogCollector(Collector):
     """Whether engines can be served, and what keeps them from it."""
 
-    def __init__(self, watchdog: Watchdog, http: HttpServer) -> None:
+    def __init__(self, watchdog: Watchdog, http_refusals: HttpRefusals) -> None:
         self._watchdog = watchdog
-        self._http = http
+        self._http_refusals = http_refusals
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
@@ -290,8 +298,8 @@ class WatchdogCollector(Collector):
         yield _gauge("loop_lag_seconds", "How late the event loop was", {(): now.lag_seconds})
         most = {(): now.lag_seconds_max}
         yield _gauge("loop_lag_seconds_max", "The latest that the event loop ever was", most)
-        refused = {("connection",): self._http.connections_refused}
-        refused["token",] = self._http.requests_refused
+        refused = {("connection",): self._http_refusals.connections}
+        refused["token",] = self._http_refusals.requests
         yield _counter("http_refused", "HTTP connections and requests refused", refused, ["why"])
 
 

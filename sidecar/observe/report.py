@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from sidecar.observe.metrics import HubCollector, WatchdogCollector, held_in_store, version
 from sidecar.protocol import PROTOCOL_VERSION
-from tiers.store.billing import monthly
+from tiers.store.middleware.billing import monthly
 
 if TYPE_CHECKING:
     from sidecar.core.engine import EngineSnapshot
     from sidecar.core.tenants import TenantSnapshot
-    from sidecar.observe.http import HttpServer
+    from sidecar.observe.metrics import HttpRefusals
     from sidecar.service.dispatcher import Hub
     from sidecar.service.watchdog import Watchdog
     from sidecar.sessions.namespaces import Realm
@@ -36,13 +36,13 @@ _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked
 class Reporter:
     """Renders a hub: metrics and status."""
 
-    def __init__(self, hub: Hub, watchdog: Watchdog, http: HttpServer) -> None:
+    def __init__(self, hub: Hub, watchdog: Watchdog, http_refusals: HttpRefusals) -> None:
         self._hub = hub
         self._watchdog = watchdog
         self._started = time.monotonic()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(HubCollector(hub))
-        self._registry.register(WatchdogCollector(watchdog, http))
+        self._registry.register(WatchdogCollector(watchdog, http_refusals))
 
     def metrics(self) -> bytes:
         """Prometheus' text format."""

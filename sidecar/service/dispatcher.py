@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from sidecar.events.sockets import EventSockets
     from sidecar.transport.job_socket import JobSocket
     from tiers.pool.host_pool import HostPool
-    from tiers.store.middleware import Metered
+    from tiers.store.middleware.metering import Metered
 
 JOBS_SLACK: Final = 4
 """A worker that revoked a job no longer counts it, while its end may still be on the way here."""

@@ -1,6 +1,6 @@
 """The store as the sidecar uses it: the tier inside its wrappers, from the configuration.
 
-Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware.py`).
+Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware/`).
 
 Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(Billed(tier))))))`. The
 deadline holds for a request with its retries and with its wait for a turn, as
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Final
 from sidecar.errors import StartError
 from tiers.errors import TierError
 from tiers.store.access import names_per_removal
-from tiers.store.billing import Billed
-from tiers.store.middleware import DELETED_TOGETHER_MAX, Deadline, Limited, Metered, Paced, Retrying
+from tiers.store.middleware.billing import Billed
+from tiers.store.middleware.deadline import DELETED_TOGETHER_MAX, Deadline
+from tiers.store.middleware.limits import Limited, Paced
+from tiers.store.middleware.metering import Metered
+from tiers.store.middleware.retrying import Retrying
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:

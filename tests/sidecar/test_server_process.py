@@ -34,7 +34,7 @@ from pathlib import Path
 import anyio
 from sidecar.app import serve
 from tests.sidecar.client import config_in
-from tiers.store.middleware import Faulty, FaultRates
+from tests.faulty_tier import Faulty, FaultRates
 
 directory, stall_seconds = Path(sys.argv[1]), float(sys.argv[2])
 config = config_in(

@@ -21,6 +21,7 @@ from sidecar.protocol import (
     Outcome,
 )
 from tests import places
+from tests.faulty_tier import FaultRates, Faulty
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
     RunningSidecar,
@@ -30,7 +31,7 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
-from tiers.store.middleware import FaultRates, Faulty, Verb, Wrapper
+from tiers.store.middleware.wrapper import Verb, Wrapper
 from tiers.store.object_tier import ObjectTier
 
 T = TypeVar("T")

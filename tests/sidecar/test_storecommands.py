@@ -22,7 +22,7 @@ from sidecar.service.store_stack import WrapStore, open_store
 from tests import places
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 from tiers.kv.index import FLAG_STORE
-from tiers.store.middleware import Metered
+from tiers.store.middleware.metering import Metered
 from tiers.store.object_tier import UrlObjects
 
 QUICK: dict[str, Any] = {"refresh_seconds": 0.05, "catalog_flush": 0.05}

@@ -6,10 +6,18 @@ import secrets
 
 import pytest
 
+from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.tier_suite import TierSuite, image_of, slot
 from tiers.errors import TierUnavailable
-from tiers.store.billing import GIGABYTE, MONTH_SECONDS, Billed, Operation, PriceTable, monthly
-from tiers.store.middleware import FaultRates, Faulty, Retrying
+from tiers.store.middleware.billing import (
+    GIGABYTE,
+    MONTH_SECONDS,
+    Billed,
+    Operation,
+    PriceTable,
+    monthly,
+)
+from tiers.store.middleware.retrying import Retrying
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 

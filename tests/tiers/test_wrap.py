@@ -11,10 +11,14 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
+from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, sized, slot
 from tiers.errors import ChunkMissing, TierFull, TierUnavailable
 from tiers.store.client import Found
-from tiers.store.middleware import Deadline, FaultRates, Faulty, Limited, Metered, Paced, Retrying
+from tiers.store.middleware.deadline import Deadline
+from tiers.store.middleware.limits import Limited, Paced
+from tiers.store.middleware.metering import Metered
+from tiers.store.middleware.retrying import Retrying
 from tiers.store.object_tier import Abilities, UrlObjects
 
 if TYPE_CHECKING:

@@ -10,12 +10,14 @@ import anyio.lowlevel
 import pytest
 
 from tests import places
+from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.names import parse_log
 from tiers.catalog.rows import rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.middleware import FaultRates, Faulty, Retrying, Verb, Wrapper
+from tiers.store.middleware.retrying import Retrying
+from tiers.store.middleware.wrapper import Verb, Wrapper
 
 T = TypeVar("T")
 

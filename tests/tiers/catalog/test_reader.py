@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from tests import places
+from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
@@ -23,14 +24,15 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import Row, digest_of, encode, rows_of
 from tiers.errors import TierUnavailable
-from tiers.store.middleware import FaultRates, Faulty, Metered, Wrapper
+from tiers.store.middleware.metering import Metered
+from tiers.store.middleware.wrapper import Wrapper
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tiers.store.middleware import Verb
+    from tiers.store.middleware.wrapper import Verb
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import places
+from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
@@ -25,7 +26,6 @@ from tiers.catalog.retention import Bounds
 from tiers.errors import TierUnavailable
 from tiers.kv.layout import Segment
 from tiers.store.client import Found
-from tiers.store.middleware import FaultRates, Faulty
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Owns `Billed`, a wrapper that counts every request that reaches the store, retries included, and
 the arithmetic of a monthly estimate. Does not own prices (the configuration) or what callers see
-(`wrap.Metered`).
+(`metering.py`).
 
 Invariants: counting changes nothing; a verb counts as the requests that S3 needs for it: a listing
 is one for each 1000 names, a deletion one for each 1000 objects, moving an object a copy and a
@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-from tiers.store.middleware import Verb, Wrapper
+from tiers.store.middleware.wrapper import Verb, Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
