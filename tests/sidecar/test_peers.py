@@ -156,11 +156,12 @@ def test_the_lock_is_no_way_to_write_elsewhere(short_directory: Path) -> None:
 
 # --- users ---------------------------------------------------------------------------------------
 
-# Everything is imported as root, since the interpreter may lie where only root can read.
+# Everything is imported as root, since the interpreter may lie where only root can read; numpy
+# imports its `ma` by itself later.
 BECOME = """
 import os, socket, sys
 from pathlib import Path
-import zmq
+import numpy.ma, zmq
 from tests.sidecar.client import RefusedError, Worker, key_of
 uid = int(sys.argv[1])
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
