@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tiers.store.client import Bytes, Seen
-    from tiers.store.middleware.retrying import Retrying
     from tiers.store.middleware.wrapper import Verb
     from tiers.store.object_tier import ObjectTier
 
