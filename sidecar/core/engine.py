@@ -52,7 +52,7 @@ from sidecar.core.commands import (
 from sidecar.core.directory import Chunk, Directory, FlagChange, Realm, SegmentState
 from sidecar.core.event_feeds import Tellings
 from sidecar.core.fair_share import BoundLimits, Bounds
-from sidecar.core.host_tier import HostTier
+from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
@@ -63,7 +63,7 @@ from sidecar.core.request_pins import KeptChunks
 from sidecar.core.store_view import StoreTier
 from sidecar.core.tenants import Tenants, TenantSnapshot
 from sidecar.core.writes import WritePolicy, Writes
-from sidecar.protocol import Error, JobOutcome, Outcome, Role
+from sidecar.protocol import Error, JobOutcome, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,10 +208,6 @@ class Engine:
             policy,
             self.counters,
             self.tenants,
-            on_complete=self._chunk_complete,
-            on_wanted=self._chunk_wanted,
-            on_restored=self._chunk_restored,
-            on_removed=self._chunk_removed,
         )
         self._pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
         self.store = StoreTier(
@@ -246,7 +242,6 @@ class Engine:
             self.breakers["read"],
             inflight_max=limits.reads_inflight_max,
             begun_max=limits.reads_begun_max,
-            gave_up=self._read_gave_up,
         )
         self.lookups = Lookups(
             self.directory,
@@ -288,6 +283,7 @@ class Engine:
             IllegalTransition: a bug in the engine.
         """
         self.host.expire(now)
+        self._apply_host_changes()
         match event:
             case (
                 Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
@@ -321,9 +317,30 @@ class Engine:
                 self.kept.drain()
                 self.lookups.drain()
                 self.writes.draining(flush=self.limits.flush_at_end)
-        self.reads.pump(now)
+        self._apply_host_changes()
+        for chunk, outcome in self.reads.pump(now):
+            self.lookups.gave_up(chunk, outcome)
+        self._apply_host_changes()
         self.writes.pump(now)
         return self._flush()
+
+    def _apply_host_changes(self) -> None:
+        """Pass on what happened to chunks of the host tier, in the order in which it did."""
+        changes = self.host.changes
+        while changes:
+            change, chunk = changes.popleft()
+            match change:
+                case HostChange.COMPLETE:
+                    self.writes.completed(chunk)
+                    self.lookups.completed(chunk)
+                case HostChange.RESTORED:
+                    self.writes.restored(chunk)
+                    self.lookups.completed(chunk)
+                case HostChange.USED:
+                    self.writes.wanted(chunk)
+                case HostChange.REMOVED:
+                    self.writes.removed(chunk)
+                    self.lookups.removed(chunk)
 
     def refusal(self, event: SessionOpened) -> str | None:
         """Why a session cannot be served: its geometry contradicts what its realm holds."""
@@ -456,24 +473,6 @@ class Engine:
             self.tell_listed(realm, keys)
         self._tellings.listed(realm, keys)
 
-    def _chunk_complete(self, chunk: Chunk) -> None:
-        self.writes.completed(chunk)
-        self.lookups.completed(chunk)
-
-    def _chunk_wanted(self, chunk: Chunk) -> None:
-        self.writes.wanted(chunk)
-
-    def _chunk_restored(self, chunk: Chunk) -> None:
-        self.writes.restored(chunk)
-        self.lookups.completed(chunk)
-
-    def _chunk_removed(self, chunk: Chunk) -> None:
-        self.writes.removed(chunk)
-        self.lookups.removed(chunk)
-
-    def _read_gave_up(self, chunk: Chunk, outcome: Outcome) -> None:
-        self.lookups.gave_up(chunk, outcome)
-
     def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
         session = job.session
         if session.session_id in self.sessions:
@@ -496,6 +495,7 @@ class Engine:
     def clear(self) -> list[Command]:
         """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
         self.host.clear()
+        self._apply_host_changes()
         return self._flush()
 
     def stored_mask(self, realm_id: int, key: bytes) -> int:

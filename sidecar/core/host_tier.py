@@ -23,6 +23,7 @@ is in nobody's sight, whatever pins it.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
 from collections import deque
@@ -59,12 +60,23 @@ class _Moment(NamedTuple):
     found: RestoredSlot
 
 
+class HostChange(enum.Enum):
+    """What happened to a chunk of the host tier."""
+
+    COMPLETE = "complete"
+    """It has the segments of all ranks."""
+    RESTORED = "restored"
+    """It has them again, after a restart."""
+    USED = "used"
+    """It was asked for again."""
+    REMOVED = "removed"
+
+
 class HostTier:
     """Slots, and the chunks that they hold.
 
-    Tells the others of a chunk: `on_complete` when it has all its segments, `on_restored` when the
-    last of them came back after a restart, `on_wanted` when it was asked for again, `on_removed`
-    when it is gone.
+    It calls no other part: what the others need to know is in `changes`, oldest first, until the
+    engine takes it from there.
     """
 
     def __init__(
@@ -74,11 +86,6 @@ class HostTier:
         policy: Policy,
         counters: Counters,
         tenants: Tenants,
-        *,
-        on_complete: Callable[[Chunk], None],
-        on_wanted: Callable[[Chunk], None],
-        on_restored: Callable[[Chunk], None],
-        on_removed: Callable[[Chunk], None],
     ) -> None:
         self._directory = directory
         self._slots = slots
@@ -86,10 +93,7 @@ class HostTier:
         self._orders = EvictionOrders(directory, policy, tenants)
         self._counters = counters
         self._tenants = tenants
-        self._on_complete = on_complete
-        self._on_wanted = on_wanted
-        self._on_restored = on_restored
-        self._on_removed = on_removed
+        self.changes: deque[tuple[HostChange, Chunk]] = deque()
         self.allocated: set[int] = set()
         self.zombies: set[Segment] = set()
         self.inventory = Inventory(slots.class_of, slots.slot_bytes)
@@ -110,7 +114,7 @@ class HostTier:
             for segment in chunk.segments:
                 if segment.state is SegmentState.HOST:
                     self._slots.touch(segment.slot)
-            self._on_wanted(chunk)
+            self.changes.append((HostChange.USED, chunk))
 
     @property
     def size_bytes(self) -> int:
@@ -189,7 +193,7 @@ class HostTier:
         self._slots.seal(segment.slot)
         self._has_come(segment, Cause.ARRIVED, num_blocks, parent)
         if segment.chunk.loadable:
-            self._on_complete(segment.chunk)
+            self.changes.append((HostChange.COMPLETE, segment.chunk))
         return True
 
     def _has_come(self, segment: Segment, cause: Cause, num_blocks: int, parent: bytes) -> None:
@@ -300,7 +304,7 @@ class HostTier:
         self._has_come(segment, Cause.RESTORED, found.num_blocks, found.parent)
         if chunk.loadable:
             self._counters.chunks_restored += 1
-            self._on_restored(chunk)
+            self.changes.append((HostChange.RESTORED, chunk))
 
     def _give_back(self, slot: int) -> None:
         self._counters.slots_unclaimed_dropped += 1
@@ -348,7 +352,7 @@ class HostTier:
                 self.zombies.add(segment)
                 if segment.running == 0:
                     self._bury(segment)
-        self._on_removed(chunk)
+        self.changes.append((HostChange.REMOVED, chunk))
 
     def clear(self) -> None:
         """Evict every chunk that may be evicted, and give up what nobody claimed."""
@@ -448,5 +452,5 @@ class HostTier:
             if segment.state is SegmentState.HOST:
                 self._directory.move(segment, Cause.EVICTED)
                 self._free(segment)
-        self._on_removed(chunk)
+        self.changes.append((HostChange.REMOVED, chunk))
         self._directory.settle(chunk)

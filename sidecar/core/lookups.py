@@ -198,7 +198,7 @@ class Lookups:
         # Copied: queueing a read may find that the chunk cannot come, and cut the run.
         for chunk in list(chunks):
             if not chunk.loadable and not lookup.answered:
-                self._reads.queue(chunk, [session_id])
+                self._queue(chunk, [session_id])
         self._answer_if_over(lookup)
 
     def _shorten(self, chunks: list[Chunk], length: int) -> None:
@@ -268,7 +268,9 @@ class Lookups:
     def read_ended(self, event: ReadDone, now: float) -> None:
         """A read ended, well or not; lookups that waited for it go on."""
         self._now = now
-        self._reads.ended(event, now)
+        lost = self._reads.ended(event, now)
+        if lost is not None:
+            self.gave_up(*lost)
 
     def completed(self, chunk: Chunk) -> None:
         """Every rank's segment is in the host tier."""
@@ -282,7 +284,11 @@ class Lookups:
         """A gather that lookups may have waited for brought nothing: read instead."""
         waiters = self._waiters.get(chunk)
         if waiters is not None:
-            self._reads.queue(chunk, [lookup.session_id for lookup in waiters])
+            self._queue(chunk, [lookup.session_id for lookup in waiters])
+
+    def _queue(self, chunk: Chunk, session_ids: list[int]) -> None:
+        if not self._reads.queue(chunk, session_ids):
+            self.gave_up(chunk, Outcome.MISSING)
 
     def removed(self, chunk: Chunk) -> None:
         """A chunk was quarantined in the host tier."""

@@ -5,8 +5,8 @@ breaker that stops reading while the store fails. It does not own who waits for 
 (`lookups.py`), the order of reads (`read_queue.py`), slots, or what the store holds.
 
 Reads belong to chunks, not to lookups: several lookups wait for the same read, and one that ends
-after all of them gave up still lands in the host tier. Of a chunk that cannot come, whoever waits
-is told by `gave_up(chunk, outcome)`.
+after all of them gave up still lands in the host tier. Each verb returns the chunks that cannot
+come, and the caller cuts the lookups that wait for them.
 
 Invariants: at most `inflight_max` reads run; one event begins at most `begun_max`, and the others
 get turns of their own.
@@ -56,7 +56,6 @@ class Reads:
         *,
         inflight_max: int,
         begun_max: int,
-        gave_up: Callable[[Chunk, Outcome], None],
     ) -> None:
         self._host = host
         self._store = store
@@ -66,7 +65,6 @@ class Reads:
         self._breaker = breaker
         self._inflight_max = inflight_max
         self._begun_max = begun_max
-        self._gave_up = gave_up
         self._planner = Planner(reads_inflight_max=inflight_max)
         self._starts: dict[int, ReadStart] = {}
         self._queue = ReadQueue()
@@ -127,16 +125,16 @@ class Reads:
             prefill_tokens_per_second=prefill_tokens_per_second,
         )
 
-    def queue(self, chunk: Chunk, session_ids: list[int]) -> None:
-        """Queue what the chunk lacks, or give the chunk up if the store lacks it too."""
+    def queue(self, chunk: Chunk, session_ids: list[int]) -> bool:
+        """Queue what the chunk lacks. False if the store lacks it too: the chunk cannot come."""
         absent = [s for s in chunk.segments if s.state is SegmentState.ABSENT]
         in_store = chunk.realm.obtainable(chunk.key)
         if not all(in_store >> segment.rank & 1 for segment in absent):
-            self._gave_up(chunk, Outcome.MISSING)
-            return
+            return False
         for segment in absent:
             for session_id in session_ids:
                 self._queue.add(session_id, segment)
+        return True
 
     def forget(self, chunk: Chunk) -> None:
         """Nobody waits for the chunk any more: its reads lose their place in the queue."""
@@ -153,8 +151,12 @@ class Reads:
         """Others had their turn."""
         self._resuming = False
 
-    def pump(self, now: float) -> None:
-        """Start as many reads as may run; of many, a few at a time."""
+    def pump(self, now: float) -> Iterator[tuple[Chunk, Outcome]]:
+        """Start as many reads as may run; of many, a few at a time.
+
+        Yields each chunk that cannot come, with the reason. The caller cuts the lookups that wait
+        for it before it goes on, so that nothing is read that only they wanted.
+        """
         if self._resuming:
             return
         last = self._last_read_id + self._begun_max
@@ -163,7 +165,7 @@ class Reads:
                 self._resume()
                 break
             if not self._breaker.passes(now):
-                self._pause()
+                yield from self._pause()
                 break
             segment = self._queue.take()
             if segment is None:
@@ -174,9 +176,9 @@ class Reads:
             realm = chunk.realm
             sources = realm.cuts.sources(realm.stored.get(chunk.key), segment.rank)
             if not sources:
-                self._gave_up(chunk, Outcome.MISSING)
+                yield chunk, Outcome.MISSING
             elif not self._host.reserve(segment, Cause.READ):
-                self._gave_up(chunk, Outcome.FULL)
+                yield chunk, Outcome.FULL
             else:
                 self._last_read_id += 1
                 self._running[self._last_read_id] = segment
@@ -199,15 +201,15 @@ class Reads:
             self._resuming = True
             self._emit(Resume())
 
-    def _pause(self) -> None:
+    def _pause(self) -> Iterator[tuple[Chunk, Outcome]]:
         """Nothing is read for now. While a trial runs the others wait for how it ends."""
         if self._breaker.state is BreakerState.OPEN:
             while (segment := self._queue.take()) is not None:
                 self._counters.reads_paused += 1
-                self._gave_up(segment.chunk, Outcome.FAILED)
+                yield segment.chunk, Outcome.FAILED
 
-    def ended(self, event: ReadDone, now: float) -> None:
-        """A read ended, well or not."""
+    def ended(self, event: ReadDone, now: float) -> tuple[Chunk, Outcome] | None:
+        """A read ended. Returns its chunk with the reason if that cannot come now."""
         segment = self._running.pop(event.read_id)
         self._planner.read_ended(self._starts.pop(event.read_id), now, event.num_bytes)
         chunk = segment.chunk
@@ -220,10 +222,10 @@ class Reads:
             self._tenants.counters(chunk.tenant).bytes_read += event.num_bytes
             if self._host.arrived(segment, event.num_blocks, event.parent) and chunk.loadable:
                 self._counters.chunks_read += 1
-            return
+            return None
         self._note_failure(segment, event)
         self._host.failed(segment)
-        self._gave_up(chunk, _FAILURES[event.outcome])
+        return chunk, _FAILURES[event.outcome]
 
     def _note_failure(self, segment: Segment, event: ReadDone) -> None:
         realm, key, outcome = segment.chunk.realm, segment.chunk.key, event.outcome

@@ -22,8 +22,8 @@ STORE = (
     Mutation(
         "a lookup is not answered when a read fails",
         "Reads.ended",
-        "self._gave_up(chunk, _FAILURES[event.outcome])",
-        "pass",
+        "return chunk, _FAILURES[event.outcome]",
+        "return None",
         ("store fails", "object vanishes", "another cluster writes"),
         seed=4,
     ),
