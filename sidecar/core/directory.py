@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from sidecar.core.segment_sources import Cuts
-from sidecar.core.stored_table import StoredChunks, distinct, widened
+from sidecar.core.stored_table import Cuts, StoredChunks, distinct, widened
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from tiers.kv.layout import ChunkLayout
 
     Flags = npt.NDArray[np.bool_]
+
 
 STORY_LINES_MAX: Final = 4096
 """Transitions that are remembered, over all chunks, to explain an illegal one."""

@@ -7,7 +7,7 @@ Owns the sessions and the wiring of the parts that decide: `directory.py` (where
 the same events in the same order give the same commands. The server checks epochs and frames before
 an event.
 
-Invariants, which `check` verifies and the tests run after every event: every allocated slot is in
+Invariants, which the tests verify after every event: every allocated slot is in
 the directory, a zombie or in the inventory, and in one place only; every pin has an owner; what
 runs on a slot is what the parts say is running.
 
@@ -49,19 +49,18 @@ from sidecar.core.commands import (
     Tick,
     Written,
 )
-from sidecar.core.directory import Chunk, Directory, FlagChange, Realm, SegmentState
+from sidecar.core.directory import Directory, FlagChange, Realm
 from sidecar.core.event_feeds import Tellings
-from sidecar.core.fair_share import BoundLimits, Bounds
+from sidecar.core.fair_share import BoundLimits, Bounds, Pins
 from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
-from sidecar.core.outbox import Outbox
-from sidecar.core.pins import Pins
+from sidecar.core.parts import CoreParts, EngineSnapshot, Outbox, PendingWork, RealmSnapshot
 from sidecar.core.reads import Reads
 from sidecar.core.request_pins import KeptChunks
 from sidecar.core.store_view import StoreTier
-from sidecar.core.tenants import Tenants, TenantSnapshot
+from sidecar.core.tenants import Tenants
 from sidecar.core.writes import WritePolicy, Writes
 from sidecar.protocol import Error, JobOutcome, Role
 
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.listed_rows import Keys
-    from sidecar.core.slot_allocator import SlotAllocator
+    from sidecar.core.restored import SlotAllocator
     from tiers.policy.policy import Policy
 
 
@@ -103,59 +102,6 @@ class EngineLimits:
     """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
     verify_writes: float = 1.0
     """The same of the segments that are written to the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class PendingWork:
-    """What has not ended yet; a drain waits for all of it to reach zero."""
-
-    copies_running: int
-    writes_running: int
-    writes_pending: int
-    reads_running: int
-    reads_queued: int
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is outstanding."""
-        return not (
-            self.copies_running
-            or self.writes_running
-            or self.writes_pending
-            or self.reads_running
-            or self.reads_queued
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RealmSnapshot:
-    """One realm's part of the status."""
-
-    realm_id: int
-    world_size: int
-    sessions: int
-    chunks_in_host: int
-    chunks_in_store: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """Status at one moment."""
-
-    sessions: int
-    chunks_in_host: int
-    chunks_in_store: int
-    slots_allocated: int
-    slots_zombie: int
-    slots_unclaimed: int
-    unclaimed_bytes: int
-    leases: int
-    lookups: int
-    write_queue_bytes: int
-    pending: PendingWork
-    draining: bool
-    realms: tuple[RealmSnapshot, ...]
-    tenants: tuple[TenantSnapshot, ...]
 
 
 def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
@@ -209,23 +155,25 @@ class Engine:
             self.counters,
             self.tenants,
         )
-        self._pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
-        self.store = StoreTier(
+        parts = CoreParts(
             self.directory,
+            self.host,
             self.counters,
             self.tenants,
+            self.bounds,
             self._outbox.emit,
+        )
+        self.pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
+        self.store = StoreTier(
+            parts,
             self._chunks_listed,
             quarantine_keys_max=limits.quarantine_keys_max,
             announces=limits.write is not WritePolicy.OFF,
         )
         self.breakers = {name: Breaker(limits.breaker) for name in ("read", "write")}
         self.writes = Writes(
-            self.host,
+            parts,
             self.store,
-            self.counters,
-            self.tenants,
-            self._outbox.emit,
             self.breakers["write"],
             policy=limits.write,
             inflight_max=limits.writes_inflight_max,
@@ -234,41 +182,26 @@ class Engine:
             admit=admit_write,
         )
         self.reads = Reads(
-            self.host,
+            parts,
             self.store,
-            self.counters,
-            self.tenants,
-            self._outbox.emit,
             self.breakers["read"],
             inflight_max=limits.reads_inflight_max,
             begun_max=limits.reads_begun_max,
         )
         self.lookups = Lookups(
-            self.directory,
-            self.host,
+            parts,
             self.reads,
-            self.counters,
-            self.tenants,
-            self.bounds,
-            self._pins,
-            self._outbox.emit,
+            self.pins,
             epoch=epoch,
             lookups_max_per_session=limits.lookups_max_per_session,
             ttl_seconds_max=limits.lease_ttl_seconds_max,
             recompute=limits.recompute,
             regret_max=limits.regret_max,
         )
-        self.leases = Leases(self._pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
-        self.kept = KeptChunks(
-            self.directory, self.host, self._pins, self.bounds, self.tenants, self.counters
-        )
-        self._jobs = Jobs(
-            self.directory,
-            self.host,
-            self.counters,
-            self.tenants,
-            self.bounds,
-            self._outbox.emit,
+        self.leases = Leases(self.pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
+        self.kept = KeptChunks(parts, self.pins)
+        self.jobs = Jobs(
+            parts,
             verify_loads=limits.verify_loads,
             ended=self._job_ended,
             store_failed=self.lookups.store_failed,
@@ -295,7 +228,7 @@ class Engine:
                 self._open(event)
                 self._adopt_some()
             case Copied():
-                self._jobs.copied(event, now)
+                self.jobs.copied(event, now)
             case Written():
                 self.writes.ended(event, now)
             case ReadDone():
@@ -435,9 +368,9 @@ class Engine:
         message = event.message
         # Loads first: a store may evict what a load of the same step needs.
         for load in message.loads:
-            self._jobs.load(session, realms, message.fence, load)
+            self.jobs.load(session, realms, message.fence, load)
         for store in message.stores:
-            self._jobs.store(session, realms, message.fence, store, now, accept=not self.draining)
+            self.jobs.store(session, realms, message.fence, store, now, accept=not self.draining)
 
     def _lease(
         self, session: SessionOpened, realms: list[Realm], event: LeaseTaken, now: float
@@ -506,7 +439,7 @@ class Engine:
     def pending_work(self) -> PendingWork:
         """What has not ended yet."""
         return PendingWork(
-            copies_running=self._jobs.copies_running,
+            copies_running=self.jobs.copies_running,
             writes_running=self.writes.num_running,
             writes_pending=self.writes.pending,
             reads_running=self.reads.num_running,
@@ -547,72 +480,3 @@ class Engine:
             ),
             tenants=self.tenants.snapshot(),
         )
-
-    def _check_bounds(self) -> None:
-        """The shares hold exactly what waits, and no more than they may."""
-        held: dict[str, Counter[int]] = {name: Counter() for name in self.bounds.shares}
-        for session_id, cost, storing in self._jobs.held():
-            held["memory_bytes"][session_id] += cost
-            held["copies"][session_id] += 1
-            held["storing_bytes"][session_id] += storing
-        for lookup in self.lookups:
-            held["memory_bytes"][lookup.session_id] += lookup.cost
-            held["lookups"][lookup.session_id] += 1
-        for lease in self.leases:
-            held["memory_bytes"][lease.session_id] += lease.cost
-            held["leases"][lease.session_id] += 1
-        for kept in self.kept:
-            held["memory_bytes"][kept.session_id] += kept.cost
-            held["kept_bytes"][kept.session_id] += kept.size_bytes
-        held["pinned_bytes"].update(self._pins.held_bytes())
-        for name, share in self.bounds.shares.items():
-            assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
-            assert share.used == sum(share.by_session.values()) <= share.limit, name
-
-    def check(self) -> None:
-        """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
-        chunks = [c for realm in self.directory.realms.values() for c in realm.chunks.values()]
-        segments = [segment for chunk in chunks for segment in chunk.segments]
-        everything = segments + list(self.host.zombies)
-        slots = [segment.slot for segment in everything if segment.slot >= 0]
-        slots += list(self.host.inventory)
-        assert len(slots) == len(set(slots)), "a slot is used twice"
-        assert set(slots) == self.host.allocated, "a slot is lost or unknown to the ledger"
-        charged: Counter[bytes] = Counter()
-        for segment in everything:
-            if segment.slot >= 0:
-                charged[segment.chunk.tenant] += self.host.slot_bytes(segment)
-        for account in self.tenants:
-            assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
-        assert not charged, "slots of a tenant without an account"
-        self._check_bounds()
-        running = Counter(self._jobs.running())
-        running.update(self.writes.running())
-        running.update(self.reads.running())
-        known = set(everything)
-        assert known.issuperset(running), "something runs on a slot that nobody holds"
-        for segment in everything:
-            assert segment.running == running[segment], "a slot's use is miscounted"
-            assert (segment.slot >= 0) == (segment.state is not SegmentState.ABSENT)
-        pins: Counter[Chunk] = Counter()
-        for owner in (*self.leases, *self.lookups):
-            pins.update(owner.chunks)
-        kept = Counter(one.chunk for one in self.kept)
-        pins.update(kept)
-        assert pins == self._pins.counts(), "a pin of no lease and no lookup, or one that is lost"
-        self.reads.check()
-        self.lookups.check()
-        for chunk in {*chunks, *pins}:
-            assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
-            assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
-        for chunk in chunks:
-            assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
-            hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
-            assert hosted == chunk.hosted, "HOST segments are miscounted"
-        for realm in self.directory.realms.values():
-            flags = [realm.flags(key) for key in realm.chunks]
-            assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
-            in_store = sum(
-                realm.cuts.obtainable(mask) == realm.full_mask for mask in realm.stored.masks()
-            )
-            assert in_store * realm.readable == realm.stored_chunks

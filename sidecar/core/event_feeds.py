@@ -1,7 +1,7 @@
 """What schedulers are told of the tiers: first all that their realms hold, then what changes.
 
 Owns which of them asked to be told, how far each has been, how far it has listened, and what waits
-to be told. Does not own what changes (`directory.py`) nor how messages leave (`outbox.py`). Pure.
+to be told. Does not own what changes (`directory.py`) nor how messages leave (`parts.py`). Pure.
 
 Invariants:
 

@@ -2,7 +2,8 @@
 
 Owns the shares of everything that waits in the control plane (memory, copies, host memory that is
 being stored into or pinned, lookups, leases, jobs) and the count of what was refused, by reason.
-Does not own what waits: whoever takes from a share gives the same back when the thing is over.
+Owns the pins of leases and lookups, too (`Pins`). Does not own what waits: the part that takes from
+a share gives the same back when the thing is over.
 
 The rule of every share is one number: a session may have at most `alpha` times what is left free.
 With 1, one that floods gets half, two that flood a third each, and whoever comes then finds as much
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sidecar.core.directory import Realm
+    from sidecar.core.directory import Chunk, Directory, Realm
     from sidecar.protocol import LoadChunk, StoreChunk
 
 PINNED_ALPHA: Final = 7
@@ -179,3 +180,84 @@ def store_cost(realm: Realm, piece: StoreChunk) -> int:
     """Bytes of one chunk's gather while it waits, with the chunk's entry."""
     fixed = COPY_BYTES + COPY_RANK_BYTES * realm.world_size
     return fixed + len(piece.token_ids) + BLOCK_BYTES * len(piece.block_ids)
+
+
+class _Held:
+    """One session's pins of one chunk."""
+
+    __slots__ = ("count", "size_bytes")
+
+    def __init__(self, size_bytes: int) -> None:
+        self.count = 0
+        self.size_bytes = size_bytes
+
+
+class Pins:
+    """Which session keeps which chunks from being evicted, and how much that is of each.
+
+    A session's chunks count once however often it pins them. Each session is held to its share of
+    the memory that may be pinned: a client that looks up or leases everything would otherwise leave
+    no slot to evict for the others. Why a chunk is pinned, and until when, is not known here.
+
+    Invariant: `chunk.pins` is the number of pins that are listed here.
+    """
+
+    def __init__(
+        self, directory: Directory, chunk_bytes: Callable[[Chunk], int], share: Share
+    ) -> None:
+        self._directory = directory
+        self._chunk_bytes = chunk_bytes
+        self._share = share
+        self._held: dict[int, dict[Chunk, _Held]] = {}
+
+    def fitting(self, session_id: int, chunks: Sequence[Chunk]) -> int:
+        """How many of `chunks`, from the first on, a session may pin."""
+        held = self._held.get(session_id, {})
+        wanted_bytes = 0
+        for number, chunk in enumerate(chunks):
+            if chunk not in held:
+                wanted_bytes += self._chunk_bytes(chunk)
+                if not self._share.fits(session_id, wanted_bytes):
+                    return number
+        return len(chunks)
+
+    def pin(self, session_id: int, chunks: Iterable[Chunk]) -> None:
+        """Pin chunks that were found to fit."""
+        held = self._held.setdefault(session_id, {})
+        for chunk in chunks:
+            one = held.get(chunk)
+            if one is None:
+                one = held[chunk] = _Held(self._chunk_bytes(chunk))
+                self._share.take(session_id, one.size_bytes)
+            one.count += 1
+            self._directory.pin(chunk)
+        if not held:
+            del self._held[session_id]
+
+    def unpin(self, session_id: int, chunks: Iterable[Chunk]) -> None:
+        """Take one pin of each back."""
+        for chunk in chunks:
+            held = self._held[session_id]
+            one = held[chunk]
+            one.count -= 1
+            if not one.count:
+                del held[chunk]
+                self._share.give(session_id, one.size_bytes)
+                if not held:
+                    del self._held[session_id]
+            self._directory.unpin(chunk)
+
+    def held_bytes(self) -> dict[int, int]:
+        """What each session pins that pins anything."""
+        return {
+            session_id: sum(one.size_bytes for one in held.values())
+            for session_id, held in self._held.items()
+        }
+
+    def counts(self) -> dict[Chunk, int]:
+        """How often each pinned chunk is pinned."""
+        counts: dict[Chunk, int] = {}
+        for held in self._held.values():
+            for chunk, one in held.items():
+                counts[chunk] = counts.get(chunk, 0) + one.count
+        return counts

@@ -32,18 +32,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sidecar.core.commands import RestoredSlot
 from sidecar.core.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
-from sidecar.core.eviction_orders import EvictionOrders
 from sidecar.core.restored import Inventory
 from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
+from sidecar.core.tenants import EvictionOrders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sidecar.core.commands import Counters
-    from sidecar.core.slot_allocator import SlotAllocator
+    from sidecar.core.restored import SlotAllocator
     from sidecar.core.tenants import Tenants
     from tiers.kv.layout import ChunkLayout
     from tiers.policy.policy import Policy
+
 
 VICTIMS_SCANNED_MAX: Final = 1024
 """Entries of the eviction order that one search looks at before it gives up."""
@@ -96,7 +97,7 @@ class HostTier:
         self.changes: deque[tuple[HostChange, Chunk]] = deque()
         self.allocated: set[int] = set()
         self.zombies: set[Segment] = set()
-        self.inventory = Inventory(slots.class_of, slots.slot_bytes)
+        self.inventory = Inventory(slots)
         self._expiries = Expiries()
         self._adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
         """What is left to adopt, by realm and rank."""

@@ -13,27 +13,23 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from sidecar.core.commands import (
-    Command,
     Copied,
     CopyOutcome,
-    Counters,
     Gather,
     Scatter,
     SessionOpened,
 )
 from sidecar.core.directory import Cause, SegmentState
 from sidecar.core.fair_share import load_cost, store_cost
+from sidecar.core.parts import Sampling
 from sidecar.core.retention import Retention
-from sidecar.core.sampling import Sampling
 from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk, StoreJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sidecar.core.directory import Chunk, Directory, Realm, Segment
-    from sidecar.core.fair_share import Bounds
-    from sidecar.core.host_tier import HostTier
-    from sidecar.core.tenants import Tenants
+    from sidecar.core.directory import Chunk, Realm, Segment
+    from sidecar.core.parts import CoreParts
     from tiers.kv.layout import ChunkLayout
 
 _OUTCOME_OF_COPY: Final = {
@@ -129,23 +125,18 @@ class Jobs:
 
     def __init__(
         self,
-        directory: Directory,
-        host: HostTier,
-        counters: Counters,
-        tenants: Tenants,
-        bounds: Bounds,
-        emit: Callable[[Command], None],
+        parts: CoreParts,
         *,
         verify_loads: float,
         ended: Callable[[Job, JobOutcome], None],
         store_failed: Callable[[Chunk], None],
     ) -> None:
-        self._directory = directory
-        self._host = host
-        self._counters = counters
-        self._tenants = tenants
-        self._bounds = bounds
-        self._emit = emit
+        self._directory = parts.directory
+        self._host = parts.host
+        self._counters = parts.counters
+        self._tenants = parts.tenants
+        self._bounds = parts.bounds
+        self._emit = parts.emit
         self._ended = ended
         self._store_failed = store_failed
         self._sampling = Sampling(verify_loads)

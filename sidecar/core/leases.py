@@ -1,7 +1,7 @@
 """Pins with an owner and a deadline: what keeps a chunk from being evicted before its load.
 
 Owns the leases that schedulers take, by session and by (realm, engine, job). It does not own the
-count of pins (`pins.py`) nor the slots.
+count of pins (`fair_share.py`) nor the slots.
 
 A lease ends once: when every rank finished the load job of the same id, when it is released, when
 its session ends, or when its deadline passes. Scheduler and workers speak over different sockets,
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sidecar.core.directory import Chunk
-    from sidecar.core.fair_share import Bounds
-    from sidecar.core.pins import Pins
+    from sidecar.core.fair_share import Bounds, Pins
 
 EARLY_JOBS_PER_ENGINE_MAX: Final = 256
 """Load jobs without a lease whose finished ranks are remembered; of more, the oldest go."""

@@ -1,7 +1,7 @@
 """Lookups: bring chunks that only the store holds to the host tier, and keep them for a while.
 
 Owns the lookups that wait, and those that were answered and still pin their chunks. It does not own
-the reads (`reads.py`), the count of pins (`pins.py`), leases, or slots.
+the reads (`reads.py`), the count of pins (`fair_share.py`), leases, or slots.
 
 A lookup's run is the leading part of its keys of which each is in host memory or can be read. Its
 chunks are pinned from the start. It is answered once: when the whole run is there, when a chunk
@@ -18,21 +18,19 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from sidecar.core.commands import Command, Counters, ReadDone, Reply
+from sidecar.core.commands import ReadDone, Reply
 from sidecar.core.fair_share import lookup_cost
 from sidecar.core.planner import UNKNOWN, Credit, Plan
 from sidecar.core.reads import can_come
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from sidecar.core.directory import Chunk, Directory, Realm
-    from sidecar.core.fair_share import Bounds
-    from sidecar.core.host_tier import HostTier
-    from sidecar.core.pins import Pins
+    from sidecar.core.directory import Chunk, Realm
+    from sidecar.core.fair_share import Pins
+    from sidecar.core.parts import CoreParts
     from sidecar.core.reads import Reads
-    from sidecar.core.tenants import Tenants
 
 
 class PendingLookup:
@@ -103,14 +101,9 @@ class Lookups:
 
     def __init__(
         self,
-        directory: Directory,
-        host: HostTier,
+        parts: CoreParts,
         reads: Reads,
-        counters: Counters,
-        tenants: Tenants,
-        bounds: Bounds,
         pins: Pins,
-        emit: Callable[[Command], None],
         *,
         epoch: int,
         lookups_max_per_session: int,
@@ -118,14 +111,14 @@ class Lookups:
         recompute: bool,
         regret_max: float,
     ) -> None:
-        self._directory = directory
-        self._host = host
+        self._directory = parts.directory
+        self._host = parts.host
         self._reads = reads
-        self._counters = counters
-        self._tenants = tenants
-        self._bounds = bounds
+        self._counters = parts.counters
+        self._tenants = parts.tenants
+        self._bounds = parts.bounds
         self._pins = pins
-        self._emit = emit
+        self._emit = parts.emit
         self._epoch = epoch
         self._lookups_max_per_session = lookups_max_per_session
         self._ttl_seconds_max = ttl_seconds_max

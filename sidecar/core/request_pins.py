@@ -2,8 +2,8 @@
 
 Owns who keeps what until when. A scheduler names keys at the end of a request; each is one entry,
 and naming it again only moves its end. A key of which nothing is there yet is kept too: its store
-may still be on the way, for workers speak over other sockets. Does not own pins (`pins.py`), nor
-the orders of eviction, out of which kept chunks are taken (`host_tier.py`).
+may still be on the way, for workers speak over other sockets. Does not own pins (`fair_share.py`),
+nor the orders of eviction, out of which kept chunks are taken (`host_tier.py`).
 
 What is kept is pinned, so it counts in the session's share of what may be pinned, and has in
 addition a share of its own, so that loads can always pin too; of a tenant with a limit in host
@@ -25,12 +25,9 @@ from sidecar.core.fair_share import kept_cost
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.core.commands import Counters
-    from sidecar.core.directory import Chunk, Directory, Realm
-    from sidecar.core.fair_share import Bounds
-    from sidecar.core.host_tier import HostTier
-    from sidecar.core.pins import Pins
-    from sidecar.core.tenants import Tenants
+    from sidecar.core.directory import Chunk, Realm
+    from sidecar.core.fair_share import Pins
+    from sidecar.core.parts import CoreParts
     from sidecar.protocol import Pin
 
 TENANT_DIVISOR: Final = 2
@@ -56,19 +53,15 @@ class KeptChunks:
 
     def __init__(
         self,
-        directory: Directory,
-        host: HostTier,
+        parts: CoreParts,
         pins: Pins,
-        bounds: Bounds,
-        tenants: Tenants,
-        counters: Counters,
     ) -> None:
-        self._directory = directory
-        self._host = host
+        self._directory = parts.directory
+        self._host = parts.host
         self._pins = pins
-        self._bounds = bounds
-        self._tenants = tenants
-        self._counters = counters
+        self._bounds = parts.bounds
+        self._tenants = parts.tenants
+        self._counters = parts.counters
         self._by_session: dict[int, dict[Chunk, _Kept]] = {}
         self._of_tenant: Counter[bytes] = Counter()
         # One entry for each that is kept. It may last longer by now than it says there.

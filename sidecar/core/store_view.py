@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sidecar.core.commands import (
-    Command,
-    Counters,
     Listed,
     Quarantine,
     Withdraw,
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.core.directory import Directory, Realm, Segment
+    from sidecar.core.directory import Realm, Segment
     from sidecar.core.listed_rows import Keys
-    from sidecar.core.tenants import Tenants
+    from sidecar.core.parts import CoreParts
 
 
 class StoreTier:
@@ -40,19 +38,16 @@ class StoreTier:
 
     def __init__(
         self,
-        directory: Directory,
-        counters: Counters,
-        tenants: Tenants,
-        emit: Callable[[Command], None],
+        parts: CoreParts,
         came: Callable[[Realm, Keys], None],
         *,
         quarantine_keys_max: int,
         announces: bool,
     ) -> None:
-        self._directory = directory
-        self._counters = counters
-        self._tenants = tenants
-        self._emit = emit
+        self._directory = parts.directory
+        self._counters = parts.counters
+        self._tenants = parts.tenants
+        self._emit = parts.emit
         # Told of chunks that have no object here, and that can be read from the store now.
         self._came = came
         self._quarantine_keys_max = quarantine_keys_max

@@ -18,7 +18,7 @@ chunk leaves the host tier first. At most `inflight_max` writes run, and what wa
 `queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that the
 store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all.
 
-Chunks that came back after a restart (`backfill.py`) are queued by `through` when nothing else is.
+Chunks that came back after a restart (`restored.py`) are queued by `through` when nothing else is.
 While draining, only what was stored before is still queued: neither what comes back nor what is
 wanted again, for a write that begins then may be cut off, and would be told as a loss.
 """
@@ -28,18 +28,17 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from sidecar.core.backfill import Offers
-from sidecar.core.commands import Command, Counters, StoreOutcome, Write, Written
-from sidecar.core.sampling import Sampling
+from sidecar.core.commands import StoreOutcome, Write, Written
+from sidecar.core.parts import Sampling
+from sidecar.core.restored import Offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from sidecar.core.breaker import Breaker
     from sidecar.core.directory import Chunk, Segment
-    from sidecar.core.host_tier import HostTier
+    from sidecar.core.parts import CoreParts
     from sidecar.core.store_view import StoreTier
-    from sidecar.core.tenants import Tenants
 
 WRITE_TRIES_MAX: Final = 3
 
@@ -90,11 +89,8 @@ class Writes:
 
     def __init__(
         self,
-        host: HostTier,
+        parts: CoreParts,
         store: StoreTier,
-        counters: Counters,
-        tenants: Tenants,
-        emit: Callable[[Command], None],
         breaker: Breaker,
         *,
         policy: WritePolicy,
@@ -103,11 +99,11 @@ class Writes:
         verify: float,
         admit: Callable[[int, bytes, int, int], bool],
     ) -> None:
-        self._host = host
+        self._host = parts.host
         self._store = store
-        self._counters = counters
-        self._tenants = tenants
-        self._emit = emit
+        self._counters = parts.counters
+        self._tenants = parts.tenants
+        self._emit = parts.emit
         self._breaker = breaker
         self._policy = policy
         self._inflight_max = inflight_max

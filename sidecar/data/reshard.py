@@ -3,7 +3,7 @@
 Owns reading the sources of one read, sharing one download among the ranks that need parts of the
 same object at the same time, and building the slot: every source is verified as a whole, what
 overlaps is copied, and the slot gets a checksum of its own. A source says itself of which size its
-blocks are. Does not own which sources there are (`core/segment_sources.py`), nor the outcome
+blocks are. Does not own which sources there are (`core/directory.py`), nor the outcome
 (`executor.py`).
 
 Invariants: nothing unverified reaches the slot; all sources are of the same chunk (key, parent,

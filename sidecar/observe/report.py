@@ -23,7 +23,7 @@ from sidecar.protocol import PROTOCOL_VERSION
 from tiers.store.middleware.billing import monthly
 
 if TYPE_CHECKING:
-    from sidecar.core.engine import EngineSnapshot
+    from sidecar.core.parts import EngineSnapshot
     from sidecar.core.tenants import TenantSnapshot
     from sidecar.observe.metrics import HttpRefusals
     from sidecar.service.dispatcher import Hub

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from sidecar.core.segment_sources import FOREIGN_MAX
+from sidecar.core.stored_table import FOREIGN_MAX
 from sidecar.errors import AttachRefused
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor

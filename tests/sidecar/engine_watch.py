@@ -30,6 +30,7 @@ from sidecar.core.commands import (
 )
 from sidecar.core.engine import Engine, EngineLimits
 from sidecar.core.retention import FOR_EVER, Retention
+from tests.engine_invariants import check
 from tests.sidecar.strict_pool import SlabSlots
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class Watched:
         }
 
     def check(self) -> None:
-        self.engine.check()
+        check(self.engine)
         told = {name for name, (in_host, _) in self.index.items() if in_host}
         assert told == self.in_host(), "the index and the slots disagree"
         # What was found corrupt is kept no more, whoever stores the same key anew.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Read
-from sidecar.core.segment_sources import Cuts
+from sidecar.core.stored_table import Cuts
 from sidecar.data.reshard import Assembler, SourceError, damaged
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import Rank, Realms

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.core.segment_sources import FOREIGN_MAX, Cuts
+from sidecar.core.stored_table import FOREIGN_MAX, Cuts
 from tiers.kv.layout import Segment
 
 LAYERS, HEADS = 8, 8

@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from sidecar.core.directory import Directory
-from sidecar.core.fair_share import Share
-from sidecar.core.pins import Pins
+from sidecar.core.fair_share import Pins, Share
 
 CHUNK_BYTES = 10
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from sidecar.core.directory import Directory, Segment
-from sidecar.core.read_queue import ReadQueue
+from sidecar.core.reads import ReadQueue
 
 
 def segments_of(count: int) -> list[Segment]:

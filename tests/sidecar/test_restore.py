@@ -27,6 +27,7 @@ from sidecar.core.engine import Engine
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WRITE_TRIES_MAX, WritePolicy
 from sidecar.protocol import Events, Outcome, RemovedEvent, Role, StoredEvent
+from tests.engine_invariants import check
 from tests.sidecar.engine_answers import done, messages, only
 from tests.sidecar.engine_names import ALL_RANKS, BLOCK_TOKENS, EPOCH, RANK_0, key, layout
 from tests.sidecar.engine_world import World
@@ -256,7 +257,7 @@ def test_realms_with_the_same_segments_share_what_there_is() -> None:
     for realm_id, chunks in ((0, 3), (1, 1), (2, 0)):
         event = SessionOpened(realm_id, Role.WORKER, "a", 0, 1, realm_id, False, layout(0), b"same")
         engine.handle(event, 0.0)
-        engine.check()
+        check(engine)
         assert engine.snapshot().realms[realm_id].chunks_in_host == chunks
     assert engine.snapshot().slots_unclaimed == 0
 

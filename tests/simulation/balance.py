@@ -17,6 +17,7 @@ from sidecar.core.commands import Event, Gather, Read, RestoredSlot, Tick
 from sidecar.core.directory import Chunk, Directory, SegmentState
 from sidecar.core.lookups import PendingLookup
 from sidecar.core.tenants import TenantRules
+from tests.engine_invariants import check
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import Model, Truth
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexReader, tag_of, tags_of
@@ -105,7 +106,7 @@ class Balance:
     def check(self, process: SidecarProcess, event: Event, now: float) -> None:
         """All rules but those of the index."""
         try:
-            process.hub.engine.check()
+            check(process.hub.engine)
         except AssertionError as error:
             raise Violation("Engine.check", str(error)) from error
         self._ledger_is_balanced(process)

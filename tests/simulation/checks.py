@@ -40,6 +40,7 @@ from sidecar.protocol import (
     ServerMessage,
     StoreJob,
 )
+from tests.engine_invariants import check
 from tests.simulation.balance import Balance
 from tests.simulation.brief import brief
 from tests.simulation.clock import Violation, World
@@ -330,7 +331,7 @@ class Checks:
         if waiting:
             raise Violation("every job is answered", f"{waiting}")
         process.hub.mover.execute(engine.clear())
-        engine.check()
+        check(engine)
         used = process.pool.stats().used_bytes
         if used:
             raise Violation("every slot can be freed", f"{used} bytes are used")

@@ -1,0 +1,87 @@
+"""The invariants of the sidecar's engine between two events.
+
+Owns what must hold between its parts: every allocated slot is in one place, every pin has an owner,
+every share holds what waits, and what runs on a slot is what the parts say is running.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from sidecar.core.directory import SegmentState
+
+if TYPE_CHECKING:
+    from sidecar.core.directory import Chunk
+    from sidecar.core.engine import Engine
+
+
+def _check_shares(engine: Engine) -> None:
+    """The shares hold exactly what waits, and no more than they may."""
+    held: dict[str, Counter[int]] = {name: Counter() for name in engine.bounds.shares}
+    for session_id, cost, storing in engine.jobs.held():
+        held["memory_bytes"][session_id] += cost
+        held["copies"][session_id] += 1
+        held["storing_bytes"][session_id] += storing
+    for lookup in engine.lookups:
+        held["memory_bytes"][lookup.session_id] += lookup.cost
+        held["lookups"][lookup.session_id] += 1
+    for lease in engine.leases:
+        held["memory_bytes"][lease.session_id] += lease.cost
+        held["leases"][lease.session_id] += 1
+    for kept in engine.kept:
+        held["memory_bytes"][kept.session_id] += kept.cost
+        held["kept_bytes"][kept.session_id] += kept.size_bytes
+    held["pinned_bytes"].update(engine.pins.held_bytes())
+    for name, share in engine.bounds.shares.items():
+        assert dict(share.by_session) == dict(+held[name]), f"{name} is miscounted"
+        assert share.used == sum(share.by_session.values()) <= share.limit, name
+
+
+def check(engine: Engine) -> None:
+    """Verify the invariants; raises AssertionError. Costs time linear in what is held."""
+    chunks = [c for realm in engine.directory.realms.values() for c in realm.chunks.values()]
+    segments = [segment for chunk in chunks for segment in chunk.segments]
+    everything = segments + list(engine.host.zombies)
+    slots = [segment.slot for segment in everything if segment.slot >= 0]
+    slots += list(engine.host.inventory)
+    assert len(slots) == len(set(slots)), "a slot is used twice"
+    assert set(slots) == engine.host.allocated, "a slot is lost or unknown to the ledger"
+    charged: Counter[bytes] = Counter()
+    for segment in everything:
+        if segment.slot >= 0:
+            charged[segment.chunk.tenant] += engine.host.slot_bytes(segment)
+    for account in engine.tenants:
+        assert account.host_bytes == charged.pop(account.tenant, 0), "a tenant is mischarged"
+    assert not charged, "slots of a tenant without an account"
+    _check_shares(engine)
+    running = Counter(engine.jobs.running())
+    running.update(engine.writes.running())
+    running.update(engine.reads.running())
+    known = set(everything)
+    assert known.issuperset(running), "something runs on a slot that nobody holds"
+    for segment in everything:
+        assert segment.running == running[segment], "a slot's use is miscounted"
+        assert (segment.slot >= 0) == (segment.state is not SegmentState.ABSENT)
+    pins: Counter[Chunk] = Counter()
+    for owner in (*engine.leases, *engine.lookups):
+        pins.update(owner.chunks)
+    kept = Counter(one.chunk for one in engine.kept)
+    pins.update(kept)
+    assert pins == engine.pins.counts(), "a pin of no lease and no lookup, or one that is lost"
+    engine.reads.check()
+    engine.lookups.check()
+    for chunk in {*chunks, *pins}:
+        assert chunk.pins == pins[chunk], "a pin without an owner, or an owner without a pin"
+        assert chunk.kept == kept[chunk], "kept for nobody, or not at all"
+    for chunk in chunks:
+        assert chunk.pins or not chunk.vacant, "an empty chunk was left behind"
+        hosted = sum(segment.state is SegmentState.HOST for segment in chunk.segments)
+        assert hosted == chunk.hosted, "HOST segments are miscounted"
+    for realm in engine.directory.realms.values():
+        flags = [realm.flags(key) for key in realm.chunks]
+        assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
+        in_store = sum(
+            realm.cuts.obtainable(mask) == realm.full_mask for mask in realm.stored.masks()
+        )
+        assert in_store * realm.readable == realm.stored_chunks
