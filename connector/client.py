@@ -58,7 +58,7 @@ RECEIVE_QUEUE_MESSAGES_MAX = 10_000
 
 
 @dataclass(slots=True)
-class Session:
+class SidecarSession:
     """One attachment to one life of a sidecar."""
 
     epoch: int
@@ -121,9 +121,9 @@ class Client:
         self._retry_seconds = retry_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._dealer: zmq.Socket[bytes] | None = None
-        self._current: Session | None = None
+        self._current: SidecarSession | None = None
         # Written by the thread, read by the engine's thread: a single reference, so no lock.
-        self._offered: Session | None = None
+        self._offered: SidecarSession | None = None
         self._closing = threading.Event()
         self._release_seconds_max = 0.0
         self._held = False
@@ -140,7 +140,7 @@ class Client:
     # --- the engine's thread -------------------------------------------------------------------
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         """The live session, or None. A changed identity means: everything from before is void."""
         offered = None if self._closing.is_set() else self._offered
         if offered is not self._current:
@@ -161,7 +161,7 @@ class Client:
         """Wait for the first session; used before the engine serves, never in a step."""
         return self._attached_once.wait(seconds)
 
-    def send(self, session: Session, message: ClientMessage) -> bool:
+    def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         """Queue a message for `session`; False where that is over or full, or the message too long.
 
         The session is named because the live one may have changed since the message was made: a
@@ -194,7 +194,7 @@ class Client:
         if self.session is not None and self._dealer is not None:
             self._dealer.poll(milliseconds, zmq.POLLIN)
 
-    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+    def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
         """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits.
 
         Where a session is named, none that are of another one: the live one may have changed.
@@ -245,7 +245,7 @@ class Client:
             self._context = None
         return not self._held
 
-    def _open_dealer(self, session: Session) -> None:
+    def _open_dealer(self, session: SidecarSession) -> None:
         try:
             if self._context is None:
                 self._context = zmq.Context()
@@ -281,7 +281,7 @@ class Client:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            session: Session | None = None
+            session: SidecarSession | None = None
             try:
                 with self._connect() as connection:
                     self._held = True
@@ -337,7 +337,7 @@ class Client:
             raise
         return connection
 
-    def _attach(self, connection: socket.socket, attempt: Attempt) -> Session:
+    def _attach(self, connection: socket.socket, attempt: Attempt) -> SidecarSession:
         # A key for this session only: who attached may send jobs over TCP, and nobody else.
         public, secret = zmq.curve_keypair() if zmq.has("curve") else (b"", b"")
         message = msgspec.structs.replace(attempt.message, curve_key=public)
@@ -357,7 +357,7 @@ class Client:
                 _close_all(received)
                 raise _Lost("the answer came without the shared index")
             index = IndexReader(received[0], reply.index_bytes)
-        return Session(
+        return SidecarSession(
             epoch=reply.epoch,
             token=reply.token,
             endpoint=reply.endpoint,
@@ -369,7 +369,7 @@ class Client:
             curve=(reply.curve_key, public, secret) if reply.curve_key else None,
         )
 
-    def _watch(self, connection: socket.socket, session: Session) -> None:
+    def _watch(self, connection: socket.socket, session: SidecarSession) -> None:
         """Stay until the sidecar closes the connection; take a moved index on the way."""
         # Not select(): an engine with many files open has descriptors over its limit of 1,024.
         watched = select.poll()

@@ -17,11 +17,11 @@ from connector.identity.eligibility import (
     cut_of,
     media_refusal,
     num_heads_of,
-    refusal_of,
+    unsupported_reason,
 )
 from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of
-from connector.identity.speculative import drafting_of
+from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
 from connector.options import count_of, seconds_of, sockets_of
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, tiers_owner
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from connector.export import ExportedMemory
-    from connector.identity.parallelism import Cut, Place
+    from connector.identity.parallelism import ParallelLayout, Place
     from tiers.kv.layout import KVLayout, Segment
 
 
@@ -55,7 +55,7 @@ class EngineGroup:
         """Tokens that an entry of a block stands for."""
         return self.geometry.block_tokens if self.geometry.attention.recurrent else 1
 
-    def segment(self, cut: Cut, place: Place) -> Segment:
+    def segment(self, cut: ParallelLayout, place: Place) -> Segment:
         """Layers and heads of a rank. Raises `LayoutError`."""
         return cut.segment(self.layer_names, self.num_heads, place, latent=self.latent)
 
@@ -78,12 +78,12 @@ class ServedEngine:
         self.cut = cut_of(vllm_config)
         self.world_size = int(parallel.world_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
-        self.refusal = refusal_of(vllm_config, kv_cache_config, chunk_tokens)
+        self.refusal = unsupported_reason(vllm_config, kv_cache_config, chunk_tokens)
         if self.refusal:
             return
         groups = kv_cache_config.kv_cache_groups
         try:
-            self.drafting = drafting_of(vllm_config)
+            self.speculation = speculation_of(vllm_config)
             self.groups = [
                 self._group(vllm_config, group, chunk_tokens, alone=len(groups) == 1)
                 for group in groups
@@ -114,7 +114,7 @@ class ServedEngine:
             # Of a group that is the whole model, the model says it all.
             layer_names=() if alone else layer_names,
             kv_heads=num_heads,
-            drafter=self.drafting.drafter,
+            drafter=self.speculation.drafter,
         )
         encoding = encoding_of(vllm_config, block_tokens, spec)
         latent = isinstance(spec, MLAAttentionSpec)

@@ -19,14 +19,14 @@ from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from connector.client import Session
+    from connector.client import SidecarSession
     from connector.identity.groups import Geometry
     from connector.requests import GroupState, RequestState
 
     Under = Callable[[bytes], bool]
 
 
-class Wanted(NamedTuple):
+class WantedChunks(NamedTuple):
     """A chunk that only the store holds, or that is behind one."""
 
     group: int
@@ -38,7 +38,7 @@ class Hit:
     """The external run beyond the engine's own hit, as the index shows it now."""
 
     end_tokens: int
-    wanted: list[Wanted]
+    wanted: list[WantedChunks]
     """What the run lacks in host memory to reach further, of each group in order."""
     first_wanted_tokens: int
     """Where the first of them begins."""
@@ -55,7 +55,7 @@ class HitFinder:
         self._windowed = len(self._full) < len(geometries)
         self._recurrent = any(each.attention.recurrent for each in geometries)
 
-    def hit(self, state: RequestState, session: Session, local_tokens: int) -> Hit | None:
+    def hit(self, state: RequestState, session: SidecarSession, local_tokens: int) -> Hit | None:
         """The run that can be loaded behind `local_tokens`, and the one that the store adds."""
         index = session.index
         if index is None:
@@ -74,7 +74,7 @@ class HitFinder:
         return Hit(end_tokens, wanted, first_wanted_tokens, wanted_tokens)
 
     def found_tokens(
-        self, state: RequestState, session: Session, end_tokens: int, under_way: Under
+        self, state: RequestState, session: SidecarSession, end_tokens: int, under_way: Under
     ) -> int:
         """How much of so many tokens can be loaded, with what is on its way."""
         assert session.index is not None
@@ -121,7 +121,7 @@ class HitFinder:
     def _reach(
         self,
         state: RequestState,
-        session: Session,
+        session: SidecarSession,
         local_tokens: int,
         flags: list[npt.NDArray[np.uint8]],
         tiers: int,
@@ -149,7 +149,7 @@ class HitFinder:
     def _held(
         self,
         group: GroupState,
-        session: Session,
+        session: SidecarSession,
         local_tokens: int,
         end_tokens: int,
         flags: npt.NDArray[np.uint8],
@@ -176,14 +176,14 @@ class HitFinder:
         return held[local_tokens // geometry.block_tokens - first * per_chunk :]
 
     def _wanted(
-        self, state: RequestState, session: Session, local_tokens: int, end_tokens: int
-    ) -> tuple[list[Wanted], int]:
+        self, state: RequestState, session: SidecarSession, local_tokens: int, end_tokens: int
+    ) -> tuple[list[WantedChunks], int]:
         """Keys that a hit of `end_tokens` needs, and the token where the first of them begins.
 
         Of each group those from the first on that is not in host memory.
         """
         assert session.index is not None
-        wanted: list[Wanted] = []
+        wanted: list[WantedChunks] = []
         begins = end_tokens
         # A window is of no use without the run that it is the tail of: full attention first.
         order = sorted(range(len(self._geometries)), key=lambda one: one not in self._full)
@@ -199,11 +199,11 @@ class HitFinder:
             there = _leading(in_host)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
-            wanted += [Wanted(number, key) for key in keys[there:]]
+            wanted += [WantedChunks(number, key) for key in keys[there:]]
         return wanted, begins
 
     def _partial(
-        self, group: GroupState, session: Session, index: int, tiers: int
+        self, group: GroupState, session: SidecarSession, index: int, tiers: int
     ) -> tuple[int, bytes | None]:
         """The longest piece of chunk `index` that one of `tiers` holds under a key of its own."""
         assert session.index is not None
@@ -224,7 +224,7 @@ class HitFinder:
     def loaded_key(
         self,
         group: GroupState,
-        session: Session | None,
+        session: SidecarSession | None,
         chunk: int,
         blocks: int,
         *,
@@ -246,7 +246,7 @@ class HitFinder:
                 return key
         return group.chain.partial(chunk, blocks)
 
-    def _tags(self, group: GroupState, session: Session) -> npt.NDArray[np.uint64]:
+    def _tags(self, group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
         keys = group.chain.keys
         if group.tags_salt != session.index_salt:
             group.tags_salt = session.index_salt

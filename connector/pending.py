@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from connector.requests import PendingLookup
+from connector.requests import PendingRead
 from sidecar.protocol import Lookup, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from connector.client import Client, Session
+    from connector.client import Client, SidecarSession
     from connector.lookup import HitFinder
     from connector.rate import PrefillRate
     from connector.requests import RequestState, Stats
@@ -28,7 +28,7 @@ SESSIONS_ASKED_MAX: Final = 4
 """Sessions that one request asks in turn: a sidecar that comes and goes holds no request up."""
 
 
-class Waits:
+class PendingLookups:
     """The requests that wait.
 
     Args:
@@ -62,26 +62,26 @@ class Waits:
 
     # --- other engines -------------------------------------------------------------------------
 
-    def expect(self, state: RequestState, session: Session) -> None:
+    def expect(self, state: RequestState, session: SidecarSession) -> None:
         """Wait from now on for what another engine has stored, or is storing."""
-        wait_ms = state.wishes.wait_ms
+        wait_ms = state.request_params.wait_ms
         if wait_ms < 0:
             wait_ms = session.limits.lookup_wait_ms_max
         state.expects_until = self.clock() + wait_ms / 1000
         self._expecting.add(state.request.request_id)
 
     def expecting(
-        self, state: RequestState, session: Session, local_tokens: int, stats: Stats
+        self, state: RequestState, session: SidecarSession, local_tokens: int, stats: Stats
     ) -> bool:
         """Whether a request still waits for what another engine has."""
         if state.expects_until is None:
             return False
-        wanted = min(state.wishes.expects_tokens, self._finder.longest(state))
+        wanted = min(state.request_params.expects_tokens, self._finder.longest(state))
         found = local_tokens
         if found < wanted:
             hit = self._finder.hit(state, session, local_tokens)
             if hit is not None:
-                found = hit.wanted_tokens if state.wishes.asks_store else hit.end_tokens
+                found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
         late = self.clock() >= state.expects_until
         if found < wanted and not late:
             return True
@@ -93,10 +93,10 @@ class Waits:
     # --- the object store ----------------------------------------------------------------------
 
     def ask_store(
-        self, state: RequestState, session: Session, local_tokens: int, stats: Stats
+        self, state: RequestState, session: SidecarSession, local_tokens: int, stats: Stats
     ) -> None:
         """Have the sidecar read what lies behind the hit and in the store alone, if it pays."""
-        if not state.wishes.asks_store:
+        if not state.request_params.asks_store:
             return
         if state.asked_session is not session:
             if state.asked_sessions >= SESSIONS_ASKED_MAX:
@@ -130,10 +130,10 @@ class Waits:
             stats.lookups_sent += 1
             state.from_store_keys.update(keys)
             deadline = self.clock() + wait_ms / 1000
-            state.lookup = PendingLookup(lookup_id, deadline, session)
+            state.lookup = PendingRead(lookup_id, deadline, session)
             self.lookups[lookup_id] = state
 
-    def leave_others(self, state: RequestState, session: Session) -> None:
+    def leave_others(self, state: RequestState, session: SidecarSession) -> None:
         """Wait for no answer of another session than this one."""
         if state.lookup is not None and state.lookup.session is not session:
             # Nobody will answer: that sidecar is gone, or has forgotten us. The new one is asked.

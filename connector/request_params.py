@@ -30,7 +30,7 @@ WAIT_MS_MAX: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestParams:
     """What a request wants of the cache; as it stands here, what one gets that says nothing."""
 
     reads: bool = True
@@ -53,10 +53,10 @@ class Wishes:
     """For so long; -1: as long as for the object store."""
 
 
-NOTHING: Final = Wishes(reads=False, writes=False)
+NOTHING: Final = RequestParams(reads=False, writes=False)
 
 
-class WishReader:
+class RequestParamsReader:
     """Reads the parameters of requests, and complains once of those that it does not understand.
 
     Args:
@@ -69,7 +69,7 @@ class WishReader:
         self._cannot = cannot
         self._told_cannot = False
 
-    def wishes_of(self, request: Any) -> Wishes:
+    def wishes_of(self, request: Any) -> RequestParams:
         """The wishes of a request of vLLM."""
         params = getattr(request, "kv_transfer_params", None)
         given = params.get(PARAMS, {}) if isinstance(params, dict) else {}
@@ -77,14 +77,14 @@ class WishReader:
             self._complain(given)
             return NOTHING
         if not given:
-            return Wishes()
+            return RequestParams()
         bad = [word for word, value in given.items() if not _WORDS[word](value)]
         if bad:
             self._complain(given)
         # What is false or nothing is what it gets.
         if in_vain := [word for word in given if word in self._cannot and given[word]]:
             self._complain_in_vain(given, in_vain)
-        return _wishes(given, frozenset(bad))
+        return _request_params(given, frozenset(bad))
 
     def _complain(self, given: object) -> None:
         if self._told:
@@ -116,9 +116,9 @@ class WishReader:
         )
 
 
-def _wishes(given: Mapping[str, Any], bad: frozenset[str]) -> Wishes:
+def _request_params(given: Mapping[str, Any], bad: frozenset[str]) -> RequestParams:
     read, write = given.get("read", True), given.get("write", True)
-    return Wishes(
+    return RequestParams(
         reads="read" not in bad and read is not False,
         asks_store=read != HOST,
         # What should be forgotten at a time that is not known is better not stored.

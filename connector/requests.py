@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from connector.identity.adapters import NO_ADAPTER, Adapter, Adapters
 from connector.keys import KeyChain, MediaItem, root_key
-from connector.request_params import Wishes, WishReader
+from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from connector.client import Session
+    from connector.client import SidecarSession
     from connector.identity.groups import CachedGroup, Geometry
     from connector.plan import Load
 
@@ -74,12 +74,12 @@ class Stats:
 
 
 @dataclass(slots=True)
-class PendingLookup:
+class PendingRead:
     """A question to the sidecar, and what it keeps in host memory for it."""
 
     lookup_id: int
     deadline: float
-    session: Session
+    session: SidecarSession
 
 
 @dataclass(slots=True)
@@ -115,13 +115,13 @@ class RequestState:
     """The own hit, with what we loaded behind it: more than that another connector loads."""
     scheduled_tokens: int = 0
     """Since its blocks were last allocated. What vLLM counts as computed before that may not be."""
-    lookup: PendingLookup | None = None
+    lookup: PendingRead | None = None
     """What it waits for."""
-    lookups_over: list[PendingLookup] = field(default_factory=list[PendingLookup])
+    lookups_over: list[PendingRead] = field(default_factory=list[PendingRead])
     """What it waited for: to be given back once it is known what of it is loaded."""
     asked_tokens: int = -1
     """The engine's own hit for which the store was last asked about."""
-    asked_session: Session | None = None
+    asked_session: SidecarSession | None = None
     """The session that was asked. Another one is another sidecar, or one that knows of nothing."""
     asked_sessions: int = 0
     from_store_keys: set[bytes] = field(default_factory=set[bytes])
@@ -136,7 +136,7 @@ class RequestState:
     """Its KV may be of other weights than its keys say: the cache was reset while it ran, or it
     began with blocks of before, or its adapter was replaced."""
     prompt_tail_done: bool = False
-    wishes: Wishes = field(default_factory=Wishes)
+    request_params: RequestParams = field(default_factory=RequestParams)
     undrafted: bool = False
     """A step left out the drafter: what is computed from there on is not whole."""
     expects_until: float | None = None
@@ -209,7 +209,7 @@ class Requests(dict[str, RequestState]):
         """Of those that were another's, the engine's map of cached blocks at that time."""
         self.ended: list[RequestState] = []
         """Requests that ended and whose last stores are not sent yet."""
-        self._reader = WishReader()
+        self._reader = RequestParamsReader()
         self.generation = b""
         """Part of every key made from now on; a new one makes everything older unknown."""
 
@@ -232,7 +232,7 @@ class Requests(dict[str, RequestState]):
                 request=request,
                 groups=self._group_states(request, adapter.identity),
                 tenant=tenant_id(request.cache_salt or ""),
-                wishes=self._reader.wishes_of(request),
+                request_params=self._reader.wishes_of(request),
             )
             state.adapter = adapter
             self._void_beside(state)

@@ -28,9 +28,9 @@ import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from connector.identity.speculative import NO_DRAFTS, Drafting
+from connector.identity.speculative import NO_DRAFTS, Speculation
 from connector.lookup import HitFinder, pieces_kept, pieces_of
-from connector.pending import Waits
+from connector.pending import PendingLookups
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
 from connector.request_params import EXPECT, PARAMS
@@ -69,12 +69,12 @@ class SchedulerRole:
         settings: Settings,
         world_size: int,
         *,
-        drafting: Drafting = NO_DRAFTS,
+        speculation: Speculation = NO_DRAFTS,
         num_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
-        self._drafting = drafting
+        self._speculation = speculation
         self._num_blocks = num_blocks
         geometries = self._geometries = [group.geometry for group in groups]
         # The group that says what an external hit is worth: one that reads all tokens, if any does.
@@ -87,13 +87,13 @@ class SchedulerRole:
         self.requests = Requests(
             groups,
             settings,
-            ahead_tokens=drafting.ahead_tokens,
+            ahead_tokens=speculation.ahead_tokens,
             cached_names=self._cached_names,
             world_size=world_size,
         )
         self._finder = HitFinder(geometries)
         self.rate = PrefillRate()
-        self.waits = Waits(
+        self.waits = PendingLookups(
             client,
             self._finder,
             self.rate,
@@ -138,7 +138,7 @@ class SchedulerRole:
         session = self.client.session
         if state is None or session is None or not self._reads(state):
             return
-        if state.wishes.expects_tokens:
+        if state.request_params.expects_tokens:
             self.waits.expect(state, session)
             return
         # What the engine holds itself need not come from the store; `matched_tokens` asks again
@@ -187,7 +187,7 @@ class SchedulerRole:
         request that it computes. A load that leaves it none is asked about for ever, and all that
         is queued behind it waits.
         """
-        drafts = self._drafting.draft_tokens
+        drafts = self._speculation.draft_tokens
         if not drafts:
             return True
         needed = 0
@@ -204,7 +204,7 @@ class SchedulerRole:
         # say so with their next step, so its first request is computed.
         return (
             self._settings.reads
-            and state.wishes.reads
+            and state.request_params.reads
             and self.requests.adapters.confirmed(state.adapter_id, state.adapter.files)
         )
 
@@ -345,7 +345,7 @@ class SchedulerRole:
             for request_id, num_tokens in scheduled.items()
             if (state := self.requests.get(request_id)) is not None
         ]
-        if self._drafting.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
+        if self._speculation.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
             for state, _ in requests:
                 state.undrafted = True
         # Seen before the first of them is stored: requests of one step may share blocks.
@@ -363,7 +363,7 @@ class SchedulerRole:
             state.scheduled_tokens += num_tokens
             if self._waits_for_others and not begun:
                 continue
-            if state.wishes.writes and not (state.void or state.undrafted):
+            if state.request_params.writes and not (state.void or state.undrafted):
                 handed = [
                     *states.get(state.request.request_id, ()),
                     *self._states_held(state),
@@ -397,7 +397,7 @@ class SchedulerRole:
     ) -> None:
         request = state.request
         # Draft tokens and placeholders are not known yet, so they are not counted as computed.
-        ahead_tokens = self._drafting.ahead_tokens
+        ahead_tokens = self._speculation.ahead_tokens
         computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
         prompt_tokens = request.num_prompt_tokens - ahead_tokens
         prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
@@ -441,18 +441,23 @@ class SchedulerRole:
         if not failed:
             self._store_rest(request, state, block_ids)
         session = self.client.session
-        if not state.wishes.hand_over or state.void or session is None or session.index is None:
+        if (
+            not state.request_params.hand_over
+            or state.void
+            or session is None
+            or session.index is None
+        ):
             return None
-        end_tokens = max(0, request.num_prompt_tokens - self._drafting.ahead_tokens)
+        end_tokens = max(0, request.num_prompt_tokens - self._speculation.ahead_tokens)
         num_tokens = self._finder.found_tokens(state, session, end_tokens, self.stores.under_way)
         return {PARAMS: {EXPECT: num_tokens}} if num_tokens else None
 
     def _store_rest(
         self, request: Any, state: RequestState, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        if state.wishes.pin_ms and not state.void:
+        if state.request_params.pin_ms and not state.void:
             self._pin_prompt(state)
-        writes = self._settings.writes and state.wishes.writes and not state.undrafted
+        writes = self._settings.writes and state.request_params.writes and not state.undrafted
         # Aborted before it was scheduled: vLLM counts tokens that we, or another connector, have
         # yet to load.
         begun = state.step_taken if self._waits_for_others else bool(state.scheduled_tokens)
@@ -474,7 +479,7 @@ class SchedulerRole:
         state.extend()
         keys: list[bytes] = []
         groups: list[int] = []
-        end_tokens = max(0, state.request.num_prompt_tokens - self._drafting.ahead_tokens)
+        end_tokens = max(0, state.request.num_prompt_tokens - self._speculation.ahead_tokens)
         for group in state.groups:
             chain = group.chain
             for piece in pieces_kept(group.geometry, end_tokens):
@@ -489,7 +494,7 @@ class SchedulerRole:
             Pin(
                 session.epoch,
                 keys,
-                state.wishes.pin_ms,
+                state.request_params.pin_ms,
                 state.tenant,
                 groups if any(groups) else [],
             ),

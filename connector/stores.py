@@ -18,7 +18,7 @@ from tiers.kv.index import FLAG_HOST, tags_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from connector.client import Session
+    from connector.client import SidecarSession
     from connector.identity.groups import Geometry
     from connector.identity.mamba import State
     from connector.plan import StepReport
@@ -143,7 +143,7 @@ class Stores:
 
     def plan(
         self,
-        session: Session,
+        session: SidecarSession,
         state: RequestState,
         parts: list[Part],
         block_ids: Callable[[], Sequence[Sequence[int]]],
@@ -183,8 +183,8 @@ class Stores:
         self.keys.update(keys)
         self.jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
         stats.chunks_stored += len(stores)
-        wishes = state.wishes
-        return Store(job_id, stores, state.tenant, wishes.ttl_ms, wishes.stays)
+        request_params = state.request_params
+        return Store(job_id, stores, state.tenant, request_params.ttl_ms, request_params.stays)
 
     def _pieces(
         self, state: RequestState, parts: list[Part], tables: Sequence[Sequence[int]]

@@ -146,7 +146,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             groups,
             settings,
             engine.world_size,
-            drafting=engine.drafting,
+            speculation=engine.speculation,
             num_blocks=engine.num_blocks,
         )
         watch_engine(role)

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from connector.client import Attempt, Client, Session
+from connector.client import Attempt, Client, SidecarSession
 from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
@@ -92,7 +92,7 @@ class WorkerRole:
         self._waiting = False
         self._fence_failed = False
         self.fence: WorkerFence | None = None
-        self._session: Session | None = None
+        self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
         self.outstanding: dict[int, _Outstanding] = {}
         self._results = TransferResults(set(), set(), StepReport())
@@ -106,7 +106,7 @@ class WorkerRole:
         message = self._describe(self._memory, self._memory.shared)
         return Attempt(message, [*self._memory.fds, fence.fd], fence)
 
-    def _refresh_session(self) -> Session | None:
+    def _refresh_session(self) -> SidecarSession | None:
         session = self.client.session
         if session is not self._session:
             # The old page stays open until its jobs are known to be void; see `_expire`.

@@ -43,10 +43,10 @@ from sidecar.logs import fields
 from sidecar.observe.http import HttpServer
 from sidecar.observe.report import Reporter
 from sidecar.redaction import conceal
-from sidecar.service.dispatcher import Hub
-from sidecar.service.handshake import Admission
+from sidecar.service.dispatcher import Dispatcher
+from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
-from sidecar.service.self_checks import Upkeep
+from sidecar.service.self_checks import SelfChecks
 from sidecar.service.store_stack import WrapStore, open_store
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import Phase, Watchdog
@@ -164,12 +164,12 @@ class Server:
         self._pool = pool
         self._store = store
         # Later lives have higher epochs, whatever the pid; nobody orders by it, it only differs.
-        self.hub = Hub(config, pool, store, epoch=time.time_ns())
+        self.dispatcher = Dispatcher(config, pool, store, epoch=time.time_ns())
         self._http = http
         self._watchdog = watchdog
         self._watchdog.broke = self._break
         self._taken_over = bool(restored)
-        self.hub.feed(Restored(restored))
+        self.dispatcher.feed(Restored(restored))
         self.stopping = anyio.Event()
         self.broken: BaseException | None = None
 
@@ -179,25 +179,25 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
-            stack.callback(self.hub.close)
+            stack.callback(self.dispatcher.close)
             jobs = self._open_jobs()
             stack.callback(jobs.close)
-            self.hub.connect(jobs)
+            self.dispatcher.connect(jobs)
             events = self._open_events(stack)
-            self._http.report(Reporter(self.hub, self._watchdog, self._http.refusals))
+            self._http.report(Reporter(self.dispatcher, self._watchdog, self._http.refusals))
             stack.callback(self._http.report, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)
             async with anyio.create_task_group() as tasks:
                 await self.start(tasks)
                 accepting = anyio.CancelScope()
-                admission = Admission(self.hub, jobs.endpoint, jobs.public_key)
-                upkeep = Upkeep(self.hub, self._directory, admission, jobs)
-                self._watchdog.add(upkeep.check)
-                self._watchdog.mend(upkeep.mend)
-                tasks.start_soon(admission.run, listener, accepting)
+                handshakes = Handshakes(self.dispatcher, jobs.endpoint, jobs.public_key)
+                self_checks = SelfChecks(self.dispatcher, self._directory, handshakes, jobs)
+                self._watchdog.add(self_checks.check)
+                self._watchdog.mend(self_checks.mend)
+                tasks.start_soon(handshakes.run, listener, accepting)
                 info = ServerInfo(
-                    epoch=self.hub.epoch,
+                    epoch=self.dispatcher.epoch,
                     attach_path=self._directory.attach_path,
                     endpoint=jobs.endpoint,
                     http_url=self._http.url,
@@ -219,7 +219,7 @@ class Server:
                 self._directory.remove_sockets(self._directory.attach_path)
                 if self.broken is None:
                     ended = await self.drain()
-                self.hub.end()
+                self.dispatcher.end()
                 tasks.cancel_scope.cancel()
         if self.broken is not None:
             raise self.broken
@@ -227,17 +227,17 @@ class Server:
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start what runs for the whole life of the sidecar, sockets apart."""
-        await tasks.start(self.hub.mover.run)
-        tasks.start_soon(self.hub.copies.run)
+        await tasks.start(self.dispatcher.executor.run)
+        tasks.start_soon(self.dispatcher.copies.run)
         tasks.start_soon(self._tick)
         if self._taken_over and self._config.host.prefault:
             tasks.start_soon(map_ahead, self._pool)
-        if self.hub.event_sockets is not None and self.hub.events is not None:
-            tasks.start_soon(self.hub.event_sockets.answer, self.hub.events)
-        if self.hub.watch is not None:
-            tasks.start_soon(self.hub.watch.run)
-        if self.hub.collector is not None:
-            tasks.start_soon(self.hub.collector.run)
+        if self.dispatcher.event_sockets is not None and self.dispatcher.events is not None:
+            tasks.start_soon(self.dispatcher.event_sockets.answer, self.dispatcher.events)
+        if self.dispatcher.watch is not None:
+            tasks.start_soon(self.dispatcher.watch.run)
+        if self.dispatcher.collector is not None:
+            tasks.start_soon(self.dispatcher.collector.run)
         # Elsewhere than in the main thread, signals are somebody else's (an embedding program's).
         if threading.current_thread() is threading.main_thread():
             await tasks.start(self._signals)
@@ -262,7 +262,7 @@ class Server:
             self._break,
         )
         stack.callback(sockets.close)
-        self.hub.publish(sockets, self._directory.first_number(self.hub.epoch))
+        self.dispatcher.publish(sockets, self._directory.first_number(self.dispatcher.epoch))
         return sockets
 
     def _open_jobs(self) -> Router | JobSocket:
@@ -270,17 +270,17 @@ class Server:
         if runtime.endpoint.startswith("tcp://"):
             secret = _secret(runtime.secret_key).encode()
             return Router(
-                CurveSettings(runtime.endpoint, secret, self.hub.sessions.has_user),
-                self.hub.received,
+                CurveSettings(runtime.endpoint, secret, self.dispatcher.sessions.has_user),
+                self.dispatcher.received,
                 self._break,
                 frames_queued_max=limits.frames_queued_max,
                 replies_queued_max=limits.replies_queued_max,
             )
         return JobSocket(
             self._directory.jobs_path,
-            self.hub.received,
-            self.hub.sessions.has_peer,
-            self.hub.stranger,
+            self.dispatcher.received,
+            self.dispatcher.sessions.has_peer,
+            self.dispatcher.stranger,
             self._break,
             mode=self._directory.socket_mode,
             uids=runtime.served_uids,
@@ -291,7 +291,7 @@ class Server:
         """End everything because of `error`, raised where the task group does not see it."""
         self.broken = self.broken or error
         self.stopping.set()
-        self.hub.drained.set()
+        self.dispatcher.drained.set()
 
     async def _signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         # A service manager asks for a reload by it. Whoever closes a terminal wants it to end.
@@ -340,33 +340,33 @@ class Server:
         """Let time pass for the engine: finely while something ends with it, else rarely."""
         while True:
             begun = time.monotonic()
-            self.hub.feed(Tick())
-            leases, lookups = self.hub.engine.timed
+            self.dispatcher.feed(Tick())
+            leases, lookups = self.dispatcher.engine.timed
             if leases or lookups:
                 seconds = TICK_SECONDS_WAITED_FOR if lookups else TICK_SECONDS
                 took = time.monotonic() - begun
                 await anyio.sleep(max(seconds, took * TICK_REST))
                 continue
-            self.hub.deadlines = anyio.Event()
+            self.dispatcher.deadlines = anyio.Event()
             with anyio.move_on_after(TICK_SECONDS_IDLE):
-                await self.hub.deadlines.wait()
+                await self.dispatcher.deadlines.wait()
 
     async def drain(self) -> Exit:
         """Finish what was begun, within `limits.drain_seconds_max`."""
-        self.hub.drain()
+        self.dispatcher.drain()
         with anyio.move_on_after(self._config.limits.drain_seconds_max) as patience:
-            await self.hub.drained.wait()
-        if self.hub.watch is not None:
+            await self.dispatcher.drained.wait()
+        if self.dispatcher.watch is not None:
             # Whatever was written, however far the drain got.
             with anyio.move_on_after(ANNOUNCE_SECONDS_MAX):
-                await self.hub.watch.flush_all()
+                await self.dispatcher.watch.flush_all()
         # Loads are served to the end, so some may have come while that was announced.
         with anyio.CancelScope(deadline=patience.deadline):
-            while self.broken is None and not self.hub.engine.pending_work().idle:
-                self.hub.drained = anyio.Event()
-                await self.hub.drained.wait()
-        left = self.hub.engine.pending_work()
-        catalogs = self.hub.catalogs
+            while self.broken is None and not self.dispatcher.engine.pending_work().idle:
+                self.dispatcher.drained = anyio.Event()
+                await self.dispatcher.drained.wait()
+        left = self.dispatcher.engine.pending_work()
+        catalogs = self.dispatcher.catalogs
         untold = 0 if catalogs is None else catalogs.rows_waiting
         if left.idle and untold:
             _logger.warning(

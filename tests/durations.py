@@ -165,27 +165,27 @@ class EngineStarts:
     """Measures engine starts in the process that runs the tests, and adds them to its reports."""
 
     def __init__(self, config: pytest.Config) -> None:
-        from sidecar.demo.engine import Engine
+        from sidecar.demo.engine import DemoEngine
 
         self._seconds: list[float] = []
-        begun: weakref.WeakKeyDictionary[Engine, float] = weakref.WeakKeyDictionary()
-        start, wait_ready = Engine.__init__, Engine.wait_ready
+        begun: weakref.WeakKeyDictionary[DemoEngine, float] = weakref.WeakKeyDictionary()
+        start, wait_ready = DemoEngine.__init__, DemoEngine.wait_ready
 
         @functools.wraps(start)
-        def timed_start(engine: Engine, *args: Any, **options: Any) -> None:
+        def timed_start(engine: DemoEngine, *args: Any, **options: Any) -> None:
             begun[engine] = time.monotonic()
             start(engine, *args, **options)
 
         @functools.wraps(wait_ready)
-        def timed_wait(engine: Engine, *args: Any, **options: Any) -> Engine:
+        def timed_wait(engine: DemoEngine, *args: Any, **options: Any) -> DemoEngine:
             try:
                 return wait_ready(engine, *args, **options)
             finally:
                 self._seconds.append(time.monotonic() - begun[engine])
 
         patch = pytest.MonkeyPatch()
-        patch.setattr(Engine, "__init__", timed_start)
-        patch.setattr(Engine, "wait_ready", timed_wait)
+        patch.setattr(DemoEngine, "__init__", timed_start)
+        patch.setattr(DemoEngine, "wait_ready", timed_wait)
         config.add_cleanup(patch.undo)
 
     @pytest.hookimpl(wrapper=True)

@@ -44,7 +44,7 @@ def check(engine: Engine) -> None:
     segments = [segment for chunk in chunks for segment in chunk.segments]
     everything = segments + list(engine.host.zombies)
     slots = [segment.slot for segment in everything if segment.slot >= 0]
-    slots += list(engine.host.inventory)
+    slots += list(engine.host.restored_slots)
     assert len(slots) == len(set(slots)), "a slot is used twice"
     assert set(slots) == engine.host.allocated, "a slot is lost or unknown to the ledger"
     charged: Counter[bytes] = Counter()
@@ -82,6 +82,7 @@ def check(engine: Engine) -> None:
         flags = [realm.flags(key) for key in realm.chunks]
         assert sum(in_host for in_host, _ in flags) == realm.hosted_chunks
         in_store = sum(
-            realm.cuts.obtainable(mask) == realm.full_mask for mask in realm.stored.masks()
+            realm.segment_sources.obtainable(mask) == realm.full_mask
+            for mask in realm.stored.masks()
         )
         assert in_store * realm.readable == realm.stored_chunks

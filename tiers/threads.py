@@ -42,7 +42,7 @@ TURNS_MAX: Final = 8
 _stepped_back = threading.local()
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Have the calling thread compute when the event loop and the engine do not, for good.
 
     What it is given to do next it does so, too: giving niceness back is a privilege. A thread that
@@ -92,7 +92,7 @@ def _runs_a_loop() -> bool:
     return True
 
 
-class Turns:
+class ThreadTurns:
     """A context manager that a thread enters to compute. At most `count` are inside."""
 
     def __init__(self, count: int | None = None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from tiers.cuda.device import Device
 from tiers.cuda.driver import check, driver
 from tiers.cuda.errors import NOT_READY
-from tiers.cuda.pinned_memory import Pins
+from tiers.cuda.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -54,7 +54,7 @@ class Copier:
         )
         self._device.bind()
         begun = time.perf_counter()
-        self._pins = Pins(self._device.driver, self._pool)
+        self._pins = PinnedMemory(self._device.driver, self._pool)
         self.pin_seconds = time.perf_counter() - begun
         self._memory = self._device.import_ipc(shared.handle, layout, self._pins)
         self._plain: tuple[int, Any, Any] | None = None

@@ -35,12 +35,11 @@ from benchmarks.micro.catalog_world import (
     World,
     rss_bytes,
 )
-from sidecar.cli.ls import Listing, TenantNames, Wanted, list_chunks
+from sidecar.cli.ls import Listing, ListingFilter, TenantNames, list_chunks
 from sidecar.cli.store import census_of
 from sidecar.config.model import Config
-from tiers.catalog.compaction import Plan, compact
-from tiers.catalog.compaction import Report as CompactionReport
-from tiers.catalog.retention import Bounds, Limits
+from tiers.catalog.compaction import CompactionPlan, CompactionReport, compact
+from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.kv.index import IndexReader, tags_of
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ ROUNDS: Final = 1000
 IDLE_SECONDS: Final = 2.0
 SAMPLE_PER_FILE: Final = 1000
 SAMPLE_FILE: Final = "sample-{}"
-PLAN: Final = Plan(Bounds(), grace_seconds=300.0, keep_seconds=0.0, whole=True)
+PLAN: Final = CompactionPlan(RetentionRules(), grace_seconds=300.0, keep_seconds=0.0, whole=True)
 MEMORY_MIB_MAX: Final = 512
 """Of a command that goes through the whole catalog, the interpreter and its packages included."""
 
@@ -185,7 +184,7 @@ async def ls(directory: Path, chunks: int) -> Report:
     """What `kvlake ls --limit` does that lists all chunks, as a table to nowhere."""
     world = World(str(directory / "store"), chunks)
     names = TenantNames(Config())
-    wanted = Wanted(namespace="", limit=chunks)
+    wanted = ListingFilter(namespace="", limit=chunks)
     listing = Listing(lambda _: None, names, as_json=False)
     took = await _timed(lambda: list_chunks(world.tier, world.prefix, wanted, names, listing))
     return {
@@ -198,12 +197,15 @@ async def ls(directory: Path, chunks: int) -> Report:
 async def gc(directory: Path, chunks: int) -> Report:
     """What `kvlake gc --dry-run` does where every kind of bound takes something."""
     world, probe = World(str(directory / "store"), chunks), LagProbe()
-    tenants = {tenant: Limits(DAYS / 3 * 86_400) for tenant in world.tenants[:2]}
+    tenants = {tenant: RetentionLimits(DAYS / 3 * 86_400) for tenant in world.tenants[:2]}
     tenants |= {
-        tenant: Limits(None, chunks // TENANTS // 2 * SIZE_BYTES) for tenant in world.tenants[2:4]
+        tenant: RetentionLimits(None, chunks // TENANTS // 2 * SIZE_BYTES)
+        for tenant in world.tenants[2:4]
     }
-    tenants |= {tenant: Limits(None, None, chunks // TENANTS // 2) for tenant in world.tenants[4:6]}
-    bounds = Bounds(DAYS * 0.9 * 86_400, None, chunks // 2, named=tenants)
+    tenants |= {
+        tenant: RetentionLimits(None, None, chunks // TENANTS // 2) for tenant in world.tenants[4:6]
+    }
+    bounds = RetentionRules(DAYS * 0.9 * 86_400, None, chunks // 2, named=tenants)
     plan = PLAN._replace(bounds=bounds, dry_run=True)
     reports: list[CompactionReport] = []
 

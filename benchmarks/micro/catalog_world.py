@@ -31,7 +31,7 @@ from tiers.catalog.manifest import Manifest
 from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode
 from tiers.catalog.snapshots import SNAPSHOT_ROWS
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.policy import make
 from tiers.store.object_tier import UrlObjects
@@ -134,14 +134,14 @@ class World:
             names.append(snapshot_name(self.folder, 0, part, digest_of(body)))
             await self.tier.write(names[-1], body)
         each = self.chunks // TENANTS
-        held = Holding(each * SIZE_BYTES, each, WRITTEN_AT, each)
+        held = Usage(each * SIZE_BYTES, each, WRITTEN_AT, each)
         manifest = Manifest(
             generation=0,
             snapshots=tuple(names),
             base=len(names),
             base_seconds=WRITTEN_AT / 1e6,
             rows=self.chunks,
-            held=Holding(self.chunks * SIZE_BYTES, self.chunks, WRITTEN_AT, self.chunks),
+            held=Usage(self.chunks * SIZE_BYTES, self.chunks, WRITTEN_AT, self.chunks),
             tenants={tenant.hex(): held for tenant in self.tenants},
         )
         await self.tier.write(manifest_name(self.folder, 0), manifests.encode(manifest))

@@ -21,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from connector.client import Client, Session
+from connector.client import Client, SidecarSession
 from connector.identity.groups import CachedGroup, Geometry
 from connector.keys import KeyChain, root_key
 from connector.plan import StepReport
@@ -46,15 +46,15 @@ R = TypeVar("R")
 class SilentClient:
     """Encodes what it is given, as the real one does, and delivers nothing."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SidecarSession) -> None:
         self.session = session
 
-    def send(self, session: Session, message: ClientMessage) -> bool:
+    def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         """Encode and forget."""
         encode(message)
         return session is self.session
 
-    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+    def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
         """Nothing ever comes."""
         return []
 
@@ -94,7 +94,7 @@ class Bench:
             jobs_inflight_max=256,
             lease_ttl_ms_max=10_000,
         )
-        session = Session(1, b"t" * 16, "inproc://nobody", limits, SALT, reader)
+        session = SidecarSession(1, b"t" * 16, "inproc://nobody", limits, SALT, reader)
         self.pool = BlockPool(4 * tokens // BLOCK_TOKENS, True, BLOCK_TOKENS)
         self.role = SchedulerRole(
             cast("Client", SilentClient(session)),

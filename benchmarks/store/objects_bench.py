@@ -7,7 +7,7 @@ nothing, so that the client is what is measured, and SeaweedFS, a real one.
 Arms of a read: `plain` is obstore alone, which drops what it read; `landed` copies it to the slot,
 as any user of obstore must who wants it there; `tier` is what the sidecar calls, with deadlines,
 retries, limits and counters; `verified` is `tier` and the checksum of the payload, taken as it
-arrives and judged, as the mover does it. Of a write: `plain`; `tier`; `sampled`, as the mover
+arrives and judged, as the executor does it. Of a write: `plain`; `tier`; `sampled`, as the executor
 writes by default, which checks one slot in fifty first; `verified`, which checks each; and obstore
 alone with as much of a guarantee as that: `hashed` takes the same checksum before it, `sha256` has
 obstore take the only one that it knows, which the server compares.
@@ -39,16 +39,16 @@ import numpy.typing as npt
 import obstore
 
 from benchmarks.store.plain_server import PlainServer, plain_server
-from sidecar.config.host import Integrity
-from sidecar.config.store import Store
-from sidecar.data.verify import Arrival
+from sidecar.config.host import IntegritySettings
+from sidecar.config.store import StoreSettings
+from sidecar.data.verify import StreamingVerifier
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.service.store_stack import open_store
-from sidecar.sessions.namespaces import Rank
+from sidecar.sessions.namespaces import RankLayout
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates
 from tiers.store.client import run_to_end
-from tiers.store.obstore_client import CloudStore
+from tiers.store.obstore_client import ObstoreClient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -108,7 +108,7 @@ class Bench:
     """One server, one size of objects."""
 
     def __init__(self, server: PlainServer | S3Server, size_bytes: int, count: int) -> None:
-        settings = Store.model_validate(
+        settings = StoreSettings.model_validate(
             {
                 "url": server.url,
                 "backend": "obstore",
@@ -118,9 +118,9 @@ class Bench:
             }
         )
         self._tier: Metered = open_store(settings)
-        cloud = CloudStore(settings.url, settings.access)
+        cloud = ObstoreClient(settings.url, settings.access)
         # The same client, with the same settings.
-        self._plain: Any = cloud._client  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        self._plain: Any = cloud.client
         self._summing: Any = obstore.store.S3Store(
             config={**self._plain.config, "checksum_algorithm": "SHA256"},
             client_options=self._plain.client_options,
@@ -129,8 +129,8 @@ class Bench:
         )
         self._template = template_of(size_bytes)
         layout = self._template.layout
-        self._rank = Rank(layout, SlotTemplates(layout, self._template.namespace_digest))
-        self._every = round(1 / Integrity().verify_writes)
+        self._rank = RankLayout(layout, SlotTemplates(layout, self._template.namespace_digest))
+        self._every = round(1 / IntegritySettings().verify_writes)
         self._sampled = 0
         self._slots = slots_of(self._template, READS)
         self._names = [f"bench/{size_bytes}/{number}" for number in range(count)]
@@ -223,7 +223,7 @@ class Bench:
         await self._tier.read(self._names[number], slot)
 
     async def _get_verified(self, number: int, slot: Bytes) -> None:
-        arrival = Arrival(self._rank, bytes(32), slot)
+        arrival = StreamingVerifier(self._rank, bytes(32), slot)
         size_bytes = await self._tier.read(self._names[number], slot, seen=arrival.seen)
         if arrival.judged(size_bytes):
             meta = arrival.verdict(size_bytes)

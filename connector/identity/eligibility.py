@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.identity.groups import FULL, RECURRENT, Attention
-from connector.identity.mamba import ALIGNED, recurrent, recurrent_refusal
+from connector.identity.mamba import ALIGNED, mamba_unsupported_reason, recurrent
 from connector.identity.nodes import nodes_refusal
-from connector.identity.parallelism import Cut, Place
-from connector.identity.speculative import WITHOUT_LAYERS, drafting_refusal
+from connector.identity.parallelism import ParallelLayout, Place
+from connector.identity.speculative import WITHOUT_LAYERS, speculation_unsupported_reason
 from sidecar.protocol import GROUPS_MAX
 from tiers.errors import LayoutError
 
@@ -36,7 +36,7 @@ _VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
 """Backends with which vLLM turns its prefix caching off where it is to be batch invariant."""
 
 
-def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
     """Why this engine cannot be cached safely, or nothing."""
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
     from vllm.platforms import current_platform
@@ -51,8 +51,8 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     reason = faults_refusal(vllm_config) or nodes_refusal(vllm_config)
-    reason = reason or recurrent_refusal(vllm_config, groups)
-    if reason or (reason := drafting_refusal(vllm_config)):
+    reason = reason or mamba_unsupported_reason(vllm_config, groups)
+    if reason or (reason := speculation_unsupported_reason(vllm_config)):
         return reason
     unknown = {
         type(group.kv_cache_spec).__name__
@@ -195,10 +195,10 @@ def attention_of(spec: Any) -> Attention | None:
     return None
 
 
-def cut_of(vllm_config: Any) -> Cut:
+def cut_of(vllm_config: Any) -> ParallelLayout:
     """How an engine cuts its model over ranks."""
     parallel = vllm_config.parallel_config
-    return Cut(
+    return ParallelLayout(
         stages=int(parallel.pipeline_parallel_size),
         tensors=int(parallel.tensor_parallel_size),
         num_layers=int(vllm_config.model_config.get_total_num_hidden_layers()),

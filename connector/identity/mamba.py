@@ -34,7 +34,7 @@ def recurrent(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
-def recurrent_refusal(vllm_config: Any, groups: Sequence[Any]) -> str:
+def mamba_unsupported_reason(vllm_config: Any, groups: Sequence[Any]) -> str:
     """Why the states of an engine's recurrent layers cannot be cached safely, or nothing."""
     specs = [group.kv_cache_spec for group in groups if recurrent(group.kv_cache_spec)]
     if not specs:

@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParallelLayout:
     """How an engine cuts its model: into stages of layers, and their heads over ranks."""
 
     stages: int

@@ -31,7 +31,7 @@ WITH_LAYERS: Final = (*READS_AHEAD, "draft_model")
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class Speculation:
     """How an engine drafts."""
 
     ahead_tokens: int = 0
@@ -49,10 +49,10 @@ class Drafting:
         return 0 < self.sequence_tokens_max < longest
 
 
-NO_DRAFTS: Final = Drafting()
+NO_DRAFTS: Final = Speculation()
 
 
-def drafting_refusal(vllm_config: Any) -> str:
+def speculation_unsupported_reason(vllm_config: Any) -> str:
     """Why an engine with these drafts cannot be cached safely, or nothing."""
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -89,7 +89,7 @@ def drafting_refusal(vllm_config: Any) -> str:
     return ""
 
 
-def drafting_of(vllm_config: Any) -> Drafting:
+def speculation_of(vllm_config: Any) -> Speculation:
     """How an engine that was not refused drafts.
 
     Raises:
@@ -101,7 +101,7 @@ def drafting_of(vllm_config: Any) -> Drafting:
         return NO_DRAFTS
     draft_tokens = int(speculative.num_speculative_tokens)
     if speculative.method in WITHOUT_LAYERS:
-        return Drafting(draft_tokens=draft_tokens)
+        return Speculation(draft_tokens=draft_tokens)
     model = speculative.draft_model_config
     load = speculative.draft_load_config or vllm_config.load_config
     drafter = {
@@ -118,7 +118,7 @@ def drafting_of(vllm_config: Any) -> Drafting:
     }
     lengths = (vllm_config.model_config.max_model_len, model.max_model_len)
     longest = min(int(length) for length in lengths if length)
-    return Drafting(
+    return Speculation(
         ahead_tokens=int(speculative.method in READS_AHEAD),
         drafter=drafter,
         # One less than vLLM itself takes: it is about a few tokens of the longest context.

@@ -49,7 +49,7 @@ from connector.identity.eligibility import (
     tails_refusal,
 )
 from connector.identity.namespace import offloading_identity
-from connector.identity.speculative import drafting_of, drafting_refusal
+from connector.identity.speculative import speculation_of, speculation_unsupported_reason
 from connector.identity.weight_updates import watch_engine
 from connector.identity.weights import WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
@@ -236,7 +236,7 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         return {"refusal": reason, "prefixes": False}
     if reason := (
         faults_refusal(vllm_config)
-        or drafting_refusal(vllm_config)
+        or speculation_unsupported_reason(vllm_config)
         or tails_refusal(vllm_config, specs, block_tokens)
     ):
         return {"refusal": reason}
@@ -250,7 +250,7 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
             "only; where a path never comes to mean another adapter, set adapters_by_path to true"
         }
     try:
-        drafter = drafting_of(vllm_config).drafter
+        drafter = speculation_of(vllm_config).drafter
         identity = offloading_identity(vllm_config, block_tokens)
     except (WeightsUnknown, OSError) as error:
         return {"refusal": str(error)}

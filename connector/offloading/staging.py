@@ -39,7 +39,7 @@ from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from connector.client import Session
+    from connector.client import SidecarSession
     from connector.worker import WorkerRole
 
 Rows = npt.NDArray[np.uint8]
@@ -52,7 +52,7 @@ TOKEN_IDS: Final = bytes(4 * BLOCK_TOKENS)
 STORES_PER_JOB_MAX: Final = 64
 
 
-class Row(NamedTuple):
+class StagedRow(NamedTuple):
     """A chunk `key` in row `chunk_id` of the region. The rest is for those that are stored."""
 
     key: bytes
@@ -63,12 +63,12 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class StagedTransfer:
     """One row on its way."""
 
     batch_id: int
     is_load: bool
-    chunk: Row
+    chunk: StagedRow
     deadline: float
     row: int = -1
     copy: Future[None] | None = None
@@ -112,7 +112,7 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Bounce:
+class Staging:
     """Transfers between a region's rows and the sidecar.
 
     Args:
@@ -141,11 +141,11 @@ class Bounce:
         self._kept_for_loads = num_rows // 4
         """Rows that stores leave: somebody waits for a load, nobody for a store."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlake-bounce")
-        self._queued: dict[bool, deque[Transfer]] = {True: deque(), False: deque()}
-        self._copying: list[Transfer] = []
-        self._copied: list[Transfer] = []
-        self._loads: dict[int, Transfer] = {}
-        self._stores: dict[int, list[Transfer]] = {}
+        self._queued: dict[bool, deque[StagedTransfer]] = {True: deque(), False: deque()}
+        self._copying: list[StagedTransfer] = []
+        self._copied: list[StagedTransfer] = []
+        self._loads: dict[int, StagedTransfer] = {}
+        self._stores: dict[int, list[StagedTransfer]] = {}
         self._batches: dict[int, Batch] = {}
         self._finished: list[Batch] = []
         self._next_id = 1
@@ -154,7 +154,7 @@ class Bounce:
     def begin(
         self,
         batch_id: int,
-        rows: Sequence[Row],
+        rows: Sequence[StagedRow],
         *,
         is_load: bool,
         seconds_max: float,
@@ -167,10 +167,10 @@ class Bounce:
             return
         self._batches[batch_id] = batch
         self._queued[is_load].extend(
-            Transfer(batch_id, is_load, chunk, now + seconds_max) for chunk in rows
+            StagedTransfer(batch_id, is_load, chunk, now + seconds_max) for chunk in rows
         )
 
-    def pump(self, session: Session | None) -> None:
+    def pump(self, session: SidecarSession | None) -> None:
         """Take what has ended, and go on with what has not. Never waits."""
         self._collect()
         self._copies_ended()
@@ -241,7 +241,7 @@ class Bounce:
         """Give up what is past its deadline, but for what our own thread is at right now."""
         now = self._clock()
 
-        def over(transfer: Transfer) -> bool:
+        def over(transfer: StagedTransfer) -> bool:
             return everything or now >= transfer.deadline
 
         for queued in self._queued.values():
@@ -295,21 +295,21 @@ class Bounce:
             transfer.row = self._free.pop()
             self._copy(transfer, self._region[transfer.chunk.chunk_id], self._rows[transfer.row])
 
-    def _copy(self, transfer: Transfer, source: Rows, target: Rows) -> None:
+    def _copy(self, transfer: StagedTransfer, source: Rows, target: Rows) -> None:
         # np.copyto releases the GIL for rows of this size.
         transfer.copy = self._thread.submit(np.copyto, target, source)
         self._copying.append(transfer)
 
     # --- the end -------------------------------------------------------------------------------
 
-    def _end(self, transfer: Transfer, *, ok: bool) -> None:
+    def _end(self, transfer: StagedTransfer, *, ok: bool) -> None:
         """Nothing touches the transfer's bounce row any more."""
         if transfer.row >= 0:
             self._free.append(transfer.row)
         if not transfer.given_up:
             self._report(transfer, ok=ok)
 
-    def _report(self, transfer: Transfer, *, ok: bool) -> None:
+    def _report(self, transfer: StagedTransfer, *, ok: bool) -> None:
         batch = self._batches[transfer.batch_id]
         (batch.done if ok else batch.failed).append(transfer.chunk.key)
         batch.left -= 1

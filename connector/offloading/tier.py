@@ -31,10 +31,10 @@ from connector.client import Attempt, Client
 from connector.keys import NO_PARENT
 from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
-from connector.offloading.staging import BLOCK_TOKENS, Bounce, Row
-from connector.offloading.workarounds import Requests
+from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
+from connector.offloading.workarounds import GuardedRequests
 from connector.options import seconds_of, sockets_of
-from connector.request_params import OF_THE_CONNECTOR, Wishes, WishReader
+from connector.request_params import OF_THE_CONNECTOR, RequestParams, RequestParamsReader
 from connector.tier_events import TierEvents
 from connector.worker import WorkerRole
 from sidecar.protocol import (
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from connector.client import Session
+    from connector.client import SidecarSession
     from connector.export import ExportedMemory
 
 TOPOLOGY: Final = "offloading"
@@ -81,14 +81,14 @@ class _Read:
     request_id: str
     keys: list[bytes]
     deadline: float
-    session: Session
+    session: SidecarSession
 
 
 @dataclass(slots=True)
 class _Request:
     """What is known of one request."""
 
-    wishes: Wishes
+    request_params: RequestParams
     void: bool = False
     """The cache was reset while it ran: what it computes with is of before. Or its input streams
     in, and vLLM mixes up its blocks (`workarounds.py`)."""
@@ -97,7 +97,9 @@ class _Request:
     wanted: dict[bytes, None] = field(default_factory=dict[bytes, None])
     """To be read from the object store, in order; asked for at the end of the step."""
     reading: set[bytes] = field(default_factory=set[bytes])
-    lookups: list[tuple[Session, int]] = field(default_factory=list[tuple["Session", int]])
+    lookups: list[tuple[SidecarSession, int]] = field(
+        default_factory=list[tuple["SidecarSession", int]]
+    )
     """Asked for it, to be given back at its end."""
     brought: set[bytes] = field(default_factory=set[bytes])
     """Read from the object store for it, and in host memory since."""
@@ -109,12 +111,12 @@ class _Request:
     @property
     def reads(self) -> bool:
         """Whether chunks may be loaded for it."""
-        return self.wishes.reads and not self.void
+        return self.request_params.reads and not self.void
 
     @property
     def writes(self) -> bool:
         """Whether its chunks may be stored."""
-        return self.wishes.writes and not self.void
+        return self.request_params.writes and not self.void
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,9 @@ class KVLakeTier(SecondaryTierManager):
         self._wants_events = bool(config.enable_kv_cache_events)
         self.names = ChunkNames(self._namespace, remembers=self._wants_events)
         self._clock = time.monotonic
-        self._wishes = WishReader(cannot=OF_THE_CONNECTOR)
+        self._request_params = RequestParamsReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
-        self._told = Requests(preempted_are_new=preempted_are_new)
+        self._told = GuardedRequests(preempted_are_new=preempted_are_new)
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
@@ -212,7 +214,7 @@ class KVLakeTier(SecondaryTierManager):
         attached = self.client.wait_attached(wait_seconds)
         self._worker_seconds = wait_seconds if attached else 0.0
         num_rows = max(BOUNCE_ROWS_MIN, min(len(region), BOUNCE_BYTES // self._row_bytes))
-        self._bounce = Bounce(
+        self._bounce = Staging(
             region, num_rows, lambda memory: WorkerRole(memory, self._worker, self._describe)
         )
 
@@ -244,8 +246,8 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Note what the request wants of us."""
-        wishes = self._wishes.wishes_of(req_context)
-        self._requests[req_context.req_id] = _Request(wishes)
+        request_params = self._request_params.wishes_of(req_context)
+        self._requests[req_context.req_id] = _Request(request_params)
         self._told.began(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -271,7 +273,7 @@ class KVLakeTier(SecondaryTierManager):
             return LookupResult.HIT
         if own in request.reading:
             return LookupResult.RETRY
-        in_store = flags & FLAG_STORE and request.wishes.asks_store
+        in_store = flags & FLAG_STORE and request.request_params.asks_store
         if in_store and allows(Medium.STORAGE, Locality.REMOTE):
             request.wanted[own] = None
             return LookupResult.RETRY
@@ -285,7 +287,7 @@ class KVLakeTier(SecondaryTierManager):
             request.places[get_offload_group_idx(key), end] = own
         return own
 
-    def _ask(self, request_id: str, request: _Request, session: Session) -> None:
+    def _ask(self, request_id: str, request: _Request, session: SidecarSession) -> None:
         """Have the sidecar read what the object store alone holds."""
         keys = list(request.wanted)[:KEYS_PER_MESSAGE_MAX]
         request.wanted.clear()
@@ -328,16 +330,16 @@ class KVLakeTier(SecondaryTierManager):
         request = self._requests.get(context.req_id)
         names = self._begin(job_metadata, request)
         session = self.client.session
-        rows: list[Row] = []
+        rows: list[StagedRow] = []
         if request is not None and request.writes:
-            ttl_ms, stays = request.wishes.ttl_ms, request.wishes.stays
+            ttl_ms, stays = request.request_params.ttl_ms, request.request_params.stays
             held = np.zeros(len(names), dtype=np.uint8)
             if session is not None and session.index is not None:
                 tags = tags_of(list(names), session.index_salt)
                 held = session.index.lookup(tags) & np.uint8(FLAG_HOST)
             found = zip(names.items(), job_metadata.chunk_ids, held, strict=True)
             rows = [
-                Row(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
+                StagedRow(own, int(chunk_id), self._parent(key, request, context), ttl_ms, stays)
                 for (own, key), chunk_id, there in found
                 if not there
             ]
@@ -354,7 +356,7 @@ class KVLakeTier(SecondaryTierManager):
         if request is not None:
             request.carried.update(names.keys())
         rows = [
-            Row(own, int(chunk_id))
+            StagedRow(own, int(chunk_id))
             for own, chunk_id in zip(names, job_metadata.chunk_ids, strict=True)
         ]
         self._bounce.begin(

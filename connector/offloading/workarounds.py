@@ -58,7 +58,7 @@ class _Request:
     """In vLLM's host tier, since it was last preempted."""
 
 
-class Requests:
+class GuardedRequests:
     """The requests of an engine that vLLM's offloading has.
 
     Args:
@@ -154,9 +154,9 @@ class Requests:
         self._weights_changed = True
 
 
-def guard(manager: Any, *, preempted_are_new: bool) -> Requests:
+def guard(manager: Any, *, preempted_are_new: bool) -> GuardedRequests:
     """Stand before a manager of vLLM's tiers; what is known of its requests."""
-    requests = Requests(preempted_are_new=preempted_are_new)
+    requests = GuardedRequests(preempted_are_new=preempted_are_new)
     began, ended = manager.on_new_request, manager.on_request_finished
     find, load, store = manager.lookup, manager.prepare_load, manager.prepare_store
     step, reset = manager.on_schedule_end, manager.reset_cache

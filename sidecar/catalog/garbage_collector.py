@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from sidecar.logs import fields
-from tiers.catalog.compaction import Plan, Report, Superseded, compact
-from tiers.catalog.lease import Lease
+from tiers.catalog.compaction import CompactionPlan, CompactionReport, Superseded, compact
+from tiers.catalog.lease import CatalogLease
 from tiers.catalog.leftovers import remove_leftovers
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
-from tiers.catalog.retention import Bounds, Limits
+from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from sidecar.catalog.sync import StoreHealth
     from sidecar.config.model import Config
-    from sidecar.config.store import Store
+    from sidecar.config.store import StoreSettings
     from sidecar.core.tenants import Quota
     from tiers.store.object_tier import ObjectTier
 
@@ -72,7 +72,7 @@ class Collected:
     leftovers_removed: int = 0
     """Damaged objects that were moved aside long ago, and probes of sidecars that died."""
 
-    def add(self, report: Report) -> None:
+    def add(self, report: CompactionReport) -> None:
         """Count one round."""
         self.rounds += 1
         self.logs_merged += report.logs_merged
@@ -82,15 +82,17 @@ class Collected:
         self.files_removed += report.files_removed
 
 
-def bounds_of(config: Config) -> Bounds:
+def bounds_of(config: Config) -> RetentionRules:
     """What a namespace may hold. The configuration must have a store."""
     store, rules = config.store, config.tenants.rules()
     assert store is not None, "only a store has bounds"
 
-    def limits(quota: Quota) -> Limits:
-        return Limits(quota.store_ttl_seconds, quota.store_bytes_max, quota.store_objects_max)
+    def limits(quota: Quota) -> RetentionLimits:
+        return RetentionLimits(
+            quota.store_ttl_seconds, quota.store_bytes_max, quota.store_objects_max
+        )
 
-    return Bounds(
+    return RetentionRules(
         store.ttl,
         store.size_max,
         store.objects_max,
@@ -99,11 +101,11 @@ def bounds_of(config: Config) -> Bounds:
     )
 
 
-def plan_of(config: Config, *, whole: bool = False, dry_run: bool = False) -> Plan:
+def plan_of(config: Config, *, whole: bool = False, dry_run: bool = False) -> CompactionPlan:
     """What a round is to do under this configuration, which must have a store."""
     store = config.store
     assert store is not None, "only a store has bounds"
-    return Plan(
+    return CompactionPlan(
         bounds=bounds_of(config),
         grace_seconds=store.gc.grace,
         keep_seconds=max(KEEP_SECONDS_MIN, KEEP_REFRESHES * store.refresh_seconds),
@@ -125,14 +127,18 @@ async def namespaces(store: ObjectTier) -> list[str]:
 
 
 async def collect(
-    store: ObjectTier, lease: Lease, plan: Plan, prefixes: Sequence[str], counts: Counts
-) -> tuple[list[Report], TierError | None]:
+    store: ObjectTier,
+    lease: CatalogLease,
+    plan: CompactionPlan,
+    prefixes: Sequence[str],
+    counts: Counts,
+) -> tuple[list[CompactionReport], TierError | None]:
     """One round on each namespace, under a lease that is held. Raises `Superseded`.
 
     A namespace whose round fails does not keep the others from theirs. What all others came to is
     returned, and the first error.
     """
-    reports: list[Report] = []
+    reports: list[CompactionReport] = []
     failure: TierError | None = None
     for prefix in prefixes:
         if not await lease.renew(at_once=True):
@@ -167,12 +173,12 @@ class Collector:
     ) -> None:
         assert config.store is not None, "a store was opened"
         self._store = store
-        self._settings: Store = config.store
+        self._settings: StoreSettings = config.store
         self._plan = plan_of(config)
         self._health = health
         self._crowd = crowd
         self._holder = holder_name(config.runtime.name)
-        self._lease = Lease(store, self._holder, seconds=LEASE_SECONDS)
+        self._lease = CatalogLease(store, self._holder, seconds=LEASE_SECONDS)
         self._failing = False
         # The newest lease at the last look; None before the first.
         self._last_seen: int | None = None

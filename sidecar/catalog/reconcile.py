@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from sidecar.catalog.service import Catalogs
-    from sidecar.sessions.namespaces import Realm, Realms
+    from sidecar.sessions.namespaces import RealmLayout, Realms
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
@@ -67,7 +67,7 @@ class Reconciler:
         catalogs: Catalogs,
         realms: Realms,
         *,
-        feed_rows: Callable[[Realm, Rows], Awaitable[None]],
+        feed_rows: Callable[[RealmLayout, Rows], Awaitable[None]],
         held: Callable[[int, bytes], int],
         announces: bool,
         every_seconds: float,
@@ -91,7 +91,7 @@ class Reconciler:
         self.found = 0
         """Segments that the catalog did not know."""
 
-    def doubt(self, realm: Realm) -> None:
+    def doubt(self, realm: RealmLayout) -> None:
         """The catalog of this realm may lack something: go through its objects soon."""
         self._doubted[realm.namespace_digest] = None
         self._wake.set()

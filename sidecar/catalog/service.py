@@ -25,17 +25,17 @@ from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.tally import Tally
-from tiers.catalog.usage import Holding
+from tiers.catalog.tally import LogUsage
+from tiers.catalog.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
     from tiers.catalog.rows import Row
     from tiers.store.object_tier import ObjectTier
 
-NOTHING_HELD: Final = Holding()
+NOTHING_HELD: Final = Usage()
 
 
 class Catalogs:
@@ -85,17 +85,17 @@ class Catalogs:
         due = [log.due_in for log in self._logs.values()]
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def wrote(self, realm: Realm, row: Row, *, later_than: int) -> int:
+    def wrote(self, realm: RealmLayout, row: Row, *, later_than: int) -> int:
         """Announce a segment that is in the store now; returns when, in microseconds."""
         written_at = max(time.time_ns() // 1000, later_than + 1)
         self._log(realm).append(row._replace(written_at=written_at))
         return written_at
 
-    def lost(self, realm: Realm, row: Row) -> None:
+    def lost(self, realm: RealmLayout, row: Row) -> None:
         """Announce that a segment is not there any more."""
         self._log(realm).append(row)
 
-    def found(self, realm: Realm, row: Row) -> None:
+    def found(self, realm: RealmLayout, row: Row) -> None:
         """Announce a segment that is in the store, and of which no row was known."""
         self._log(realm).append(row)
 
@@ -104,7 +104,7 @@ class Catalogs:
         for log in list(self._logs.values()):
             await log.flush()
 
-    def reader(self, realm: Realm) -> CatalogReader:
+    def reader(self, realm: RealmLayout) -> CatalogReader:
         """The reader that feeds this realm."""
         reader = self._readers.get(realm.realm_id)
         if reader is None:
@@ -113,7 +113,7 @@ class Catalogs:
             self._readers[realm.realm_id] = reader
         return reader
 
-    def note(self, realm: Realm, held: Mapping[bytes, Holding]) -> None:
+    def note(self, realm: RealmLayout, held: Mapping[bytes, Usage]) -> None:
         """Count what rows say of tenants; those of a namespace are counted for one realm only."""
         usage = self._usage_in(realm)
         if usage.realm_id is None:
@@ -129,14 +129,14 @@ class Catalogs:
             usage.add(tenant, own)
 
     @property
-    def stored(self) -> Holding:
+    def stored(self) -> Usage:
         """What all tenants of the namespaces that are known here hold in the store."""
         whole = NOTHING_HELD
         for usage in self._usage.values():
             whole = whole.plus(usage.whole)
         return whole
 
-    def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Holding:
+    def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
         """What a tenant is known to hold in the store: in one namespace, or in all together."""
         whole = NOTHING_HELD
         for usage in self._of(namespace_digest):
@@ -149,10 +149,10 @@ class Catalogs:
         elif namespace_digest in self._usage:
             yield self._usage[namespace_digest]
 
-    def _usage_in(self, realm: Realm) -> _Usage:
+    def _usage_in(self, realm: RealmLayout) -> _Usage:
         return self._usage.setdefault(realm.namespace_digest, _Usage())
 
-    def _log(self, realm: Realm) -> LogWriter:
+    def _log(self, realm: RealmLayout) -> LogWriter:
         log = self._logs.get(realm.namespace_digest)
         if log is None:
             log = LogWriter(
@@ -174,10 +174,10 @@ class _Usage:
         self.realm_id: int | None = None
         """The one that is told."""
         self.manifest: Manifest = NOTHING
-        self.own = Tally()
+        self.own = LogUsage()
         """What was written here and no manifest counts yet."""
         self._since = NOTHING_HELD
-        self._since_by: dict[bytes, Holding] = {}
+        self._since_by: dict[bytes, Usage] = {}
         """What rows of others added to what the manifest says, in all and by tenant."""
 
     def go_by(self, manifest: Manifest) -> None:
@@ -185,17 +185,17 @@ class _Usage:
         self.manifest = manifest
         self._since, self._since_by = NOTHING_HELD, {}
 
-    def add(self, tenant: bytes, others: Holding) -> None:
+    def add(self, tenant: bytes, others: Usage) -> None:
         """Count what rows of others say of one tenant."""
         self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
         self._since = self._since.plus(others)
 
     @property
-    def whole(self) -> Holding:
+    def whole(self) -> Usage:
         """What all tenants hold."""
         return self.manifest.held.plus(self._since).plus(self.own.whole)
 
-    def held(self, tenant: bytes) -> Holding:
+    def held(self, tenant: bytes) -> Usage:
         """What one tenant holds."""
         named = self.manifest.tenants.get(tenant.hex(), NOTHING_HELD)
         return named.plus(self._since_by.get(tenant, NOTHING_HELD)).plus(self.own.held(tenant))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from sidecar.catalog.service import Catalogs
-    from sidecar.sessions.namespaces import Realm, Realms
+    from sidecar.sessions.namespaces import RealmLayout, Realms
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
@@ -88,7 +88,7 @@ class StoreWatch:
         reconcile_seconds: float,
         feed: Callable[[Event], None],
         held: Callable[[int, bytes], int],
-        index_settled: Callable[[Realm], Awaitable[None]],
+        index_settled: Callable[[RealmLayout], Awaitable[None]],
     ) -> None:
         self._store = store
         self._realms = realms
@@ -115,7 +115,7 @@ class StoreWatch:
         self.listings = 0
         self.listings_failed = 0
 
-    def learnt(self, realm: Realm) -> None:
+    def learnt(self, realm: RealmLayout) -> None:
         """A rank of this realm became known: read its catalog as soon as all are."""
         self._due.add(realm.realm_id)
         self._wake.set()
@@ -201,7 +201,7 @@ class StoreWatch:
             )
         return None
 
-    async def _list(self, realm: Realm) -> str | None:
+    async def _list(self, realm: RealmLayout) -> str | None:
         """Tell the engine what is new in the store for a realm; what is wrong, or None."""
         if not self._reads or not realm.complete:
             return None
@@ -225,7 +225,7 @@ class StoreWatch:
             self._feed(CaughtUp(realm.realm_id))
         return None
 
-    async def _note(self, realm: Realm, rows: Rows) -> None:
+    async def _note(self, realm: RealmLayout, rows: Rows) -> None:
         """Count what the rows say of their tenants."""
         cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
         for first in range(0, len(cells), TENANTS_PER_SLICE):
@@ -234,7 +234,7 @@ class StoreWatch:
             part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))
             self._catalogs.note(realm, holdings(cells.take(part)))
 
-    async def _feed_rows(self, realm: Realm, rows: Rows) -> None:
+    async def _feed_rows(self, realm: RealmLayout, rows: Rows) -> None:
         realm.meet(rows.segments)
         known = realm.masks_by_segment()
         # What is left out has nothing that a rank here could use.

@@ -31,7 +31,7 @@ _TOKENS_SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ChunkFileReport:
     """What was found at `place`. `reason` is None for an intact file."""
 
     place: str
@@ -108,7 +108,7 @@ def inspect_file(
     place: str,
     access: Access | None = None,
     storage_options: Mapping[str, object] | None = None,
-) -> Finding:
+) -> ChunkFileReport:
     """Read and examine one file. `access` and `storage_options` are for URLs."""
     shown, options = mask_url(place), storage_options or {}
     try:
@@ -122,16 +122,16 @@ def inspect_file(
         raise
     except Exception as error:
         # File systems raise what they like.
-        return Finding(shown, f"cannot be read: {_one_line(error)}")
+        return ChunkFileReport(shown, f"cannot be read: {_one_line(error)}")
     if not image:
-        return Finding(shown, "the file is empty")
+        return ChunkFileReport(shown, "the file is empty")
 
     from tiers.kv.slot_image import inspect_image
 
     report = inspect_image(image)
     if report.error is not None:
-        return Finding(shown, f"{report.verdict}: {_one_line(report.error)}", report)
-    return Finding(shown, None, report, _columns(image))
+        return ChunkFileReport(shown, f"{report.verdict}: {_one_line(report.error)}", report)
+    return ChunkFileReport(shown, None, report, _columns(image))
 
 
 def _read_path(path: Path) -> bytes:

@@ -136,7 +136,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     import anyio
 
-    from sidecar.cli.doctor import Verdict, examine
+    from sidecar.cli.doctor import CheckResult, examine
     from sidecar.logs import LOGGER
 
     # Its lines say the same.
@@ -144,7 +144,7 @@ def _doctor(options: argparse.Namespace) -> int:
     findings = anyio.run(examine, load_config(options.config))
     for finding in findings:
         say(str(finding))
-    return Exit.NO if any(one.verdict is Verdict.FAIL for one in findings) else Exit.OK
+    return Exit.NO if any(one.verdict is CheckResult.FAIL for one in findings) else Exit.OK
 
 
 def _pool_show(options: argparse.Namespace) -> int:

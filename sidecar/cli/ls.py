@@ -70,7 +70,7 @@ class TenantNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ListingFilter:
     """What `ls` is to list."""
 
     namespace: str | None = None
@@ -206,7 +206,7 @@ def _line(*cells: object) -> str:
 
 
 async def list_chunks(
-    store: ObjectTier, prefix: str, wanted: Wanted, names: TenantNames, listing: Listing
+    store: ObjectTier, prefix: str, wanted: ListingFilter, names: TenantNames, listing: Listing
 ) -> bool:
     """Write the chunks of a namespace, sorted by key; whether there are more than its limit.
 
@@ -234,7 +234,7 @@ def _shards(key: str) -> range:
     return range(first, int(f"{key[:2]:f<2}", 16) + 1)
 
 
-def _matching(rows: Rows, wanted: Wanted, names: TenantNames) -> Rows | None:
+def _matching(rows: Rows, wanted: ListingFilter, names: TenantNames) -> Rows | None:
     """Those that are wanted and offered; None if there are none."""
     keep: npt.NDArray[np.bool_] = rows.size_bytes > 0
     for at, digit in enumerate(wanted.key):

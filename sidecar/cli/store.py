@@ -28,19 +28,19 @@ from sidecar.catalog.garbage_collector import (
     namespaces,
     plan_of,
 )
-from sidecar.cli.ls import Listing, TenantNames, Wanted, age, list_chunks, table
+from sidecar.cli.ls import Listing, ListingFilter, TenantNames, age, list_chunks, table
 from sidecar.config.units import approximate_size, format_duration
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
-from tiers.catalog.compaction import Report, Superseded, compact
-from tiers.catalog.lease import Lease
+from tiers.catalog.compaction import CompactionReport, Superseded, compact
+from tiers.catalog.lease import CatalogLease
 from tiers.catalog.leftovers import Leftovers, remove_leftovers
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, NAMESPACE_CHARACTERS, catalog_folder
 from tiers.catalog.reader import Files
 from tiers.catalog.retention import Why
 from tiers.catalog.scan import all_rows
-from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, Census, tenant_of
+from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, UsageTable, tenant_of
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
     from tiers.catalog.retention import Whys
     from tiers.catalog.rows import Rows
-    from tiers.catalog.usage import Holding
+    from tiers.catalog.usage import Usage
     from tiers.store.object_tier import ObjectTier
 
 LEASE_POLL_SECONDS: Final = 2.0
@@ -130,16 +130,16 @@ def du(config: Config, namespace: str | None) -> Document:
     return run(config, command)
 
 
-async def census_of(store: ObjectTier, prefix: str) -> Census:
+async def census_of(store: ObjectTier, prefix: str) -> UsageTable:
     """What a namespace's catalog offers. Raises the tier's errors."""
-    census = Census()
+    census = UsageTable()
     files = Files(store, catalog_folder(prefix), Counts())
     async for rows in all_rows(files, time.time()):
         await anyio.to_thread.run_sync(census.add, rows)
     return census
 
 
-def _held(held: Holding) -> Document:
+def _held(held: Usage) -> Document:
     return {
         "chunks": held.chunks,
         "objects": held.objects,
@@ -173,7 +173,7 @@ def du_text(document: Document) -> str:
 # --- ls ------------------------------------------------------------------------------------------
 
 
-def ls(config: Config, wanted: Wanted, say: Callable[[str], None], *, as_json: bool) -> None:
+def ls(config: Config, wanted: ListingFilter, say: Callable[[str], None], *, as_json: bool) -> None:
     """Write the chunks of a namespace, sorted by key; without one, all namespaces."""
     if not _DIGITS.match(wanted.key):
         raise StoreCommandError(
@@ -231,11 +231,11 @@ def gc(
         if victims is not None:
             victims.chunks(rows, whys)
 
-    async def tried(store: ObjectTier, prefix: str) -> Report:
+    async def tried(store: ObjectTier, prefix: str) -> CompactionReport:
         plan = plan_of(config, whole=True, dry_run=True)
         return await compact(store, prefix, plan, time.time(), tell=tell)
 
-    def told(reports: list[Report], left: Leftovers) -> Document:
+    def told(reports: list[CompactionReport], left: Leftovers) -> Document:
         return {
             "dry_run": dry_run,
             "grace": format_duration(plan_of(config).grace_seconds),
@@ -244,7 +244,7 @@ def gc(
         }
 
     async def leftovers(
-        store: ObjectTier, prefixes: Sequence[str], lease: Lease | None = None
+        store: ObjectTier, prefixes: Sequence[str], lease: CatalogLease | None = None
     ) -> Leftovers:
         assert config.store is not None, "one was opened"
         return await remove_leftovers(
@@ -256,7 +256,9 @@ def gc(
             alive=None if lease is None else lease.renew,
         )
 
-    async def rounds(store: ObjectTier, lease: Lease, prefixes: Sequence[str]) -> list[Report]:
+    async def rounds(
+        store: ObjectTier, lease: CatalogLease, prefixes: Sequence[str]
+    ) -> list[CompactionReport]:
         plan = plan_of(config, whole=True)
         reports, failure = await collect(store, lease, plan, prefixes, Counts())
         if failure is not None:
@@ -273,7 +275,7 @@ def gc(
                 f"{store.url} cannot create an object without replacing one that is there, which "
                 "compaction needs; bound it with a lifecycle rule of the store's own"
             )
-        lease = Lease(store, holder_name("kvlake gc"), seconds=LEASE_SECONDS)
+        lease = CatalogLease(store, holder_name("kvlake gc"), seconds=LEASE_SECONDS)
         await _take(lease)
         try:
             prefixes = await chosen(store, namespace)
@@ -294,7 +296,7 @@ def gc(
     return run(config, command)
 
 
-async def _take(lease: Lease) -> None:
+async def _take(lease: CatalogLease) -> None:
     """Take the lease, waiting for a holder that may have died."""
     until = time.monotonic() + 2 * LEASE_SECONDS
     while not await lease.take():
@@ -305,7 +307,7 @@ async def _take(lease: Lease) -> None:
         await anyio.sleep(LEASE_POLL_SECONDS)
 
 
-async def _wait(lease: Lease, grace_seconds: float) -> None:
+async def _wait(lease: CatalogLease, grace_seconds: float) -> None:
     # One second more: a store's times may be whole seconds.
     until = time.monotonic() + grace_seconds + 1.0
     while time.monotonic() < until:
@@ -314,7 +316,7 @@ async def _wait(lease: Lease, grace_seconds: float) -> None:
             raise Superseded("the lease was lost while waiting; nothing is left half done")
 
 
-def _both(first: Report, second: Report) -> Report:
+def _both(first: CompactionReport, second: CompactionReport) -> CompactionReport:
     second.logs_merged += first.logs_merged
     second.withdrawn += first.withdrawn
     second.withdrawn_bytes += first.withdrawn_bytes
@@ -326,7 +328,7 @@ def _both(first: Report, second: Report) -> Report:
     return second
 
 
-def _told(report: Report, names: TenantNames) -> Document:
+def _told(report: CompactionReport, names: TenantNames) -> Document:
     fallen = report.fallen.cells
     order = np.argsort(-fallen.amounts[:, SIZE], kind="stable")
     columns = zip(

@@ -81,7 +81,7 @@ def _ls(options: argparse.Namespace) -> int:
     from sidecar.cli import store as storecommands
 
     key = options.key.lower()
-    wanted = storelisting.Wanted(options.namespace, key, options.tenant, options.limit)
+    wanted = storelisting.ListingFilter(options.namespace, key, options.tenant, options.limit)
     config = load_config(options.config)
     _on_store(lambda: storecommands.ls(config, wanted, say, as_json=options.json))
     return Exit.OK

@@ -39,7 +39,7 @@ HttpUrl = Annotated[
 ]
 
 
-class Credentials(Section):
+class CredentialsSettings(Section):
     """Who this sidecar is to the store."""
 
     kind: Literal["auto", "static", "profile", "role", "anonymous"] = "auto"
@@ -76,7 +76,7 @@ class Credentials(Section):
     """Azure, static: the service principal's secret."""
 
 
-class Tls(Section):
+class TlsSettings(Section):
     """Whom to trust."""
 
     ca_file: Directory | None = None
@@ -92,7 +92,7 @@ class Tls(Section):
         return value
 
 
-class Encryption(Section):
+class EncryptionSettings(Section):
     """Server-side encryption of what is written (S3)."""
 
     algorithm: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
@@ -101,7 +101,7 @@ class Encryption(Section):
     """Id, alias or ARN of the KMS key; left out, AWS's own for S3."""
 
 
-class Folder(Section):
+class FolderSettings(Section):
     """How a file:// folder is written and read."""
 
     direct: Flag = True
@@ -112,7 +112,7 @@ class Folder(Section):
     """Sidecars of several users share it: modes by the umask, not 0600 and 0700."""
 
 
-class Access(Section):
+class AccessSettings(Section):
     """The fields of `store` that say where it is, and how it is reached."""
 
     url: str
@@ -127,18 +127,18 @@ class Access(Section):
     """S3: the bucket's region; left out, that of the environment or profile."""
     account: Text | None = None
     """Azure: the storage account."""
-    credentials: Credentials = Field(default_factory=Credentials)
-    tls: Tls = Field(default_factory=Tls)
+    credentials: CredentialsSettings = Field(default_factory=CredentialsSettings)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
     proxy: HttpUrl | None = Field(default=None, repr=False)
     """An HTTP proxy on the way; left out, that of the environment (HTTPS_PROXY)."""
     connect_timeout: Duration = Field(default=access.CONNECT_SECONDS_DEFAULT, ge=0.01, le=600)
     """Longest that a connection may take."""
     read_timeout: Duration = Field(default=access.READ_SECONDS_DEFAULT, ge=0.01, le=3600)
     """Longest that a connection may stay silent while an answer is due."""
-    encryption: Encryption = Field(default_factory=Encryption)
+    encryption: EncryptionSettings = Field(default_factory=EncryptionSettings)
     storage_class: Text | None = None
     """Class (S3, GCS) or access tier (Azure) of what is written; left out, the bucket's own."""
-    folder: Folder = Field(default_factory=Folder)
+    folder: FolderSettings = Field(default_factory=FolderSettings)
 
     @field_validator("endpoint", "region", "account", "proxy", "storage_class", mode="before")
     @classmethod

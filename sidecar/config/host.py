@@ -17,14 +17,14 @@ from sidecar.config.types import Count, Directory, Flag, Nodes, Ratio, Size
 from tiers.pool.prefault import default_threads
 
 
-class Chunk(Section):
+class ChunkSettings(Section):
     """The unit that is stored, looked up and evicted."""
 
     tokens: Count = Field(default=256, ge=1, le=65_536)
     """Tokens per chunk; a multiple of the engine's block size. Handed on by `kvlake run`."""
 
 
-class Host(Section):
+class HostSettings(Section):
     """The host memory tier."""
 
     size: Size = Field(default=8 << 30, ge=1 << 20)
@@ -53,7 +53,7 @@ class Host(Section):
         return self.prefault_threads or default_threads()
 
 
-class Copy(Section):
+class CopySettings(Section):
     """Copying between engines and host memory."""
 
     threads: Count = Field(default=1, ge=1, le=256)
@@ -62,7 +62,7 @@ class Copy(Section):
     """Map all of an engine's KV memory when it attaches; off, each page when it is first copied."""
 
 
-class Gpu(Section):
+class GpuSettings(Section):
     """Copying between GPUs and host memory, by their copy engines."""
 
     loads_inflight_max: Size = Field(default=32 << 20, ge=1 << 20)
@@ -73,7 +73,7 @@ class Gpu(Section):
     """How runs at a distance are copied: `auto` (measured when a GPU is first used), or one way."""
 
 
-class Integrity(Section):
+class IntegritySettings(Section):
     """How often bytes are compared with the checksum taken when they left an engine."""
 
     verify_loads: Ratio = Field(default=1.0, ge=0, le=1)

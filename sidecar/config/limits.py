@@ -13,7 +13,7 @@ from sidecar.config.types import Count, Duration, Size
 from sidecar.config.units import format_duration
 
 
-class Limits(Section):
+class LimitsSettings(Section):
     """Deadlines and bounds. The first four are told to the engines when they attach."""
 
     lookup_wait: Duration = Field(default=0.5, le=60)
@@ -50,7 +50,7 @@ class Limits(Section):
     """Longest that a stopping sidecar goes on writing to the store."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Limits:
+    def _ordered(self) -> LimitsSettings:
         if self.lease_ttl < self.load_deadline:
             raise ValueError(
                 f"lease_ttl={format_duration(self.lease_ttl)} ends before "

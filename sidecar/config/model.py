@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from sidecar.config.host import Chunk, Copy, Gpu, Host, Integrity
-from sidecar.config.limits import Limits
-from sidecar.config.observability import Events, Http, Log
-from sidecar.config.runtime import Runtime
+from sidecar.config.host import (
+    ChunkSettings,
+    CopySettings,
+    GpuSettings,
+    HostSettings,
+    IntegritySettings,
+)
+from sidecar.config.limits import LimitsSettings
+from sidecar.config.observability import EventsSettings, HttpSettings, LogSettings
+from sidecar.config.runtime import RuntimeSettings
 from sidecar.config.section import Section
-from sidecar.config.store import Store
-from sidecar.config.tenants import Tenants
+from sidecar.config.store import StoreSettings
+from sidecar.config.tenants import TenantsSettings
 from sidecar.config.yaml_file import (
     ANY_NAME,
     TEXT_BYTES_MAX,
@@ -50,20 +56,20 @@ __all__ = ["Config", "ConfigError", "load", "loads", "schema", "show"]
 class Config(Section):
     """kvlake sidecar."""
 
-    runtime: Runtime = Field(default_factory=Runtime)
-    chunk: Chunk = Field(default_factory=Chunk)
-    host: Host = Field(default_factory=Host)
-    store: Store | None = None
-    limits: Limits = Field(default_factory=Limits)
-    tenants: Tenants = Field(default_factory=Tenants)
-    integrity: Integrity = Field(default_factory=Integrity)
-    copies: Copy = Field(default_factory=Copy, alias="copy")
+    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
+    chunk: ChunkSettings = Field(default_factory=ChunkSettings)
+    host: HostSettings = Field(default_factory=HostSettings)
+    store: StoreSettings | None = None
+    limits: LimitsSettings = Field(default_factory=LimitsSettings)
+    tenants: TenantsSettings = Field(default_factory=TenantsSettings)
+    integrity: IntegritySettings = Field(default_factory=IntegritySettings)
+    copies: CopySettings = Field(default_factory=CopySettings, alias="copy")
     # `copy` in the file; the attribute has another name because pydantic models have a method so
     # called.
-    gpu: Gpu = Field(default_factory=Gpu)
-    http: Http = Field(default_factory=Http)
-    events: Events = Field(default_factory=Events)
-    log: Log = Field(default_factory=Log)
+    gpu: GpuSettings = Field(default_factory=GpuSettings)
+    http: HttpSettings = Field(default_factory=HttpSettings)
+    events: EventsSettings = Field(default_factory=EventsSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
 
     @property
     def pool_path(self) -> Path:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PUBLIC_KEY: Final = re.compile(r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")
 
 
-class Http(Section):
+class HttpSettings(Section):
     """Metrics, health and status over HTTP."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -46,7 +46,7 @@ class Http(Section):
         return None if value is None else MASK
 
     @model_validator(mode="after")
-    def _guarded(self) -> Http:
+    def _guarded(self) -> HttpSettings:
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both given; keep one of them")
         if self.token is None and self.token_file is None and not is_loopback(self.host):
@@ -63,7 +63,7 @@ class Http(Section):
         return "" if self.token is None else self.token.get_secret_value()
 
 
-class Events(Section):
+class EventsSettings(Section):
     """What the tiers and the engines' own caches gain and lose, for routers (docs/events.md)."""
 
     enabled: Flag = False
@@ -105,7 +105,7 @@ class Events(Section):
         return require_endpoint(value)
 
     @model_validator(mode="after")
-    def _guarded(self) -> Events:
+    def _guarded(self) -> EventsSettings:
         places = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         over_tcp = {name: place for name, place in places.items() if place != "ipc"}
         if self.curve_secret_key_file is not None:
@@ -135,7 +135,7 @@ class Events(Section):
         return read_secret(self.curve_secret_key_file, "events.curve_secret_key_file")
 
 
-class Log(Section):
+class LogSettings(Section):
     """What is written to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"

@@ -35,7 +35,7 @@ def default_runtime_directory() -> Path:
     return Path(f"/tmp/kvlake-{os.getuid()}")  # noqa: S108 (made 0700, and its owner is checked)
 
 
-class Runtime(Section):
+class RuntimeSettings(Section):
     """Where the sidecar's sockets are, and what this sidecar is called."""
 
     directory: Directory = Field(default_factory=default_runtime_directory)
@@ -89,7 +89,7 @@ class Runtime(Section):
         return require_endpoint(value)
 
     @model_validator(mode="after")
-    def _keyed(self) -> Runtime:
+    def _keyed(self) -> RuntimeSettings:
         path = self.curve_secret_key_file
         if self.endpoint != "ipc" and path is None:
             raise ValueError(
@@ -108,7 +108,7 @@ class Runtime(Section):
         return read_secret(self.curve_secret_key_file, "runtime.curve_secret_key_file")
 
     @model_validator(mode="after")
-    def _fits(self) -> Runtime:
+    def _fits(self) -> RuntimeSettings:
         length = len(os.fsencode(self.attach_path))
         if length > SOCKET_PATH_BYTES_MAX:
             raise ValueError(

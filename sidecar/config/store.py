@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.access import Access
+from sidecar.config.access import AccessSettings
 from sidecar.config.section import Section
 from sidecar.config.types import Count, Duration, Flag, Ratio, ReadMode, Size, WriteMode
 from sidecar.config.units import format_duration
@@ -24,7 +24,7 @@ Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
 
 
-class StoreBreaker(Section):
+class BreakerSettings(Section):
     """When a store that fails is left alone: reads and writes each on their own."""
 
     failures_max: Count = Field(default=5, ge=1, le=1_000_000)
@@ -35,7 +35,7 @@ class StoreBreaker(Section):
     """The pause doubles with each such request that fails, up to this."""
 
 
-class Collection(Section):
+class CollectionSettings(Section):
     """Compacting the catalog and deleting what is beyond `ttl`, `size_max` and `objects_max`."""
 
     enabled: Flag = True
@@ -48,7 +48,7 @@ class Collection(Section):
     """How long damaged objects stay in `quarantine/`, to be looked at; null: for ever."""
 
 
-class Prices(Section):
+class PriceSettings(Section):
     """What the store charges, for an estimate of the monthly bill. Requests are per 1000."""
 
     currency: str = Field(default="USD", min_length=1, max_length=8)
@@ -82,7 +82,7 @@ class Prices(Section):
         return PriceTable(per_1000, self.gb_month, self.gb_read, self.gb_written)
 
 
-class Store(Access):
+class StoreSettings(AccessSettings):
     """The object store tier, shared by every sidecar that names the same place."""
 
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
@@ -108,8 +108,8 @@ class Store(Access):
     """Bytes that a namespace (a model) may hold; beyond it, the oldest chunks are deleted."""
     objects_max: Count | None = Field(default=None, ge=1)
     """Objects that a namespace may hold; beyond it, the oldest chunks are deleted."""
-    gc: Collection = Field(default_factory=Collection)
-    prices: Prices | None = None
+    gc: CollectionSettings = Field(default_factory=CollectionSettings)
+    prices: PriceSettings | None = None
     writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
     """Objects written at the same time."""
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)
@@ -118,7 +118,7 @@ class Store(Access):
     """Requests that may begin in a second, retries included, evenly spread; null: no limit."""
     write_queue_max: Size = Field(default="4GiB", ge=1, validate_default=True)
     """Bytes that wait to be written, in host memory; beyond it the oldest is not written."""
-    breaker: StoreBreaker = Field(default_factory=StoreBreaker)
+    breaker: BreakerSettings = Field(default_factory=BreakerSettings)
     recompute: Literal["when_sooner", "never"] = "when_sooner"
     """`when_sooner`: a prompt waits only while reading is expected to be sooner than computing.
     `never`: it waits as long as `limits.lookup_wait` allows, to spare the GPU."""
@@ -148,7 +148,7 @@ class Store(Access):
         return trimmed
 
     @model_validator(mode="after")
-    def _graceful(self) -> Store:
+    def _graceful(self) -> StoreSettings:
         least = self.refresh_seconds + self.deadline_seconds_max
         if self.gc.grace <= least:
             raise ValueError(
@@ -159,7 +159,7 @@ class Store(Access):
         return self
 
     @model_validator(mode="after")
-    def _reachable(self) -> Store:
+    def _reachable(self) -> StoreSettings:
         # What a client cannot do is said when the file is checked, not when a sidecar starts.
         try:
             check(

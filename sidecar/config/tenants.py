@@ -21,7 +21,7 @@ from sidecar.protocol import tenant_id
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
-class Quota(Section):
+class QuotaSettings(Section):
     """What one tenant may hold."""
 
     host_max: Size | None = Field(default=None, ge=1)
@@ -33,7 +33,7 @@ class Quota(Section):
     store_ttl: Duration | None = Field(default=None, ge=1.0)
     """Age at which its chunks are deleted from the object store, where `store.ttl` is not less."""
 
-    def rule(self, default: Quota) -> tenants.Quota:
+    def rule(self, default: QuotaSettings) -> tenants.Quota:
         """What holds for one tenant, with another's limits in place of those that are null."""
         return tenants.Quota(
             host_bytes_max=self.host_max or default.host_max,
@@ -43,7 +43,7 @@ class Quota(Section):
         )
 
 
-class NamedTenant(Quota):
+class NamedTenantSettings(QuotaSettings):
     """A tenant that has a name in metrics and may have limits of its own (null: the default's)."""
 
     salt: SecretStr | None = Field(default=None, min_length=1)
@@ -52,7 +52,7 @@ class NamedTenant(Quota):
     """Instead of the salt: what `kvlake tenant id` prints for it, 16 hexadecimal digits."""
 
     @model_validator(mode="after")
-    def _one_of_the_two(self) -> NamedTenant:
+    def _one_of_the_two(self) -> NamedTenantSettings:
         if (self.salt is None) == (self.id is None):
             raise ValueError("give either salt or id; `kvlake tenant id` makes an id of a salt")
         return self
@@ -69,17 +69,17 @@ class NamedTenant(Quota):
         return bytes.fromhex(self.id or "")
 
 
-class Tenants(Section):
+class TenantsSettings(Section):
     """Whose chunks may take how much. Requests with one cache salt are one tenant."""
 
-    default: Quota = Field(default_factory=Quota)
+    default: QuotaSettings = Field(default_factory=QuotaSettings)
     """Limits of each tenant; requests without a cache salt count as one tenant together."""
-    named: dict[str, NamedTenant] = Field(default_factory=dict[str, NamedTenant])
+    named: dict[str, NamedTenantSettings] = Field(default_factory=dict[str, NamedTenantSettings])
     """Tenants by name. Those that are not here are told together, as `other`."""
 
     @field_validator("named")
     @classmethod
-    def _distinct(cls, value: dict[str, NamedTenant]) -> dict[str, NamedTenant]:
+    def _distinct(cls, value: dict[str, NamedTenantSettings]) -> dict[str, NamedTenantSettings]:
         owners: dict[bytes, str] = {}
         for name, tenant in value.items():
             if not _NAME.match(name) or name in (UNSALTED, OTHER):
@@ -95,6 +95,6 @@ class Tenants(Section):
     def rules(self) -> TenantRules:
         """The limits as the engine takes them."""
         return TenantRules(
-            default=self.default.rule(Quota()),
+            default=self.default.rule(QuotaSettings()),
             named={one.tenant: (name, one.rule(self.default)) for name, one in self.named.items()},
         )

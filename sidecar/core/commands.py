@@ -1,7 +1,7 @@
 """The engine's vocabulary: events that it is told, commands that it answers with.
 
 The engine (`sidecar/core/engine.py`) is a pure function of its state: `handle(event, now) ->
-list[Command]`. The server turns messages into events, the mover turns commands into I/O and
+list[Command]`. The server turns messages into events, the executor turns commands into I/O and
 their endings into events. Nothing here does anything; these are records.
 
 Ids: `session_id` counts attachments in this sidecar's life, `realm_id` counts (namespace,

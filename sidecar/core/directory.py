@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from sidecar.core.stored_table import Cuts, StoredChunks, distinct, widened
+from sidecar.core.stored_table import SegmentSources, StoredChunks, distinct, widened
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from sidecar.core.listed_rows import Offers
+    from sidecar.core.listed_rows import StoredColumns
     from sidecar.core.stored_table import Masks
     from tiers.kv.layout import ChunkLayout
 
@@ -97,7 +97,7 @@ class IllegalTransition(Exception):  # a condition, as in h11 and distributed
     """A bug in the engine: the message ends with what happened to the chunk before."""
 
 
-class Segment:
+class HostSegment:
     """One rank's part of a chunk in the host tier. `slot` is -1 while there is none."""
 
     __slots__ = (
@@ -158,7 +158,7 @@ class Chunk:
         self.hosted = 0
         """Ranks whose segment is HOST."""
         self.detached = False
-        self.segments = [Segment(self, rank) for rank in range(realm.world_size)]
+        self.segments = [HostSegment(self, rank) for rank in range(realm.world_size)]
 
     @property
     def loadable(self) -> bool:
@@ -181,12 +181,12 @@ class Realm:
 
     __slots__ = (
         "chunks",
-        "cuts",
         "full_mask",
         "hosted_chunks",
         "layouts",
         "readable",
         "realm_id",
+        "segment_sources",
         "slot_classes",
         "stored",
         "stored_chunks",
@@ -200,7 +200,7 @@ class Realm:
         self.readable = readable
         """Whether chunks may be read from the store at all."""
         self.full_mask = (1 << world_size) - 1
-        self.cuts = Cuts(world_size)
+        self.segment_sources = SegmentSources(world_size)
         self.layouts: list[ChunkLayout | None] = [None] * world_size
         """Geometry of each rank's segment, once a worker of that rank attached."""
         self.slot_classes: list[int] = [-1] * world_size
@@ -222,12 +222,15 @@ class Realm:
     def obtainable(self, key: bytes) -> int:
         """Ranks whose segment the store holds, or holds the parts of, as bits."""
         mask = self.stored.get(key)
-        return self.cuts.obtainable(mask) if mask else 0
+        return self.segment_sources.obtainable(mask) if mask else 0
 
     def readable_in(self, masks: Masks) -> Flags:
         """Of which of these masks every rank's segment can be read; shape [n]."""
         values, places = distinct(masks)
-        whole = [bool(mask) and self.cuts.obtainable(mask) == self.full_mask for mask in values]
+        whole = [
+            bool(mask) and self.segment_sources.obtainable(mask) == self.full_mask
+            for mask in values
+        ]
         return np.array(whole, dtype=np.bool_)[places] & self.readable
 
     def stored_rank(self, key: bytes, rank: int) -> bool:
@@ -295,7 +298,7 @@ class Directory:
             del chunk.realm.chunks[chunk.key]
             chunk.detached = True
 
-    def move(self, segment: Segment, cause: Cause) -> None:
+    def move(self, segment: HostSegment, cause: Cause) -> None:
         """Change a segment's state along the table. Raises `IllegalTransition`."""
         chunk = segment.chunk
         before = segment.state
@@ -326,7 +329,7 @@ class Directory:
             self._touch(realm, key)
         realm.stored.set(key, mask, time)
 
-    def offered(self, realm: Realm, offers: Offers) -> Flags:
+    def offered(self, realm: Realm, offers: StoredColumns) -> Flags:
         """Add to what the store holds of chunks that have no object here; shape [n].
 
         Returns which of them the store holds whole now, and did not before. They are not among the

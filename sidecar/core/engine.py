@@ -50,16 +50,16 @@ from sidecar.core.commands import (
     Written,
 )
 from sidecar.core.directory import Directory, FlagChange, Realm
-from sidecar.core.event_feeds import Tellings
-from sidecar.core.fair_share import BoundLimits, Bounds, Pins
+from sidecar.core.event_feeds import EventFeeds
+from sidecar.core.fair_share import FairShares, Pins, ShareLimits
 from sidecar.core.host_tier import HostChange, HostTier
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
 from sidecar.core.parts import CoreParts, EngineSnapshot, Outbox, PendingWork, RealmSnapshot
 from sidecar.core.reads import Reads
-from sidecar.core.request_pins import KeptChunks
-from sidecar.core.store_view import StoreTier
+from sidecar.core.request_pins import RequestPins
+from sidecar.core.store_view import StoreView
 from sidecar.core.tenants import Tenants
 from sidecar.core.writes import WritePolicy, Writes
 from sidecar.protocol import Error, JobOutcome, Role
@@ -96,7 +96,7 @@ class EngineLimits:
     """Reads that one event begins, room for them made; the others get turns of their own."""
     adopted_max: int = 1 << 30
     """Restored slots that one event takes in; the others get turns of their own."""
-    bounds: BoundLimits = field(default_factory=BoundLimits)
+    bounds: ShareLimits = field(default_factory=ShareLimits)
     """What may wait, in all and of one session."""
     verify_loads: float = 1.0
     """Part of the loaded chunks that is verified, 0 to 1; one not seen before always is."""
@@ -144,10 +144,10 @@ class Engine:
         self._tell = tell
         self.tell_listed = tell_listed
         self._outbox = Outbox(epoch)
-        self._tellings = Tellings(epoch, self._outbox.emit)
+        self._event_feeds = EventFeeds(epoch, self._outbox.emit)
         self.directory = Directory(readable=limits.store_reads)
         self.tenants = Tenants() if tenants is None else tenants
-        self.bounds = Bounds(limits.bounds)
+        self.bounds = FairShares(limits.bounds)
         self.host = HostTier(
             self.directory,
             slots,
@@ -164,7 +164,7 @@ class Engine:
             self._outbox.emit,
         )
         self.pins = Pins(self.directory, self.host.chunk_bytes, self.bounds.pinned)
-        self.store = StoreTier(
+        self.store = StoreView(
             parts,
             self._chunks_listed,
             quarantine_keys_max=limits.quarantine_keys_max,
@@ -199,7 +199,7 @@ class Engine:
             regret_max=limits.regret_max,
         )
         self.leases = Leases(self.pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
-        self.kept = KeptChunks(parts, self.pins)
+        self.kept = RequestPins(parts, self.pins)
         self.jobs = Jobs(
             parts,
             verify_loads=limits.verify_loads,
@@ -217,6 +217,8 @@ class Engine:
         """
         self.host.expire(now)
         self._apply_host_changes()
+        # Told before the event: lines of the catalog count chunks that nothing else has changed.
+        self._tell_changes()
         match event:
             case (
                 Submitted() | LookedUp() | LeaseTaken() | PinAsked() | Released() | SessionClosed()
@@ -319,7 +321,7 @@ class Engine:
             self.leases.forget_early((event.realm_id, event.engine_id))
             if event.want_events:
                 realms = [self.directory.realms[group.realm_id] for group in event.groups]
-                self._tellings.open(event.session_id, realms)
+                self._event_feeds.open(event.session_id, realms)
         self.sessions[event.session_id] = event
 
     def _adopt_some(self) -> None:
@@ -357,7 +359,7 @@ class Engine:
                 if event.pins:
                     self.kept.close_session(session.session_id)
                 if event.heard >= 0:
-                    self._tellings.listens(session.session_id, event.heard)
+                    self._event_feeds.listens(session.session_id, event.heard)
             case _:
                 text = f"{type(event).__name__} is not for a {session.role} session to send"
                 self._outbox.emit(Reply(session.session_id, Error(self._epoch, "role", text)))
@@ -394,7 +396,7 @@ class Engine:
 
     def _close(self, session: SessionOpened) -> None:
         del self.sessions[session.session_id]
-        self._tellings.close_session(session.session_id)
+        self._event_feeds.close_session(session.session_id)
         self.lookups.close_session(session.session_id)
         self.kept.close_session(session.session_id)
         if session.role is Role.SCHEDULER:
@@ -404,7 +406,7 @@ class Engine:
         self._outbox.emit(IndexOffer(realm.realm_id, keys))
         if self.tell_listed is not None:
             self.tell_listed(realm, keys)
-        self._tellings.listed(realm, keys)
+        self._event_feeds.listed(realm, keys)
 
     def _job_ended(self, job: Job, outcome: JobOutcome) -> None:
         session = job.session
@@ -415,6 +417,10 @@ class Engine:
             self.leases.rank_finished(name, session.rank, session.world_size)
 
     def _flush(self) -> list[Command]:
+        self._tell_changes()
+        return self._outbox.take()
+
+    def _tell_changes(self) -> None:
         changes = self.directory.take_changes()
         for change in changes:
             in_host, in_store = change.now
@@ -422,8 +428,7 @@ class Engine:
         if changes:
             if self._tell is not None:
                 self._tell(changes)
-            self._tellings.changed(changes)
-        return self._outbox.take()
+            self._event_feeds.changed(changes)
 
     def clear(self) -> list[Command]:
         """Give up every chunk that nothing pins or runs on: after a drain, all of them."""
@@ -461,8 +466,8 @@ class Engine:
             chunks_in_store=sum(realm.stored_chunks for realm in realms),
             slots_allocated=len(self.host.allocated),
             slots_zombie=len(self.host.zombies),
-            slots_unclaimed=len(self.host.inventory),
-            unclaimed_bytes=self.host.inventory.num_bytes,
+            slots_unclaimed=len(self.host.restored_slots),
+            unclaimed_bytes=self.host.restored_slots.num_bytes,
             leases=len(self.leases),
             lookups=sum(1 for _ in self.lookups),
             write_queue_bytes=self.writes.pending_bytes,

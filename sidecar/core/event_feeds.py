@@ -42,17 +42,17 @@ _TIERS: Final = ("host", "store")
 _Said = tuple[list[StoredEvent], list[RemovedEvent]]
 
 
-class Tellings:
+class EventFeeds:
     """To all schedulers that asked for it, by their sessions."""
 
     def __init__(self, epoch: int, emit: Callable[[Command], None]) -> None:
         self._epoch = epoch
         self._emit = emit
-        self._by_session: dict[int, Telling] = {}
+        self._by_session: dict[int, EventFeed] = {}
 
     def open(self, session_id: int, realms: Sequence[Realm]) -> None:
         """A scheduler wants to be told of its realms, one for each group."""
-        self._by_session[session_id] = Telling(self._epoch, realms)
+        self._by_session[session_id] = EventFeed(self._epoch, realms)
 
     def close_session(self, session_id: int) -> None:
         """A session is over."""
@@ -79,7 +79,7 @@ class Tellings:
             self._emit(Reply(session_id, message))
 
 
-class Telling:
+class EventFeed:
     """Of the sidecar's life `epoch`, to a scheduler with these realms, one for each group."""
 
     def __init__(self, epoch: int, realms: Sequence[Realm]) -> None:

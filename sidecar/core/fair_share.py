@@ -86,7 +86,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundLimits:
+class ShareLimits:
     """The limit of each share."""
 
     memory_bytes_max: int = 256 << 20
@@ -98,10 +98,10 @@ class BoundLimits:
     jobs_max_per_session: int = 1024
 
 
-class Bounds:
+class FairShares:
     """All shares."""
 
-    def __init__(self, limits: BoundLimits) -> None:
+    def __init__(self, limits: ShareLimits) -> None:
         self.memory = Share(limits.memory_bytes_max)
         self.copies = Share(limits.copies_queued_max)
         self.storing = Share(limits.storing_bytes_max)

@@ -31,8 +31,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sidecar.core.commands import RestoredSlot
-from sidecar.core.directory import Cause, Chunk, Directory, Realm, Segment, SegmentState
-from sidecar.core.restored import Inventory
+from sidecar.core.directory import Cause, Chunk, Directory, HostSegment, Realm, SegmentState
+from sidecar.core.restored import RestoredSlots
 from sidecar.core.retention import FOR_EVER, Expiries, Retention, slot_tag
 from sidecar.core.tenants import EvictionOrders
 
@@ -96,8 +96,8 @@ class HostTier:
         self._tenants = tenants
         self.changes: deque[tuple[HostChange, Chunk]] = deque()
         self.allocated: set[int] = set()
-        self.zombies: set[Segment] = set()
-        self.inventory = Inventory(slots)
+        self.zombies: set[HostSegment] = set()
+        self.restored_slots = RestoredSlots(slots)
         self._expiries = Expiries()
         self._adoptions: deque[tuple[Realm, int, Iterator[_Moment]]] = deque()
         """What is left to adopt, by realm and rank."""
@@ -105,7 +105,7 @@ class HostTier:
     def learn_layout(self, realm: Realm, rank: int, layout: ChunkLayout) -> None:
         """Note a rank's geometry. The engine has refused one that contradicts an earlier one."""
         realm.layouts[rank] = layout
-        realm.cuts.learn(rank, layout.segment)
+        realm.segment_sources.learn(rank, layout.segment)
         realm.slot_classes[rank] = self._slots.slot_class(layout)
 
     def touch(self, chunk: Chunk) -> None:
@@ -130,7 +130,7 @@ class HostTier:
         """Chunks in the order in which they would be evicted: of all tenants, or by `order`."""
         return self._orders.coldest(order)
 
-    def slot_bytes(self, segment: Segment) -> int:
+    def slot_bytes(self, segment: HostSegment) -> int:
         """Bytes of the slot that this segment has or would get."""
         return self._slots.slot_bytes(segment.chunk.realm.slot_classes[segment.rank])
 
@@ -139,7 +139,7 @@ class HostTier:
         classes = chunk.realm.slot_classes
         return sum(self._slots.slot_bytes(class_id) for class_id in classes if class_id >= 0)
 
-    def reserve(self, segment: Segment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
+    def reserve(self, segment: HostSegment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
         """Give an absent segment a slot to be filled (GATHER or READ). False if there is none."""
         chunk = segment.chunk
         # Its other ranks' segments may be evictable; they are no price for this one's slot.
@@ -181,11 +181,11 @@ class HostTier:
                 self._remove(due)
 
     def _expire_unclaimed(self, found: RestoredSlot) -> None:
-        if self.inventory.holds(found):
-            self.inventory.claim(found)
+        if self.restored_slots.holds(found):
+            self.restored_slots.claim(found)
             self._give_back(found.slot)
 
-    def arrived(self, segment: Segment, num_blocks: int, parent: bytes) -> bool:
+    def arrived(self, segment: HostSegment, num_blocks: int, parent: bytes) -> bool:
         """The slot was filled and sealed. False if its chunk was removed in the meantime."""
         if segment.state is SegmentState.ZOMBIE:
             self.release(segment)
@@ -197,7 +197,7 @@ class HostTier:
             self.changes.append((HostChange.COMPLETE, segment.chunk))
         return True
 
-    def _has_come(self, segment: Segment, cause: Cause, num_blocks: int, parent: bytes) -> None:
+    def _has_come(self, segment: HostSegment, cause: Cause, num_blocks: int, parent: bytes) -> None:
         chunk = segment.chunk
         segment.num_blocks = num_blocks
         segment.verified = cause is not Cause.RESTORED
@@ -223,7 +223,7 @@ class HostTier:
     def restore(self, found: tuple[RestoredSlot, ...]) -> None:
         """Take in what the pool still held at the start, for whoever comes for it."""
         self.allocated.update(one.slot for one in found)
-        self.inventory.restore(found)
+        self.restored_slots.restore(found)
         self._counters.slots_restored += len(found)
         for one in found:
             if one.expires_at < math.inf:
@@ -236,7 +236,7 @@ class HostTier:
         """
         layout = realm.layouts[rank]
         assert layout is not None, "just learnt"
-        found = self.inventory.matching(namespace, layout, realm.slot_classes[rank])
+        found = self.restored_slots.matching(namespace, layout, realm.slot_classes[rank])
         sealed = sorted(found, key=lambda one: one.sealed)
         used = sorted((one for one in found if one.used > one.sealed), key=lambda one: one.used)
         history = heapq.merge(
@@ -273,7 +273,7 @@ class HostTier:
     def _relive(self, realm: Realm, rank: int, moment: _Moment) -> None:
         found = moment.found
         if not moment.was_use:
-            if self.inventory.holds(found):
+            if self.restored_slots.holds(found):
                 self._adopt(realm, rank, found)
             return
         chunk = realm.chunks.get(found.key)
@@ -289,7 +289,7 @@ class HostTier:
         if segment.state is not SegmentState.ABSENT:
             # Another slot has it: two ranks, or two realms, of one segment. This one stays here.
             return
-        self.inventory.claim(found)
+        self.restored_slots.claim(found)
         self._directory.pin(chunk)
         num_bytes = self.slot_bytes(segment)
         within = self._make_room(chunk.tenant, num_bytes)
@@ -314,7 +314,7 @@ class HostTier:
 
     # --- endings -------------------------------------------------------------------------------
 
-    def failed(self, segment: Segment) -> None:
+    def failed(self, segment: HostSegment) -> None:
         """The slot was not filled; it is free again."""
         if segment.state is SegmentState.ZOMBIE:
             self.release(segment)
@@ -324,12 +324,12 @@ class HostTier:
         self._free(segment)
         self._directory.settle(segment.chunk)
 
-    def hold(self, segment: Segment) -> None:
+    def hold(self, segment: HostSegment) -> None:
         """A scatter or write starts on a sealed slot."""
         assert segment.state is SegmentState.HOST, segment.state
         segment.running += 1
 
-    def release(self, segment: Segment) -> None:
+    def release(self, segment: HostSegment) -> None:
         """What was held, or still ran on a zombie, has ended."""
         segment.running -= 1
         if segment.state is SegmentState.ZOMBIE and segment.running == 0:
@@ -358,19 +358,19 @@ class HostTier:
     def clear(self) -> None:
         """Evict every chunk that may be evicted, and give up what nobody claimed."""
         self._adoptions.clear()
-        while (slot := self.inventory.give_up(-1)) is not None:
+        while (slot := self.restored_slots.give_up(-1)) is not None:
             self._give_back(slot)
         for realm in self._directory.realms.values():
             for chunk in list(realm.chunks.values()):
                 if chunk.hosted and chunk.pins == 0 and not chunk.busy:
                     self._evict(chunk)
 
-    def _bury(self, zombie: Segment) -> None:
+    def _bury(self, zombie: HostSegment) -> None:
         self._directory.move(zombie, Cause.ENDED)
         self.zombies.remove(zombie)
         self._free(zombie)
 
-    def _free(self, segment: Segment) -> None:
+    def _free(self, segment: HostSegment) -> None:
         slot, segment.slot = segment.slot, -1
         self.allocated.remove(slot)
         self._slots.free(slot)
@@ -408,7 +408,7 @@ class HostTier:
         tries = 0
         # What nobody has claimed goes first, also where it takes several for one slot.
         while slot is None and tries < EVICTIONS_PER_SLOT_MAX:
-            given = self.inventory.give_up(class_id)
+            given = self.restored_slots.give_up(class_id)
             if given is None:
                 break
             self._give_back(given)

@@ -28,7 +28,7 @@ from sidecar.protocol import JobOutcome, LoadChunk, LoadJob, Outcome, StoreChunk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sidecar.core.directory import Chunk, Realm, Segment
+    from sidecar.core.directory import Chunk, HostSegment, Realm
     from sidecar.core.parts import CoreParts
     from tiers.kv.layout import ChunkLayout
 
@@ -98,7 +98,7 @@ class RunningCopy:
     def __init__(
         self,
         job: Job,
-        segment: Segment,
+        segment: HostSegment,
         num_blocks: int,
         num_bytes: int,
         parent: bytes,
@@ -148,7 +148,7 @@ class Jobs:
         """Gathers and scatters that have not ended."""
         return len(self._running)
 
-    def running(self) -> Iterator[Segment]:
+    def running(self) -> Iterator[HostSegment]:
         """The segment of each running copy."""
         return (copy.segment for copy in self._running.values())
 
@@ -167,7 +167,7 @@ class Jobs:
         `realms` are those of the session's KV cache groups, in their order.
         """
         job = Job(session, message.job_id, loading=True)
-        segments: list[Segment] = []
+        segments: list[HostSegment] = []
         for piece in message.chunks:
             chunk = realms[piece.group].chunks.get(piece.key)
             segment = chunk.segments[session.segment_number] if chunk is not None else None
@@ -183,7 +183,7 @@ class Jobs:
         self._end_if_over(job)
 
     def _scatter_all(
-        self, job: Job, fence: int, pieces: list[LoadChunk], segments: list[Segment]
+        self, job: Job, fence: int, pieces: list[LoadChunk], segments: list[HostSegment]
     ) -> None:
         if not pieces:
             return
@@ -206,7 +206,9 @@ class Jobs:
             job.begun = self._bounds.begin_job(what, job.session.session_id)
         return job.begun
 
-    def _scatter(self, job: Job, fence: int, piece: LoadChunk, segment: Segment, cost: int) -> None:
+    def _scatter(
+        self, job: Job, fence: int, piece: LoadChunk, segment: HostSegment, cost: int
+    ) -> None:
         chunk = segment.chunk
         layout = _layout_of(chunk.realm, segment.rank)
         self._host.hold(segment)

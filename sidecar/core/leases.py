@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sidecar.core.directory import Chunk
-    from sidecar.core.fair_share import Bounds, Pins
+    from sidecar.core.fair_share import FairShares, Pins
 
 EARLY_JOBS_PER_ENGINE_MAX: Final = 256
 """Load jobs without a lease whose finished ranks are remembered; of more, the oldest go."""
@@ -31,7 +31,7 @@ JobName = tuple[int, str, int]
 """(realm_id, engine_id, job_id): what a lease and the load jobs of its ranks share."""
 
 
-class Lease:
+class ChunkLease:
     """Chunks that one load needs."""
 
     __slots__ = ("chunks", "cost", "deadline", "finished_ranks", "lease_id", "name", "session_id")
@@ -56,20 +56,20 @@ class Lease:
 class Leases:
     """All leases."""
 
-    def __init__(self, pins: Pins, bounds: Bounds, *, ttl_seconds_max: float) -> None:
+    def __init__(self, pins: Pins, bounds: FairShares, *, ttl_seconds_max: float) -> None:
         self._pins = pins
         self._bounds = bounds
         self._ttl_seconds_max = ttl_seconds_max
         # All leases live equally long, so the order of insertion is that of the deadlines.
-        self._by_owner: dict[tuple[int, int], Lease] = {}
-        self._by_job: dict[JobName, list[Lease]] = {}
+        self._by_owner: dict[tuple[int, int], ChunkLease] = {}
+        self._by_job: dict[JobName, list[ChunkLease]] = {}
         self._early: dict[tuple[int, str], dict[int, set[int]]] = {}
         self._held: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_owner)
 
-    def __iter__(self) -> Iterator[Lease]:
+    def __iter__(self) -> Iterator[ChunkLease]:
         return iter(self._by_owner.values())
 
     def held(self, session_id: int) -> int:
@@ -97,7 +97,7 @@ class Leases:
         # Pinned first, so that what both leases name is never without a pin in between.
         self.release(session_id, name[2])
         early = self._take_early(name)
-        lease = Lease(session_id, name, chunks, now + self._ttl_seconds_max, early)
+        lease = ChunkLease(session_id, name, chunks, now + self._ttl_seconds_max, early)
         self._by_owner[session_id, name[2]] = lease
         self._by_job.setdefault(name, []).append(lease)
         self._held[session_id] = self.held(session_id) + 1
@@ -161,7 +161,7 @@ class Leases:
             expired += 1
         return expired
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: ChunkLease) -> None:
         del self._by_owner[lease.session_id, lease.lease_id]
         named = self._by_job[lease.name]
         named.remove(lease)

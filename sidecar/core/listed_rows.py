@@ -1,7 +1,7 @@
 """Lines of the catalog as columns, as the engine is told them.
 
-Owns the columns, taking parts of them, and making one offer for each key (`Offers`). Does not own
-what the lines come to (`store_view.py`), nor where they come from (`catalog/sync.py`).
+Owns the columns, taking parts of them, and making one offer for each key (`StoredColumns`). Does
+not own what the lines come to (`store_view.py`), nor where they come from (`catalog/sync.py`).
 
 Invariants: pure; columns have equal length and are never changed; of lines of one key the order is
 kept.
@@ -113,7 +113,7 @@ def by_key(rows: ListedRows) -> ListedRows:
     return rows.take(np.lexsort((low, high)))
 
 
-class Offers(NamedTuple):
+class StoredColumns(NamedTuple):
     """One line for each key, sorted: what all lines of it offer together."""
 
     keys: Keys
@@ -124,7 +124,7 @@ class Offers(NamedTuple):
     """When the newest was written."""
 
 
-def offers_of(rows: ListedRows) -> Offers:
+def offers_of(rows: ListedRows) -> StoredColumns:
     """What lines come to of which none withdraws, and none names no rank."""
     rows = by_key(rows)
     high, low = tags_of(rows.keys)
@@ -134,9 +134,9 @@ def offers_of(rows: ListedRows) -> Offers:
     new = np.ones(len(rows), dtype=np.bool_)
     new[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
     if new.all():
-        return Offers(rows.keys, high, low, masks, written_at)
+        return StoredColumns(rows.keys, high, low, masks, written_at)
     starts = np.flatnonzero(new)
-    return Offers(
+    return StoredColumns(
         rows.keys[starts],
         high[starts],
         low[starts],

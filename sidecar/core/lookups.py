@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sidecar.core.commands import ReadDone, Reply
 from sidecar.core.fair_share import lookup_cost
-from sidecar.core.planner import UNKNOWN, Credit, Plan
+from sidecar.core.planner import UNKNOWN, Credit, ReadPlan
 from sidecar.core.reads import can_come
 from sidecar.protocol import Lookup, LookupDone, Outcome
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sidecar.core.reads import Reads
 
 
-class PendingLookup:
+class OpenLookup:
     """One lookup and the chunks that it pins. `chunks` is its run, cut where one failed."""
 
     __slots__ = (
@@ -57,7 +57,7 @@ class PendingLookup:
         session_id: int,
         lookup_id: int,
         chunks: list[Chunk],
-        plan: Plan,
+        plan: ReadPlan,
         *,
         asked: float,
         wait_seconds: float,
@@ -128,11 +128,11 @@ class Lookups:
         """Of each session that asked."""
         self._now = 0.0
         """Of the last event."""
-        self._by_session: dict[int, dict[int, PendingLookup]] = {}
-        self._waiters: dict[Chunk, dict[PendingLookup, None]] = {}
+        self._by_session: dict[int, dict[int, OpenLookup]] = {}
+        self._waiters: dict[Chunk, dict[OpenLookup, None]] = {}
         self._draining = False
 
-    def __iter__(self) -> Iterator[PendingLookup]:
+    def __iter__(self) -> Iterator[OpenLookup]:
         for lookups in self._by_session.values():
             yield from lookups.values()
 
@@ -164,7 +164,7 @@ class Lookups:
             self._counters.lookups_recomputed += 1
             self._shorten(chunks, _leading(chunks, 0))
         wait_seconds = min(message.deadline_ms / 1000, self._ttl_seconds_max)
-        lookup = PendingLookup(
+        lookup = OpenLookup(
             session_id,
             message.lookup_id,
             chunks,
@@ -201,7 +201,7 @@ class Lookups:
         for chunk in cut:
             self._directory.settle(chunk)
 
-    def _plan(self, session_id: int, message: Lookup, chunks: list[Chunk]) -> Plan:
+    def _plan(self, session_id: int, message: Lookup, chunks: list[Chunk]) -> ReadPlan:
         """Weigh reading what the run lacks against computing the run from there on."""
         first = _leading(chunks, 0)
         missing = [chunk for chunk in chunks[first:] if not chunk.loadable]
@@ -212,7 +212,7 @@ class Lookups:
         speed = message.prefill_tokens_per_second
         return self._reads.plan(session_id, missing, num_chunks, num_tokens, speed)
 
-    def _admit(self, session_id: int, own: dict[int, PendingLookup], cost: int) -> bool:
+    def _admit(self, session_id: int, own: dict[int, OpenLookup], cost: int) -> bool:
         bounds = self._bounds
         if self._draining:
             bounds.refuse("lookup", "draining")
@@ -229,7 +229,7 @@ class Lookups:
             credit = self._credits[session_id] = Credit(self._regret_max)
         return credit
 
-    def _make_room(self, own: dict[int, PendingLookup]) -> bool:
+    def _make_room(self, own: dict[int, OpenLookup]) -> bool:
         """Below the limit; what was answered long ago gives way to what is asked now."""
         if len(own) < self._lookups_max_per_session:
             return True
@@ -296,7 +296,7 @@ class Lookups:
             self._cut(lookup, lookup.chunks.index(chunk))
             self._answer_if_over(lookup)
 
-    def _cut(self, lookup: PendingLookup, length: int) -> None:
+    def _cut(self, lookup: OpenLookup, length: int) -> None:
         """Let go of the run's chunks from `length` on."""
         cut = lookup.chunks[length:]
         del lookup.chunks[length:]
@@ -310,11 +310,11 @@ class Lookups:
                     self._reads.forget(chunk)
         self._pins.unpin(lookup.session_id, cut)
 
-    def _answer_if_over(self, lookup: PendingLookup) -> None:
+    def _answer_if_over(self, lookup: OpenLookup) -> None:
         if not lookup.waits and not lookup.answered:
             self._answer(lookup)
 
-    def _answer(self, lookup: PendingLookup) -> None:
+    def _answer(self, lookup: OpenLookup) -> None:
         # From the start: what was ready may have been found corrupt since.
         ready = _leading(lookup.chunks, 0)
         if ready < len(lookup.chunks) and lookup.outcome is Outcome.OK:
@@ -327,7 +327,7 @@ class Lookups:
             self._drop(lookup)
         self._reply(lookup.session_id, lookup.lookup_id, ready, lookup.outcome)
 
-    def _settle(self, lookup: PendingLookup) -> None:
+    def _settle(self, lookup: OpenLookup) -> None:
         """Book what a lookup's wait saved its engine, or cost it."""
         if lookup.plan.compute_seconds <= 0:
             return
@@ -340,13 +340,13 @@ class Lookups:
     def _reply(self, session_id: int, lookup_id: int, ready: int, outcome: Outcome) -> None:
         self._emit(Reply(session_id, LookupDone(self._epoch, lookup_id, ready, outcome)))
 
-    def _drop(self, lookup: PendingLookup) -> None:
+    def _drop(self, lookup: OpenLookup) -> None:
         own = self._by_session[lookup.session_id]
         del own[lookup.lookup_id]
         self._bounds.memory.give(lookup.session_id, lookup.cost)
         self._bounds.lookups.give(lookup.session_id, 1)
 
-    def _end(self, lookup: PendingLookup) -> None:
+    def _end(self, lookup: OpenLookup) -> None:
         """Forget a lookup and its pins. It is not answered any more."""
         lookup.answered = True
         self._cut(lookup, 0)
@@ -370,7 +370,7 @@ class Lookups:
         """Answer the lookups past their deadline, drop the pins of those past their time."""
         self._now = now
         for session_id, own in self._by_session.items():
-            losing: list[PendingLookup] = []
+            losing: list[OpenLookup] = []
             for lookup in list(own.values()):
                 if lookup.answered:
                     if lookup.expires <= now:
@@ -386,7 +386,7 @@ class Lookups:
                     for lookup in losing:
                         self._expired(lookup)
 
-    def _expired(self, lookup: PendingLookup) -> None:
+    def _expired(self, lookup: OpenLookup) -> None:
         self._counters.lookups_expired += 1
         self._answer_with_what_is_there(lookup, Outcome.EXPIRED)
 
@@ -402,7 +402,7 @@ class Lookups:
         for segment in self._reads.queued():
             assert segment.chunk in self._waiters, "a read is queued that nobody waits for"
 
-    def _answer_with_what_is_there(self, lookup: PendingLookup, outcome: Outcome) -> None:
+    def _answer_with_what_is_there(self, lookup: OpenLookup, outcome: Outcome) -> None:
         lookup.outcome = outcome
         self._answer(lookup)
 

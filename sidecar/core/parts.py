@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.commands import Counters
-    from sidecar.core.directory import Directory, Segment
-    from sidecar.core.fair_share import Bounds
+    from sidecar.core.directory import Directory, HostSegment
+    from sidecar.core.fair_share import FairShares
     from sidecar.core.host_tier import HostTier
     from sidecar.core.tenants import Tenants, TenantSnapshot
     from sidecar.protocol import JobOutcome
@@ -30,7 +30,7 @@ class CoreParts:
     host: HostTier
     counters: Counters
     tenants: Tenants
-    bounds: Bounds
+    bounds: FairShares
     emit: Callable[[Command], None]
     """Adds a command to the outbox."""
 
@@ -38,7 +38,7 @@ class CoreParts:
 class Outbox:
     """Commands of one event on their way out: in order, and packed into few messages.
 
-    The order is index, work, messages. A session gets one `Done` per event, and there is one
+    The order is index, work, messages. A session gets one `MergedFiles` per event, and there is one
     `Resume` until it is answered.
     """
 
@@ -69,7 +69,7 @@ class Outbox:
         self._resuming = False
 
     def job_ended(self, session_id: int, outcome: JobOutcome) -> None:
-        """Add a job's outcome to the session's next `Done`."""
+        """Add a job's outcome to the session's next `MergedFiles`."""
         self._jobs.setdefault(session_id, []).append(outcome)
 
     def take(self) -> list[Command]:
@@ -88,8 +88,8 @@ class Sampling:
     """Which segments are compared with their checksum, for one way out of host memory.
 
     An even part of all, 0 to 1, and without exception those that this process has not seen to be
-    right, or has a reason to doubt (`Segment.verified`). By rank, because ranks take turns: an even
-    part of all would be the same rank's every time.
+    right, or has a reason to doubt (`HostSegment.verified`). By rank, because ranks take turns: an
+    even part of all would be the same rank's every time.
 
     Invariant: no chance in it; of n of one rank that are asked about, n times the part are chosen,
     give or take one, and those that are not `verified`.
@@ -100,7 +100,7 @@ class Sampling:
         self._due: dict[int, float] = {}
         """By rank: what is due to it so far."""
 
-    def chooses(self, segment: Segment) -> bool:
+    def chooses(self, segment: HostSegment) -> bool:
         """Whether this segment, which leaves now, is to be compared."""
         due = self._due.get(segment.rank, 0.0) + self._part
         chosen = due > 1 - _HAIR

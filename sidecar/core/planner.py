@@ -42,7 +42,7 @@ CREDIT_COMPUTE_SECONDS: Final = 25.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReadPlan:
     """What to do about a run of chunks that only the store holds."""
 
     read: bool
@@ -63,7 +63,7 @@ class Plan:
         return min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)
 
 
-UNKNOWN: Final = Plan(read=True, compute_seconds_per_chunk=0.0, compute_seconds=0.0)
+UNKNOWN: Final = ReadPlan(read=True, compute_seconds_per_chunk=0.0, compute_seconds=0.0)
 """Nothing is known of the engine: read, and let the deadline bound it."""
 
 
@@ -163,7 +163,7 @@ class Planner:
         read_bytes: int,
         queued: int,
         prefill_tokens_per_second: float,
-    ) -> Plan:
+    ) -> ReadPlan:
         """Decide on a run.
 
         Args:
@@ -181,7 +181,7 @@ class Planner:
         if not read:
             self._refused += 1
             read = self._refused % PROBE_EVERY == 0
-        return Plan(read, compute_seconds / num_chunks, compute_seconds)
+        return ReadPlan(read, compute_seconds / num_chunks, compute_seconds)
 
     def read_seconds(self, reads: int, read_bytes: int, queued: int) -> float:
         """When the last of a run's objects would be there; 0 where nothing was measured yet."""

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final
 from sidecar.core.breaker import BreakerState
 from sidecar.core.commands import Read, ReadDone, Resume, StoreOutcome
 from sidecar.core.directory import Cause, SegmentState
-from sidecar.core.planner import Plan, Planner, ReadStart
+from sidecar.core.planner import Planner, ReadPlan, ReadStart
 from sidecar.protocol import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sidecar.core.breaker import Breaker
-    from sidecar.core.directory import Chunk, Realm, Segment
+    from sidecar.core.directory import Chunk, HostSegment, Realm
     from sidecar.core.parts import CoreParts
-    from sidecar.core.store_view import StoreTier
+    from sidecar.core.store_view import StoreView
 
 
 class ReadQueue:
@@ -45,22 +45,22 @@ class ReadQueue:
     """
 
     def __init__(self) -> None:
-        self._by_session: dict[int, dict[Segment, None]] = {}
+        self._by_session: dict[int, dict[HostSegment, None]] = {}
         """In the order of turns; each in the order of asking."""
-        self._sessions_of: dict[Segment, set[int]] = {}
+        self._sessions_of: dict[HostSegment, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions_of)
 
-    def __iter__(self) -> Iterator[Segment]:
+    def __iter__(self) -> Iterator[HostSegment]:
         return iter(self._sessions_of)
 
-    def add(self, session_id: int, segment: Segment) -> None:
+    def add(self, session_id: int, segment: HostSegment) -> None:
         """Queue a read for a session, behind what it has queued; once."""
         self._by_session.setdefault(session_id, {})[segment] = None
         self._sessions_of.setdefault(segment, set()).add(session_id)
 
-    def discard(self, segment: Segment) -> None:
+    def discard(self, segment: HostSegment) -> None:
         """Nobody wants this read any more."""
         for session_id in self._sessions_of.pop(segment, ()):
             own = self._by_session[session_id]
@@ -76,7 +76,7 @@ class ReadQueue:
             if not sessions:
                 del self._sessions_of[segment]
 
-    def take(self) -> Segment | None:
+    def take(self) -> HostSegment | None:
         """Take out the read whose turn it is; its session's next one goes behind the others."""
         if not self._by_session:
             return None
@@ -98,7 +98,7 @@ class ReadQueue:
 
     def check(self) -> None:
         """Verify the invariants; raises AssertionError."""
-        sessions_of: dict[Segment, set[int]] = {}
+        sessions_of: dict[HostSegment, set[int]] = {}
         for session_id, queued in self._by_session.items():
             assert queued, f"session {session_id} has an empty queue"
             for segment in queued:
@@ -121,7 +121,7 @@ class Reads:
     def __init__(
         self,
         parts: CoreParts,
-        store: StoreTier,
+        store: StoreView,
         breaker: Breaker,
         *,
         inflight_max: int,
@@ -138,7 +138,7 @@ class Reads:
         self._planner = Planner(reads_inflight_max=inflight_max)
         self._starts: dict[int, ReadStart] = {}
         self._queue = ReadQueue()
-        self._running: dict[int, Segment] = {}
+        self._running: dict[int, HostSegment] = {}
         self._last_read_id = 0
         self._resuming = False
         """Whether `Resumed` is to come."""
@@ -150,7 +150,7 @@ class Reads:
         """Reads that wait for their turn and that somebody still wants."""
         return len(self._queue)
 
-    def queued(self) -> Iterator[Segment]:
+    def queued(self) -> Iterator[HostSegment]:
         """Segments that wait to be read."""
         return iter(self._queue)
 
@@ -159,7 +159,7 @@ class Reads:
         """Reads that were issued and have not ended."""
         return len(self._running)
 
-    def running(self) -> Iterator[Segment]:
+    def running(self) -> Iterator[HostSegment]:
         """Segments that are being read."""
         return iter(self._running.values())
 
@@ -180,7 +180,7 @@ class Reads:
         num_chunks: int,
         num_tokens: int,
         prefill_tokens_per_second: float,
-    ) -> Plan:
+    ) -> ReadPlan:
         """Weigh reading these chunks of a run against computing so much of it, from there on."""
         reads = len(missing) * missing[0].realm.world_size
         return self._planner.plan(
@@ -244,7 +244,7 @@ class Reads:
             if segment.state is not SegmentState.ABSENT:
                 continue
             realm = chunk.realm
-            sources = realm.cuts.sources(realm.stored.get(chunk.key), segment.rank)
+            sources = realm.segment_sources.sources(realm.stored.get(chunk.key), segment.rank)
             if not sources:
                 yield chunk, Outcome.MISSING
             elif not self._host.reserve(segment, Cause.READ):
@@ -297,7 +297,7 @@ class Reads:
         self._host.failed(segment)
         return chunk, _FAILURES[event.outcome]
 
-    def _note_failure(self, segment: Segment, event: ReadDone) -> None:
+    def _note_failure(self, segment: HostSegment, event: ReadDone) -> None:
         realm, key, outcome = segment.chunk.realm, segment.chunk.key, event.outcome
         bit = segment.rank if event.failed < 0 else event.failed
         if outcome is StoreOutcome.CORRUPT:

@@ -48,7 +48,7 @@ class _Kept:
         self.cost = cost
 
 
-class KeptChunks:
+class RequestPins:
     """All of them."""
 
     def __init__(

@@ -71,7 +71,7 @@ class SlotAllocator(Protocol):
         ...
 
 
-class Inventory:
+class RestoredSlots:
     """Unclaimed slots."""
 
     def __init__(self, slots: SlotAllocator) -> None:
@@ -139,7 +139,7 @@ class Inventory:
         return found.slot
 
 
-class Offers:
+class Backfill:
     """Restored chunks that the store may lack, in the order of offering; the newest is taken first.
 
     They are written when there is nothing else to write. What the store holds is known from its

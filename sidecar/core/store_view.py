@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.core.directory import Realm, Segment
+    from sidecar.core.directory import HostSegment, Realm
     from sidecar.core.listed_rows import Keys
     from sidecar.core.parts import CoreParts
 
 
-class StoreTier:
+class StoreView:
     """The engine's view of the object store."""
 
     def __init__(
@@ -64,7 +64,7 @@ class StoreTier:
         """The newest writing of this chunk that does not count: a new one must be later."""
         return self._gone.get((realm.realm_id, key), (0, 0))[1]
 
-    def written(self, segment: Segment, event: Written) -> None:
+    def written(self, segment: HostSegment, event: Written) -> None:
         """A segment was written, well."""
         chunk = segment.chunk
         self._counters.bytes_written += event.num_bytes
@@ -139,8 +139,8 @@ class StoreTier:
         if realm is None:
             self._counters.stale_messages += 1
             return
-        realm.cuts.learn_foreign(event.foreign)
-        rows = event.rows.within(realm.cuts.known_mask)
+        realm.segment_sources.learn_foreign(event.foreign)
+        rows = event.rows.within(realm.segment_sources.known_mask)
         apart = self._apart(realm, rows)
         for row in rows.take(apart):
             self._listed_one(realm, row)

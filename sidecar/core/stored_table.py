@@ -1,8 +1,8 @@
 """What the store holds, for one realm, in some 30 bytes per chunk.
 
 Owns one entry per chunk: 16 bytes of its key, the mask of segments that are in the store, and when
-the newest of them was written; and what the bits of a mask stand for (`Cuts`). Does not own what
-follows from an entry (`store_view.py`).
+the newest of them was written; and what the bits of a mask stand for (`SegmentSources`). Does not
+own what follows from an entry (`store_view.py`).
 
 Sorted numpy columns, in 1024 shards by a key's first bits, so that making room in one takes a
 fraction of a millisecond at ten million chunks. A few new entries wait in a dict, and are merged
@@ -395,7 +395,7 @@ FOREIGN_MAX: Final = 32
 ANSWERS_MAX: Final = 4096
 
 
-class Cuts:
+class SegmentSources:
     """What the bits of a realm's masks stand for, and what a mask can give each rank.
 
     A model is cut into segments by tensor and pipeline parallelism. Bit `r` of a mask below the

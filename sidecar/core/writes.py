@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sidecar.core.commands import StoreOutcome, Write, Written
 from sidecar.core.parts import Sampling
-from sidecar.core.restored import Offers
+from sidecar.core.restored import Backfill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from sidecar.core.breaker import Breaker
-    from sidecar.core.directory import Chunk, Segment
+    from sidecar.core.directory import Chunk, HostSegment
     from sidecar.core.parts import CoreParts
-    from sidecar.core.store_view import StoreTier
+    from sidecar.core.store_view import StoreView
 
 WRITE_TRIES_MAX: Final = 3
 
@@ -77,7 +77,7 @@ class _Pending:
 class _Running(NamedTuple):
     """A write that was issued and has not ended."""
 
-    segment: Segment
+    segment: HostSegment
     tries: int
     verifies: bool
     account: _Account
@@ -90,7 +90,7 @@ class Writes:
     def __init__(
         self,
         parts: CoreParts,
-        store: StoreTier,
+        store: StoreView,
         breaker: Breaker,
         *,
         policy: WritePolicy,
@@ -120,7 +120,7 @@ class Writes:
         """What came into the host tier since its cold end was looked through."""
         self._draining = False
         self._flushing = False
-        self._offers = Offers()
+        self._offers = Backfill()
 
     # --- what is there to tell ---------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Writes:
         """Bytes that wait to be written."""
         return self._pending_bytes
 
-    def running(self) -> Iterator[Segment]:
+    def running(self) -> Iterator[HostSegment]:
         """Segments that are being written."""
         return (one.segment for one in self._running.values())
 
@@ -305,7 +305,7 @@ class Writes:
                 return
             self._enqueue(chunk)
 
-    def _start(self, segment: Segment, tries: int, account: _Account, num_bytes: int) -> None:
+    def _start(self, segment: HostSegment, tries: int, account: _Account, num_bytes: int) -> None:
         self._host.hold(segment)
         segment.writing = True
         self._last_write_id += 1
@@ -352,7 +352,7 @@ class Writes:
             if tries < WRITE_TRIES_MAX and chunk.loadable:
                 self._again(segment, tries)
 
-    def _again(self, segment: Segment, tries: int) -> None:
+    def _again(self, segment: HostSegment, tries: int) -> None:
         chunk = segment.chunk
         ranks = [segment.rank]
         if chunk in self._pending:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
-from sidecar.data.copy_queue import CopyQueue, Group
+from sidecar.data.copy_queue import CopyGroup, CopyQueue
 from sidecar.logs import fields, story_of
 from tiers.errors import ChunkCorrupt
 from tiers.kv.slot_image import payload_hasher
@@ -98,7 +98,7 @@ class Copies:
         finally:
             threads.close()
 
-    def add(self, group: Group) -> None:
+    def add(self, group: CopyGroup) -> None:
         """Queue a group; one whose fence is reached already does not wait for the next poll."""
         for part in _hops(group):
             if self.queue.add(part):
@@ -160,7 +160,7 @@ class Copies:
             else:
                 self._finished(ended)
 
-    def _retry(self, group: Group) -> None:
+    def _retry(self, group: CopyGroup) -> None:
         if group.memory.ended:
             self._finished(group.all_ended(CopyOutcome.REVOKED, "the session ended"))
         elif time.monotonic() > group.deadline:
@@ -171,7 +171,7 @@ class Copies:
             self._arrived.set()
 
     async def _copy(
-        self, group: Group, threads: OwnThreads, *, mapped: bool
+        self, group: CopyGroup, threads: OwnThreads, *, mapped: bool
     ) -> list[Copied] | None:
         if not mapped:
             return group.all_ended(CopyOutcome.REVOKED, "the session ended")
@@ -192,14 +192,14 @@ class Copies:
             return group.all_ended(CopyOutcome.FAILED, str(error))
 
 
-def _hops(group: Group) -> Iterable[Group]:
+def _hops(group: CopyGroup) -> Iterable[CopyGroup]:
     if group.is_load:
         # Whole: one corrupt chunk makes a miss of the job, so there is one answer for all of it.
         return [group]
     chunk_bytes = group.rank.layout.payload_bytes(group.rank.layout.blocks_per_chunk)
     step = max(1, HOP_BYTES_MAX // chunk_bytes)
     return [
-        Group(
+        CopyGroup(
             group.session,
             group.memory,
             group.rank,
@@ -211,7 +211,7 @@ def _hops(group: Group) -> Iterable[Group]:
     ]
 
 
-def gather_group(group: Group, pool: Memory) -> list[Copied]:
+def gather_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     """In a copy thread: blocks to slots, then seal. Raises `BlockingIOError`: try again."""
     templates = group.rank.templates
     copied: list[tuple[Gather, bytes]] = []
@@ -245,7 +245,7 @@ def gather_group(group: Group, pool: Memory) -> list[Copied]:
     return ended
 
 
-def scatter_group(group: Group, pool: Memory) -> list[Copied]:
+def scatter_group(group: CopyGroup, pool: Memory) -> list[Copied]:
     """In a copy thread: slots to blocks, verified. Raises `BlockingIOError`: try again."""
     commands = _only(Scatter, group.commands)
     corrupt: dict[int, str] = {}
@@ -272,7 +272,7 @@ def scatter_group(group: Group, pool: Memory) -> list[Copied]:
     ]
 
 
-def _finish_scatter(group: Group, command: Scatter, pool: Memory, transfer: Transfer) -> None:
+def _finish_scatter(group: CopyGroup, command: Scatter, pool: Memory, transfer: Transfer) -> None:
     """See the wanted blocks of one slot through; hash all of it, for the checksum covers all."""
     if not command.verify:
         transfer.finish(_not_looked_at)
@@ -291,7 +291,7 @@ def _not_looked_at(piece: object) -> None:
     """What a transfer shows its payload to when nobody hashes it."""
 
 
-def _parts(group: Group, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
+def _parts(group: CopyGroup, command: Scatter, pool: Memory) -> tuple[Memory, Memory, Memory]:
     """The payload of a slot: before the wanted blocks, those, and after them."""
     layout, template = group.rank.layout, group.rank.templates[command.num_blocks]
     payload = template.payload(pool[command.slot : command.slot + template.image_bytes])

@@ -24,7 +24,7 @@ from sidecar.core.commands import Copied, CopyOutcome, Gather, Scatter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sidecar.sessions.namespaces import Rank
+    from sidecar.sessions.namespaces import RankLayout
     from sidecar.sessions.session import Session
     from sidecar.sessions.worker_memory import WorkerMemory
     from tiers.kv.copy import Region
@@ -34,12 +34,12 @@ LOADS_IN_A_ROW_MAX: Final = 8
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class CopyGroup:
     """Gathers or scatters of one job, copied together."""
 
     session: Session
     memory: WorkerMemory
-    rank: Rank
+    rank: RankLayout
     commands: Sequence[Gather | Scatter]
     deadline: float
     """Moment (monotonic seconds) after which the group is no longer worth waiting for."""
@@ -81,32 +81,32 @@ class _Turns:
     """Groups by session; the sessions take turns."""
 
     def __init__(self) -> None:
-        self._queues: dict[Session, deque[Group]] = {}
+        self._queues: dict[Session, deque[CopyGroup]] = {}
         self.count = 0
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def heads(self) -> Iterator[tuple[Session, Group]]:
+    def heads(self) -> Iterator[tuple[Session, CopyGroup]]:
         """The first group of each session."""
         return iter([(session, queue[0]) for session, queue in self._queues.items()])
 
-    def head(self, session: Session) -> Group | None:
+    def head(self, session: Session) -> CopyGroup | None:
         """The first group of a session."""
         queue = self._queues.get(session)
         return None if queue is None else queue[0]
 
-    def append(self, group: Group) -> None:
+    def append(self, group: CopyGroup) -> None:
         """Put a group behind those of its session."""
         self._queues.setdefault(group.session, deque()).append(group)
         self.count += 1
 
-    def push_back(self, group: Group) -> None:
+    def push_back(self, group: CopyGroup) -> None:
         """Put a group in front of those of its session."""
         self._queues.setdefault(group.session, deque()).appendleft(group)
         self.count += 1
 
-    def pop(self, session: Session) -> Group:
+    def pop(self, session: Session) -> CopyGroup:
         """Take the first group of a session; its next one goes behind all other sessions."""
         queue = self._queues.pop(session)
         group = queue.popleft()
@@ -115,11 +115,11 @@ class _Turns:
         self.count -= 1
         return group
 
-    def take(self) -> Group:
+    def take(self) -> CopyGroup:
         """Take the group whose turn it is."""
         return self.pop(next(iter(self._queues)))
 
-    def drop(self, session: Session) -> list[Group]:
+    def drop(self, session: Session) -> list[CopyGroup]:
         """Take every group of a session out."""
         groups = list(self._queues.pop(session, ()))
         self.count -= len(groups)
@@ -148,7 +148,7 @@ class CopyQueue:
         """Loads that only wait for a thread."""
         return self._loads.count
 
-    def add(self, group: Group) -> bool:
+    def add(self, group: CopyGroup) -> bool:
         """Queue a group. True if it is ready at once."""
         waiting = self._waiting[group.is_load]
         # Behind those of its session that wait: their order is what keeps a look at it cheap.
@@ -158,19 +158,19 @@ class CopyQueue:
         waiting.append(group)
         return False
 
-    def put_back(self, group: Group) -> None:
+    def put_back(self, group: CopyGroup) -> None:
         """A group that could not start, because its worker was revoking at that moment."""
         self._waiting[group.is_load].push_back(group)
 
-    def _make_ready(self, group: Group) -> None:
+    def _make_ready(self, group: CopyGroup) -> None:
         (self._loads if group.is_load else self._stores).append(group)
 
-    def sweep(self, now: float) -> tuple[int, list[Group]]:
+    def sweep(self, now: float) -> tuple[int, list[CopyGroup]]:
         """Let groups through as their fences are reached: how many, and those that expired."""
-        ready, expired = 0, list[Group]()
+        ready, expired = 0, list[CopyGroup]()
         for turns in self._waiting:
             for session, first in turns.heads():
-                group: Group | None = first
+                group: CopyGroup | None = first
                 while group is not None:
                     if group.may_start:
                         self._make_ready(turns.pop(session))
@@ -182,7 +182,7 @@ class CopyQueue:
                     group = turns.head(session)
         return ready, expired
 
-    def next(self) -> Group | None:
+    def next(self) -> CopyGroup | None:
         """The group whose turn it is; None where there is none (any more)."""
         if self._loads and (self._loads_in_a_row < LOADS_IN_A_ROW_MAX or not self._stores):
             self._loads_in_a_row += 1
@@ -190,11 +190,11 @@ class CopyQueue:
         self._loads_in_a_row = 0
         return self._stores.take() if self._stores else None
 
-    def heads(self) -> list[tuple[Session, Group]]:
+    def heads(self) -> list[tuple[Session, CopyGroup]]:
         """Each session's next group, of those that wait and of loads and stores that are ready."""
         return [head for turns in self._turns() for head in turns.heads()]
 
-    def drop(self, session: Session) -> list[Group]:
+    def drop(self, session: Session) -> list[CopyGroup]:
         """Take every group of a session out."""
         return [group for turns in self._turns() for group in turns.drop(session)]
 

@@ -1,4 +1,4 @@
-"""The mover: carries the engine's commands out on the tiers and tells it how each ended.
+"""The executor carries the engine's commands out on the tiers and tells it how each ended.
 
 Owns no state of its own beyond what is running: copies go to `copies.py`, objects to the store,
 index entries to `index_writer.py`, messages to the server. Does not decide anything: what to
@@ -42,11 +42,11 @@ from sidecar.core.commands import (
     Write,
     Written,
 )
-from sidecar.data.copy_queue import Group
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.data.index_writer import Indexing
-from sidecar.data.reread import SecondLook
-from sidecar.data.reshard import Assembler, SourceError, damaged, fingerprint
-from sidecar.data.verify import Arrival
+from sidecar.data.reread import Rereader
+from sidecar.data.reshard import Resharder, SourceError, damaged, fingerprint
+from sidecar.data.verify import StreamingVerifier
 from sidecar.logs import fields
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from sidecar.catalog.service import Catalogs
     from sidecar.data.copies import Copies
     from sidecar.protocol import ServerMessage
-    from sidecar.sessions.namespaces import Rank, Realm, Realms
+    from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
     from sidecar.sessions.session import Session, Sessions
     from tiers.kv.slot_image import SegmentMeta
     from tiers.store.object_tier import ObjectTier
@@ -83,10 +83,10 @@ VERIFY_THREADS: Final = 1
 GIVE_WAY_SECONDS_MAX: Final = 1.0
 GIVE_WAY_POLL_SECONDS: Final = 0.002
 
-_logger = logging.getLogger("kvlake.mover")
+_logger = logging.getLogger("kvlake.executor")
 
 
-class Mover:
+class Executor:
     """Runs commands. `feed` takes events, `reply` messages, `index_moved` realms to announce."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Mover:
         store_deadline_seconds: float,
         feed: Callable[[Event], None],
         reply: Callable[[int, ServerMessage], None],
-        index_moved: Callable[[Realm], None],
+        index_moved: Callable[[RealmLayout], None],
         store_failed: Callable[[Exception], None] | None,
     ) -> None:
         self._realms = realms
@@ -118,8 +118,8 @@ class Mover:
         self.indexing = Indexing(index_moved, self._grow)
         self._store_failed = store_failed
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
-        self._assembler = None if store is None else Assembler(store, self._verifying)
-        self._second_look = None if store is None else SecondLook(store, self._verifying)
+        self._assembler = None if store is None else Resharder(store, self._verifying)
+        self._second_look = None if store is None else Rereader(store, self._verifying)
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -175,12 +175,12 @@ class Mover:
             return
         self._copies.add(self._group(session, commands))
 
-    def _group(self, session: Session, commands: list[Gather | Scatter]) -> Group:
+    def _group(self, session: Session, commands: list[Gather | Scatter]) -> CopyGroup:
         assert session.memory is not None
         loading = isinstance(commands[0], Scatter)
         seconds = self._load_deadline_seconds if loading else self._store_deadline_seconds
         realm = self._realms[commands[0].realm_id]
-        return Group(
+        return CopyGroup(
             session=session,
             memory=session.memory,
             rank=realm.ranks[commands[0].rank],
@@ -189,11 +189,11 @@ class Mover:
             part=session.realms.index(realm),
         )
 
-    def _grow(self, realm: Realm) -> None:
+    def _grow(self, realm: RealmLayout) -> None:
         assert self._tasks is not None, "commands come only while run() runs"
         self._tasks.start_soon(self.indexing.grow, realm)
 
-    def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[Rank, str]:
+    def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[RankLayout, str]:
         realm = self._realms[realm_id]
         holder = realm.by_bit(bit)
         return holder, object_name(realm.namespace_digest, key, holder.layout.segment)
@@ -224,7 +224,7 @@ class Mover:
         num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
         self._feed(Written(command.write_id, outcome, num_bytes, written_at))
 
-    def _announce(self, command: Write, rank: Rank, size_bytes: int) -> int:
+    def _announce(self, command: Write, rank: RankLayout, size_bytes: int) -> int:
         """Have the catalog say that an object is there; returns when it was written."""
         assert self._catalogs is not None, "the engine writes only where there is a store"
         row = Row(
@@ -277,12 +277,12 @@ class Mover:
         self._feed(done)
 
     async def _read_own(
-        self, command: Read, rank: Rank, name: str, slot: npt.NDArray[np.uint8]
+        self, command: Read, rank: RankLayout, name: str, slot: npt.NDArray[np.uint8]
     ) -> tuple[SegmentMeta, int]:
         """Read a rank's own segment, in whatever blocks it was stored."""
         assert self._store is not None, "the engine reads only where there is a store"
         assert self._assembler is not None, "made where there is a store"
-        arrival = Arrival(rank, command.key, slot)
+        arrival = StreamingVerifier(rank, command.key, slot)
         try:
             num_bytes = await self._store.read(name, slot, seen=arrival.seen)
         except ImageTruncated:

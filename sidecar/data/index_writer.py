@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.commands import IndexOffer, IndexSet
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
 
 SLOTS_AT_ONCE_MAX: Final = 1 << 17
 """An index of so many slots grows in some 10 ms."""
@@ -43,30 +43,32 @@ class Indexing:
         start: runs `grow` for a realm whose index could not grow at once.
     """
 
-    def __init__(self, moved: Callable[[Realm], None], start: Callable[[Realm], None]) -> None:
+    def __init__(
+        self, moved: Callable[[RealmLayout], None], start: Callable[[RealmLayout], None]
+    ) -> None:
         self._moved = moved
         self._start = start
         # realm_id -> set when the growth that runs has ended.
         self._growing: dict[int, anyio.Event] = {}
 
-    def set(self, realm: Realm, command: IndexSet) -> None:
+    def set(self, realm: RealmLayout, command: IndexSet) -> None:
         """Say what is true of one chunk."""
         flags = FLAG_HOST * command.in_host | FLAG_STORE * command.in_store
         realm.index.set(tag_of(command.key, realm.index_salt), flags)
         self._see_to_room(realm)
 
-    def offer(self, realm: Realm, command: IndexOffer) -> None:
+    def offer(self, realm: RealmLayout, command: IndexOffer) -> None:
         """Say of many chunks that the store holds them."""
         realm.index.set_many(tags_in(command.keys, realm.index_salt), FLAG_STORE)
         self._see_to_room(realm)
 
-    async def settled(self, realm: Realm) -> None:
+    async def settled(self, realm: RealmLayout) -> None:
         """Wait until a growth that runs has ended."""
         event = self._growing.get(realm.realm_id)
         if event is not None:
             await event.wait()
 
-    async def grow(self, realm: Realm) -> None:
+    async def grow(self, realm: RealmLayout) -> None:
         """Replace an index by a larger one, a few slots at a time."""
         smaller = realm.index
         try:
@@ -90,13 +92,13 @@ class Indexing:
         self._replace(realm, growth.finish())
         self._growing.pop(realm.realm_id).set()
 
-    def _see_to_room(self, realm: Realm) -> None:
+    def _see_to_room(self, realm: RealmLayout) -> None:
         while realm.index.needs_growth and realm.realm_id not in self._growing:
             if realm.index.slots > SLOTS_AT_ONCE_MAX or not self._grow_at_once(realm):
                 self._growing[realm.realm_id] = anyio.Event()
                 self._start(realm)
 
-    def _grow_at_once(self, realm: Realm) -> bool:
+    def _grow_at_once(self, realm: RealmLayout) -> bool:
         """False without memory for it: `grow` says so, and waits."""
         try:
             larger = realm.index.grown()
@@ -105,7 +107,7 @@ class Indexing:
         self._replace(realm, larger)
         return True
 
-    def _replace(self, realm: Realm, larger: IndexWriter) -> None:
+    def _replace(self, realm: RealmLayout, larger: IndexWriter) -> None:
         smaller, realm.index = realm.index, larger
         self._moved(realm)
         # Readers of the old mapping miss until they take the new one; that is what `close` says.

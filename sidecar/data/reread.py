@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.data.reshard import SourceError
-    from sidecar.sessions.namespaces import Rank
+    from sidecar.sessions.namespaces import RankLayout
     from tiers.store.object_tier import ObjectTier
 
 LOOKS_MAX: Final = 2
 
 
-class SecondLook:
+class Rereader:
     """Reads what arrived damaged once more."""
 
     def __init__(self, store: ObjectTier, verifying: anyio.CapacityLimiter) -> None:
@@ -38,7 +38,7 @@ class SecondLook:
         self._verifying = verifying
         self._limiter = anyio.CapacityLimiter(LOOKS_MAX)
 
-    async def confirms(self, error: SourceError, name: str, holder: Rank, key: bytes) -> bool:
+    async def confirms(self, error: SourceError, name: str, holder: RankLayout, key: bytes) -> bool:
         """Whether the object itself is damaged. Raises what keeps the second read from coming."""
         async with self._limiter:
             buffer = np.empty(holder.templates.slot_bytes + SLACK_BYTES, dtype=np.uint8)
@@ -49,7 +49,7 @@ class SecondLook:
             return await run_to_end(lambda: _same(error, image, holder, key), self._verifying)
 
 
-def _same(error: SourceError, image: npt.NDArray[np.uint8], holder: Rank, key: bytes) -> bool:
+def _same(error: SourceError, image: npt.NDArray[np.uint8], holder: RankLayout, key: bytes) -> bool:
     if fingerprint(image) != error.came:
         return False
     if not damaged(error.__cause__):

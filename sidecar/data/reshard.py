@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.core.commands import Read
-    from sidecar.sessions.namespaces import Rank, Realm
+    from sidecar.sessions.namespaces import RankLayout, RealmLayout
     from tiers.kv.layout import ChunkLayout
     from tiers.store.object_tier import ObjectTier
 
@@ -83,7 +83,7 @@ class _Group:
         self.error: Exception | None = ConnectionError("the read that was shared was cancelled")
 
 
-class Assembler:
+class Resharder:
     """Reads and joins sources."""
 
     def __init__(self, store: ObjectTier, verifying: anyio.CapacityLimiter) -> None:
@@ -93,7 +93,7 @@ class Assembler:
         self._downloads: dict[str, _Shared] = {}
         self._groups: dict[tuple[int, bytes, tuple[int, ...]], _Group] = {}
 
-    async def assemble(self, realm: Realm, command: Read, slot: Bytes) -> Assembled:
+    async def assemble(self, realm: RealmLayout, command: Read, slot: Bytes) -> Assembled:
         """Build the segment of `command.rank` in `slot`. Raises `SourceError`."""
         rank = realm.ranks[command.rank]
         name = (realm.realm_id, command.key, command.sources)
@@ -122,7 +122,7 @@ class Assembler:
                 if group.images:
                     self._limiter.release_on_behalf_of(group)
 
-    async def _fill(self, realm: Realm, command: Read, group: _Group) -> None:
+    async def _fill(self, realm: RealmLayout, command: Read, group: _Group) -> None:
         """Read what a group is made of; its place among the `ASSEMBLIES_MAX` goes with it."""
         held = False
         try:
@@ -140,7 +140,7 @@ class Assembler:
                 del self._groups[realm.realm_id, command.key, command.sources]
             group.done.set()
 
-    async def _sources(self, realm: Realm, command: Read, group: _Group) -> list[Bytes]:
+    async def _sources(self, realm: RealmLayout, command: Read, group: _Group) -> list[Bytes]:
         images: list[Bytes | None] = [None] * len(command.sources)
         errors: list[SourceError] = []
 
@@ -161,7 +161,9 @@ class Assembler:
             raise errors[0]
         return [image for image in images if image is not None]
 
-    async def regroup(self, command: Read, rank: Rank, slot: Bytes, num_bytes: int) -> SegmentMeta:
+    async def regroup(
+        self, command: Read, rank: RankLayout, slot: Bytes, num_bytes: int
+    ) -> SegmentMeta:
         """Make a rank's segment of its own object, which is in `slot` in blocks of another size.
 
         Raises `SourceError`.
@@ -174,7 +176,7 @@ class Assembler:
                 self._verifying,
             )
 
-    async def _download(self, name: str, source: Rank, group: _Group) -> Bytes:
+    async def _download(self, name: str, source: RankLayout, group: _Group) -> Bytes:
         shared = self._downloads.get(name)
         if shared is None:
             shared = self._downloads[name] = _Shared()
@@ -197,7 +199,11 @@ class Assembler:
 
 
 def _build(
-    rank: Rank, slot: Bytes, key: bytes, parts: list[tuple[int, Rank]], images: list[Bytes]
+    rank: RankLayout,
+    slot: Bytes,
+    key: bytes,
+    parts: list[tuple[int, RankLayout]],
+    images: list[Bytes],
 ) -> SegmentMeta:
     metas: list[SegmentMeta] = []
     layouts: list[ChunkLayout] = []

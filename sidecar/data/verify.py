@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sidecar.sessions.namespaces import Rank
+    from sidecar.sessions.namespaces import RankLayout
     from tiers.kv.slot_image import SegmentMeta, SlotTemplate
 
     Bytes = npt.NDArray[np.uint8]
 
 
-class Arrival:
+class StreamingVerifier:
     """One read of a rank's own segment. `seen` is the tier's `Seen`."""
 
-    def __init__(self, rank: Rank, key: bytes, slot: Bytes) -> None:
+    def __init__(self, rank: RankLayout, key: bytes, slot: Bytes) -> None:
         self._rank = rank
         self._key = key
         self._slot = slot

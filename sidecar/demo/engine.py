@@ -1,7 +1,7 @@
 """A vLLM engine in a process of its own, driven by lines of JSON.
 
-`Engine` starts and drives it; `python -m sidecar.demo.engine SPEC` is the process. Commands go in
-on standard input, answers come out on a descriptor of their own, so that nothing vLLM prints can
+`DemoEngine` starts and drives it; `python -m sidecar.demo.engine SPEC` is the process. Commands go
+in on standard input, answers come out on a descriptor of their own, so that nothing vLLM prints can
 mix with them. Several requests can run at once: each command has an id that its answer repeats.
 """
 
@@ -75,7 +75,7 @@ class EngineSpec:
 
 
 class EngineProcess(Protocol):
-    """What `Engine` needs of `subprocess.Popen`."""
+    """What `DemoEngine` needs of `subprocess.Popen`."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -111,7 +111,7 @@ def launch(
     )
 
 
-class Engine:
+class DemoEngine:
     """A running engine process; a context manager that ends it."""
 
     launch: ClassVar[Callable[[str, Mapping[str, str], int, IO[bytes]], EngineProcess]] = (
@@ -141,7 +141,7 @@ class Engine:
         self._answers[0] = self._ready
         self._reader.start()
 
-    def wait_ready(self, seconds: float = START_SECONDS_MAX) -> Engine:
+    def wait_ready(self, seconds: float = START_SECONDS_MAX) -> DemoEngine:
         """Wait until the engine serves. Raises `EngineFailed`."""
         self.version = str(self._take(self._ready, seconds)["version"])
         return self
@@ -301,7 +301,7 @@ class Engine:
             return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-lines:])
         return ""
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> DemoEngine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import Engine, EngineFailed, EngineSpec, Generation
+from sidecar.demo.engine import DemoEngine, EngineFailed, EngineSpec, Generation
 from sidecar.demo.model import WORDS, write_model
 from sidecar.demo.servers import ServerFailed, s3_is_here, s3_server
 from sidecar.demo.sidecars import SidecarFailed, SidecarProcess
@@ -162,7 +162,7 @@ class Demo:
                 self._kill_during_request(engine, sidecar)
         return self.results
 
-    def _first_engine(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def _first_engine(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         engine.reset_prefix_cache()
         engine.poison()
         cold = self._generate(engine)
@@ -176,14 +176,14 @@ class Demo:
         sidecar.wait("the prompt is in host memory", lambda status: _host_chunks(status) > 0)
         self._hit("host_hit", engine)
 
-    def _hit(self, scene: str, engine: Engine) -> None:
+    def _hit(self, scene: str, engine: DemoEngine) -> None:
         self._table.doing(SCENES[scene])
         engine.reset_prefix_cache()
         engine.poison()
         generation = self._generate(engine)
         self._record(scene, generation, equal=self._equal(generation))
 
-    def _write_to(self, shared: dict[str, Any], engine: Engine) -> None:
+    def _write_to(self, shared: dict[str, Any], engine: DemoEngine) -> None:
         """The first cluster: compute the prompt, so that its sidecar writes it to the store."""
         self._table.doing("the first cluster computes the prompt and writes it")
         with self._sidecar("b", shared) as writer:
@@ -204,7 +204,7 @@ class Demo:
             # too soon.
             writer.wait("the prompt is in host memory", stored)
 
-    def _kill_during_request(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def _kill_during_request(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         scene = "sidecar_killed"
         self._table.doing(SCENES[scene])
         engine.reset_prefix_cache()
@@ -217,7 +217,7 @@ class Demo:
         generation = engine.finish(handle)
         self._record(scene, generation, equal=self._equal(generation))
 
-    def _generate(self, engine: Engine) -> Generation:
+    def _generate(self, engine: DemoEngine) -> Generation:
         return engine.generate(self._prompt, max_tokens=GENERATED_TOKENS)
 
     def _equal(self, generation: Generation) -> bool:
@@ -260,18 +260,18 @@ class Demo:
             yield {"url": server.url, **server.settings}
 
     @contextlib.contextmanager
-    def _engine(self, sidecar: SidecarProcess) -> Generator[Engine]:
+    def _engine(self, sidecar: SidecarProcess) -> Generator[DemoEngine]:
         with self._warm(self._start_engine(sidecar)) as engine:
             yield engine
 
-    def _start_engine(self, sidecar: SidecarProcess) -> Engine:
+    def _start_engine(self, sidecar: SidecarProcess) -> DemoEngine:
         self._engines += 1
         self._table.doing(f"starting vLLM engine {self._engines} (about 20 s)")
         spec = EngineSpec(self._model, sidecar.socket)
-        return Engine(spec, self._folder / f"engine-{self._engines}.log")
+        return DemoEngine(spec, self._folder / f"engine-{self._engines}.log")
 
     @contextlib.contextmanager
-    def _warm(self, engine: Engine) -> Generator[Engine]:
+    def _warm(self, engine: DemoEngine) -> Generator[DemoEngine]:
         with engine:
             engine.wait_ready()
             self.results.engine = engine.version

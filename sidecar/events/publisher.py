@@ -220,7 +220,7 @@ class EventStream:
 
     def _stored_names(self, realm: Held) -> Iterator[bytes]:
         for name, mask in realm.stored.names():
-            if realm.cuts.obtainable(mask) == realm.full_mask:
+            if realm.segment_sources.obtainable(mask) == realm.full_mask:
                 yield name
 
     # --- changes into events -------------------------------------------------------------------

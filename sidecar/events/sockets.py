@@ -31,13 +31,13 @@ import zmq
 
 from sidecar.errors import StartError
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.transport.zap import Doorkeeper
-from sidecar.transport.zmq_reader import Bell
+from sidecar.transport.zap import ZapAuthenticator
+from sidecar.transport.zmq_reader import ZmqReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from sidecar.config.observability import Events
+    from sidecar.config.observability import EventsSettings
     from sidecar.events.publisher import EventStream, Told
 
 REQUESTS_WAITING_MAX: Final = 64
@@ -70,7 +70,7 @@ class EventSockets:
 
     def __init__(
         self,
-        settings: Events,
+        settings: EventsSettings,
         endpoint: str,
         replay_endpoint: str,
         secret_key: bytes,
@@ -84,7 +84,7 @@ class EventSockets:
         self._topic = settings.topic.encode()
         self._broke = broke
         self._admitted = frozenset(settings.subscribers)
-        self._doorkeepers: list[Doorkeeper] = []
+        self._doorkeepers: list[ZapAuthenticator] = []
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
         self._listeners: dict[Path, zmq.Socket[bytes]] = {}
         self._uids = tuple(uids)
@@ -107,7 +107,7 @@ class EventSockets:
             raise
         self._requests: deque[_Request] = deque()
         self._asked = anyio.Event()
-        self._bell = Bell(self._router, self._drain, broke)
+        self._zmq_reader = ZmqReader(self._router, self._drain, broke)
 
     def _socket(self, kind: int, secret_key: bytes) -> zmq.Socket[bytes]:
         # One context each: what answers who may connect is one per context.
@@ -119,7 +119,9 @@ class EventSockets:
             socket.setsockopt(zmq.IPC_FILTER_UID, uid)
         if secret_key:
             self._doorkeepers.append(
-                Doorkeeper(context, socket, secret_key, self._admitted.__contains__, self._broke)
+                ZapAuthenticator(
+                    context, socket, secret_key, self._admitted.__contains__, self._broke
+                )
             )
         return socket
 
@@ -225,11 +227,11 @@ class EventSockets:
             else:
                 return True
             finally:
-                self._bell.check()
+                self._zmq_reader.check()
 
     def close(self) -> None:
         """Close both; what a subscriber has not taken is lost."""
-        self._bell.close()
+        self._zmq_reader.close()
         self._destroy()
 
     def _destroy(self) -> None:

@@ -1,8 +1,8 @@
 """What the sidecar counts and holds, as Prometheus metrics.
 
 Owns the names of metrics. Does not say when they are asked for (`report.py`), and counts nothing:
-counters live with what they count (`Counters` in the engine, `Census` at the sockets, `Metered` at
-the store), and are read when somebody asks.
+counters live with what they count (`Counters` in the engine, `SocketStats` at the sockets,
+`Metered` at the store), and are read when somebody asks.
 
 Invariants: reading changes nothing and costs no more than the number of sessions, realms and slot
 classes; names of metrics, once released, are kept: dashboards are built on them.
@@ -22,14 +22,14 @@ from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER, TenantCounters
 from sidecar.service.watchdog import PROBLEMS
 from tiers.catalog.retention import BOUNDS
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 from tiers.store.middleware.billing import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sidecar.core.tenants import TenantSnapshot
-    from sidecar.service.dispatcher import Hub
+    from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
 
 PREFIX: Final = "kvlake"
@@ -56,11 +56,11 @@ def version() -> str:
         return "(not installed)"
 
 
-class HubCollector(Collector):
-    """Reads a hub whenever Prometheus scrapes."""
+class SidecarCollector(Collector):
+    """Reads the dispatcher whenever Prometheus scrapes."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._version = version()
 
     def collect(self) -> Iterator[Metric]:
@@ -74,7 +74,7 @@ class HubCollector(Collector):
         yield from self._events()
 
     def _engine(self) -> Iterator[Metric]:
-        engine = self._hub.engine
+        engine = self._dispatcher.engine
         for name, value in dataclasses.asdict(engine.counters).items():
             told = _COUNTED.get(name, f"Engine counter {name.replace('_', ' ')}")
             yield _counter(name, told, {(): value})
@@ -98,7 +98,7 @@ class HubCollector(Collector):
         yield _gauge("draining", "1 while the sidecar stops", {(): int(now.draining)})
 
     def _tenants(self) -> Iterator[Metric]:
-        told = self._hub.engine.snapshot().tenants
+        told = self._dispatcher.engine.snapshot().tenants
         labels = ["tenant"]
         held = {(one.name,): one.host_bytes for one in told}
         yield _gauge("tenant_host_bytes", "Bytes of slots, by named tenant", held, labels)
@@ -111,9 +111,9 @@ class HubCollector(Collector):
             yield _counter(f"tenant_{count.name}", about, values, labels)
 
     def _tenants_in_store(self, told: tuple[TenantSnapshot, ...]) -> Iterator[Metric]:
-        if self._hub.catalogs is None:
+        if self._dispatcher.catalogs is None:
             return
-        labels, held = ["tenant"], held_in_store(self._hub)
+        labels, held = ["tenant"], held_in_store(self._dispatcher)
         sizes = {(name,): one.size_bytes for name, one in held.items()}
         yield _gauge("tenant_store_bytes", "Bytes in the store, by named tenant", sizes, labels)
         objects = {(name,): one.objects for name, one in held.items()}
@@ -127,12 +127,12 @@ class HubCollector(Collector):
         yield _gauge("tenant_store_ttl_seconds", "Age at which it goes, 0: none", ages, labels)
 
     def _host(self) -> Iterator[Metric]:
-        stats = self._hub.pool.stats()
+        stats = self._dispatcher.pool.stats()
         sizes = {
             ("size",): stats.size_bytes,
             ("used",): stats.used_bytes,
             ("slabs",): stats.slab_bytes,
-            ("unclaimed",): self._hub.engine.snapshot().unclaimed_bytes,
+            ("unclaimed",): self._dispatcher.engine.snapshot().unclaimed_bytes,
         }
         told = "Host memory: all, in used slots, in slabs, restored for engines that have not come"
         yield _gauge("host_bytes", told, sizes, ["kind"])
@@ -143,18 +143,18 @@ class HubCollector(Collector):
         yield _gauge("host_slots", "Slots by size and state", slots, ["slot_bytes", "state"])
 
     def _store(self) -> Iterator[Metric]:
-        store, watch = self._hub.store, self._hub.watch
+        store, watch = self._dispatcher.store, self._dispatcher.watch
         if store is None or watch is None:
             return
         yield _gauge("store_well", "1 if the last probe succeeded", {(): int(watch.health.well)})
-        breakers = self._hub.engine.breakers
+        breakers = self._dispatcher.engine.breakers
         paused = {
             (way,): int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
         }
         yield _gauge("store_paused", "1 while the store is left alone", paused, ["way"])
         opened = {(way,): one.opened for way, one in breakers.items()}
         yield _counter("store_pauses", "How often the store was left alone", opened, ["way"])
-        queued = self._hub.engine.snapshot().write_queue_bytes
+        queued = self._dispatcher.engine.snapshot().write_queue_bytes
         yield _gauge("write_queue_bytes", "Bytes that wait to be written", {(): queued})
         yield _counter("store_listings", "Refreshes of the catalog", {(): watch.listings})
         yield _counter("store_listings_failed", "Failed refreshes", {(): watch.listings_failed})
@@ -187,7 +187,7 @@ class HubCollector(Collector):
         yield _counter("store_entries_skipped", "Odd entries left out of folder listings", skipped)
 
     def _catalog(self) -> Iterator[Metric]:
-        catalogs = self._hub.catalogs
+        catalogs = self._dispatcher.catalogs
         if catalogs is None:
             return
         for name, value in dataclasses.asdict(catalogs.counts).items():
@@ -195,11 +195,11 @@ class HubCollector(Collector):
             yield _counter(f"catalog_{name}", told, {(): value})
         yield _counter("catalog_files_written", "Logs written", {(): catalogs.files_written})
         yield _counter("catalog_rows_lost", "Rows never announced", {(): catalogs.rows_lost})
-        sweeps = self._hub.watch.reconciler if self._hub.watch is not None else None
+        sweeps = self._dispatcher.watch.reconciler if self._dispatcher.watch is not None else None
         if sweeps is not None:
             yield _counter("catalog_sweeps", "Namespaces looked through", {(): sweeps.sweeps})
             yield _counter("catalog_found", "Objects it did not know", {(): sweeps.found})
-        collector = self._hub.collector
+        collector = self._dispatcher.collector
         if collector is not None:
             for name, value in dataclasses.asdict(collector.collected).items():
                 told = f"Collection: {name.replace('_', ' ')}"
@@ -211,30 +211,36 @@ class HubCollector(Collector):
         yield _gauge("catalog_rows_waiting", "Rows to announce", {(): catalogs.rows_waiting})
 
     def _sockets(self) -> Iterator[Metric]:
-        hub = self._hub
+        dispatcher = self._dispatcher
         roles: dict[tuple[str, ...], float] = {("scheduler",): 0, ("worker",): 0}
-        for session in hub.sessions.all():
+        for session in dispatcher.sessions.all():
             roles[str(session.attach.role),] += 1
         yield _gauge("sessions", "Attached clients", roles, ["role"])
-        census = hub.census
-        yield _counter("sessions_opened", "Clients that attached", {(): census.sessions_opened})
-        yield _counter("sockets_renewed", "Sockets made again", {(): census.sockets_renewed})
-        yield _counter("connections_cut", "Ended unattached", {(): census.connections_cut})
-        expired = {(): census.attaches_expired}
+        socket_stats = dispatcher.socket_stats
+        yield _counter(
+            "sessions_opened", "Clients that attached", {(): socket_stats.sessions_opened}
+        )
+        yield _counter("sockets_renewed", "Sockets made again", {(): socket_stats.sockets_renewed})
+        yield _counter("connections_cut", "Ended unattached", {(): socket_stats.connections_cut})
+        expired = {(): socket_stats.attaches_expired}
         yield _counter("attaches_expired", "Clients that took too long to attach", expired)
-        yield _counter("frames_received", "Messages from clients", {(): census.frames_received})
-        yield _counter("replies_dropped", "Answers without a taker", {(): census.replies_dropped})
-        refused = {(why,): count for why, count in hub.handshakes_refused().items()}
+        yield _counter(
+            "frames_received", "Messages from clients", {(): socket_stats.frames_received}
+        )
+        yield _counter(
+            "replies_dropped", "Answers without a taker", {(): socket_stats.replies_dropped}
+        )
+        refused = {(why,): count for why, count in dispatcher.handshakes_refused().items()}
         yield _counter(
             "handshakes_refused", "Connections for jobs refused unread", refused, ["why"]
         )
-        refused = {(code,): count for code, count in census.frames_refused.items()}
+        refused = {(code,): count for code, count in socket_stats.frames_refused.items()}
         yield _counter("frames_refused", "Messages that were refused, by code", refused, ["code"])
-        refused = {(code,): count for code, count in census.attaches_refused.items()}
+        refused = {(code,): count for code, count in socket_stats.attaches_refused.items()}
         yield _counter("attaches_refused", "Clients refused, by code", refused, ["code"])
 
     def _events(self) -> Iterator[Metric]:
-        stream, sockets = self._hub.events, self._hub.event_sockets
+        stream, sockets = self._dispatcher.events, self._dispatcher.event_sockets
         if stream is None or sockets is None:
             return
         yield _counter("events_told", "KV events published", {(): stream.events_told})
@@ -303,14 +309,14 @@ class WatchdogCollector(Collector):
         yield _counter("http_refused", "HTTP connections and requests refused", refused, ["why"])
 
 
-def held_in_store(hub: Hub) -> dict[str, Holding]:
+def held_in_store(dispatcher: Dispatcher) -> dict[str, Usage]:
     """What the tenants of each label are known to hold in the store, all namespaces together."""
-    names, catalogs = hub.engine.tenants.names, hub.catalogs
+    names, catalogs = dispatcher.engine.tenants.names, dispatcher.catalogs
     if catalogs is None:
-        return dict.fromkeys((*names.values(), OTHER), Holding())
+        return dict.fromkeys((*names.values(), OTHER), Usage())
     held = {name: catalogs.held(tenant) for tenant, name in names.items()}
     whole = catalogs.stored
-    other = Holding(
+    other = Usage(
         size_bytes=whole.size_bytes - sum(one.size_bytes for one in held.values()),
         objects=whole.objects - sum(one.objects for one in held.values()),
     )

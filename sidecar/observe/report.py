@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sidecar.observe.metrics import HubCollector, WatchdogCollector, held_in_store, version
+from sidecar.observe.metrics import SidecarCollector, WatchdogCollector, held_in_store, version
 from sidecar.protocol import PROTOCOL_VERSION
 from tiers.store.middleware.billing import monthly
 
@@ -26,22 +26,24 @@ if TYPE_CHECKING:
     from sidecar.core.parts import EngineSnapshot
     from sidecar.core.tenants import TenantSnapshot
     from sidecar.observe.metrics import HttpRefusals
-    from sidecar.service.dispatcher import Hub
+    from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.watchdog import Watchdog
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
 
 _LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
 
 
 class Reporter:
-    """Renders a hub: metrics and status."""
+    """Renders metrics and status."""
 
-    def __init__(self, hub: Hub, watchdog: Watchdog, http_refusals: HttpRefusals) -> None:
-        self._hub = hub
+    def __init__(
+        self, dispatcher: Dispatcher, watchdog: Watchdog, http_refusals: HttpRefusals
+    ) -> None:
+        self._dispatcher = dispatcher
         self._watchdog = watchdog
         self._started = time.monotonic()
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(HubCollector(hub))
+        self._registry.register(SidecarCollector(dispatcher))
         self._registry.register(WatchdogCollector(watchdog, http_refusals))
 
     def metrics(self) -> bytes:
@@ -50,16 +52,16 @@ class Reporter:
 
     def status(self) -> dict[str, object]:
         """Everything that `kvlake status` shows."""
-        hub = self._hub
-        now = hub.engine.snapshot()
+        dispatcher = self._dispatcher
+        now = dispatcher.engine.snapshot()
         ready, readiness = self._watchdog.readiness()
-        counters = dataclasses.asdict(hub.engine.counters)
+        counters = dataclasses.asdict(dispatcher.engine.counters)
         return {
             "version": version(),
             "protocol_version": PROTOCOL_VERSION,
-            "name": hub.config.runtime.name,
+            "name": dispatcher.config.runtime.name,
             "pid": os.getpid(),
-            "epoch": hub.epoch,
+            "epoch": dispatcher.epoch,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "ready": ready,
             "state": readiness["state"],
@@ -79,16 +81,16 @@ class Reporter:
             "lookups": now.lookups,
             "tasks": len(asyncio.all_tasks()),
             "sockets": {
-                "sessions_opened": hub.census.sessions_opened,
-                "connections_cut": hub.census.connections_cut,
-                "attaches_expired": hub.census.attaches_expired,
-                "frames_received": hub.census.frames_received,
-                "replies_dropped": hub.census.replies_dropped,
-                "frames_refused": dict(hub.census.frames_refused),
-                "attaches_refused": dict(hub.census.attaches_refused),
+                "sessions_opened": dispatcher.socket_stats.sessions_opened,
+                "connections_cut": dispatcher.socket_stats.connections_cut,
+                "attaches_expired": dispatcher.socket_stats.attaches_expired,
+                "frames_received": dispatcher.socket_stats.frames_received,
+                "replies_dropped": dispatcher.socket_stats.replies_dropped,
+                "frames_refused": dict(dispatcher.socket_stats.frames_refused),
+                "attaches_refused": dict(dispatcher.socket_stats.attaches_refused),
             },
             "realms": [
-                _realm(hub.realms[one.realm_id])
+                _realm(dispatcher.realms[one.realm_id])
                 | {"sessions": one.sessions}
                 | {"chunks_in_host": one.chunks_in_host, "chunks_in_store": one.chunks_in_store}
                 for one in now.realms
@@ -99,10 +101,11 @@ class Reporter:
                     "limit": share.limit,
                     "largest_session": max(share.by_session.values(), default=0),
                 }
-                for name, share in hub.engine.bounds.shares.items()
+                for name, share in dispatcher.engine.bounds.shares.items()
             },
             "refused": {
-                f"{what}/{why}": count for (what, why), count in hub.engine.bounds.refused.items()
+                f"{what}/{why}": count
+                for (what, why), count in dispatcher.engine.bounds.refused.items()
             },
             "tenants": self._tenants(now),
             "events": self._event_stream(),
@@ -110,7 +113,7 @@ class Reporter:
         }
 
     def _tenants(self, now: EngineSnapshot) -> list[dict[str, object]]:
-        held = held_in_store(self._hub)
+        held = held_in_store(self._dispatcher)
         return [
             _tenant(one)
             | {"store_bytes": held[one.name].size_bytes, "store_objects": held[one.name].objects}
@@ -118,7 +121,7 @@ class Reporter:
         ]
 
     def _event_stream(self) -> dict[str, object] | None:
-        stream, sockets = self._hub.events, self._hub.event_sockets
+        stream, sockets = self._dispatcher.events, self._dispatcher.event_sockets
         if stream is None or sockets is None:
             return None
         return {
@@ -138,21 +141,25 @@ class Reporter:
         }
 
     def _host_tier(self, now: EngineSnapshot) -> dict[str, object]:
-        stats = self._hub.pool.stats()
+        stats = self._dispatcher.pool.stats()
         return {
-            "policy": self._hub.config.host.policy,
+            "policy": self._dispatcher.config.host.policy,
             "size_bytes": stats.size_bytes,
             "used_bytes": stats.used_bytes,
             "slab_bytes": stats.slab_bytes,
             "unclaimed_bytes": now.unclaimed_bytes,
             "slots_unclaimed": now.slots_unclaimed,
             "chunks": now.chunks_in_host,
-            "numa": self._hub.pool.placement.describe(self._hub.pool.memory),
+            "numa": self._dispatcher.pool.placement.describe(self._dispatcher.pool.memory),
             "classes": [dataclasses.asdict(one) for one in stats.classes],
         }
 
     def _store_tier(self) -> dict[str, object] | None:
-        store, watch, settings = self._hub.store, self._hub.watch, self._hub.config.store
+        store, watch, settings = (
+            self._dispatcher.store,
+            self._dispatcher.watch,
+            self._dispatcher.config.store,
+        )
         if store is None or watch is None or settings is None:
             return None
         return {
@@ -161,10 +168,10 @@ class Reporter:
             "read": settings.read,
             "state": watch.health.state,
             "reason": watch.health.reason,
-            "reads": self._hub.engine.breakers["read"].state,
-            "writes": self._hub.engine.breakers["write"].state,
-            "write_queue_bytes": self._hub.engine.snapshot().write_queue_bytes,
-            "chunks": self._hub.engine.snapshot().chunks_in_store,
+            "reads": self._dispatcher.engine.breakers["read"].state,
+            "writes": self._dispatcher.engine.breakers["write"].state,
+            "write_queue_bytes": self._dispatcher.engine.snapshot().write_queue_bytes,
+            "chunks": self._dispatcher.engine.snapshot().chunks_in_store,
             "listings": watch.listings,
             "catalog": self._catalog_status(),
             "collection": self._collection_status(),
@@ -178,7 +185,7 @@ class Reporter:
         }
 
     def _catalog_status(self) -> dict[str, object]:
-        catalogs, watch = self._hub.catalogs, self._hub.watch
+        catalogs, watch = self._dispatcher.catalogs, self._dispatcher.watch
         assert catalogs is not None, "a store was opened"
         assert watch is not None, "a store was opened"
         return {
@@ -193,7 +200,11 @@ class Reporter:
 
     def _bill(self) -> dict[str, object] | None:
         """An estimate; None where no prices are given."""
-        store, catalogs, settings = self._hub.store, self._hub.catalogs, self._hub.config.store
+        store, catalogs, settings = (
+            self._dispatcher.store,
+            self._dispatcher.catalogs,
+            self._dispatcher.config.store,
+        )
         if store is None or store.billed is None or catalogs is None or settings is None:
             return None
         if settings.prices is None:
@@ -208,7 +219,7 @@ class Reporter:
         return {"currency": settings.prices.currency, **items}
 
     def _collection_status(self) -> dict[str, object]:
-        collector = self._hub.collector
+        collector = self._dispatcher.collector
         assert collector is not None, "a store was opened"
         return {
             "state": collector.state,
@@ -229,7 +240,7 @@ class Reporter:
                 "pid": session.connection.peer.pid,
                 "attached_seconds": round(now - session.opened, 3),
             }
-            for session in self._hub.sessions.all()
+            for session in self._dispatcher.sessions.all()
         ]
 
 
@@ -239,7 +250,7 @@ def _tenant(tenant: TenantSnapshot) -> dict[str, object]:
     return {**told, **counters}
 
 
-def _realm(realm: Realm) -> dict[str, object]:
+def _realm(realm: RealmLayout) -> dict[str, object]:
     return {
         "realm_id": realm.realm_id,
         "namespace": json.loads(realm.namespace),

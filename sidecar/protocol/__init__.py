@@ -30,8 +30,8 @@ The whole conversation::
       | any refused frame: <------- Error |                                     |
 
 Invariants: every message carries the sidecar's `epoch`, and one from another life is dropped and
-counted; every `Submit` job gets exactly one outcome in a `Done`, unless the session ends first;
-nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
+counted; every `Submit` job gets exactly one outcome in a `MergedFiles`, unless the session ends
+first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 
 from __future__ import annotations

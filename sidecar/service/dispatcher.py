@@ -1,7 +1,7 @@
-"""The hub: where frames become events, and commands become work and answers.
+"""The dispatcher: frames become events, and commands become work and answers.
 
-Owns the engine and its feeding, the realms and sessions, and the mover that carries commands out.
-Does not own sockets, tasks or signals (`app.py`), nor how a client gets in (`handshake.py`).
+Owns the engine and its feeding, the realms and sessions, and the executor that carries commands
+out. Does not own sockets, tasks or signals (`app.py`), nor how a client gets in (`handshake.py`).
 
 Invariants:
 
@@ -30,17 +30,17 @@ from sidecar.catalog.sync import StoreWatch
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import Copied, Draining, Event, LeaseTaken, LookedUp, SessionClosed
 from sidecar.core.engine import Engine, EngineLimits
-from sidecar.core.fair_share import BoundLimits
+from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.data.copies import Copies
-from sidecar.data.executor import Mover
+from sidecar.data.executor import Executor
 from sidecar.data.pool_slots import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.logs import fields
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
 from sidecar.sessions.gpus import Gpus
-from sidecar.sessions.namespaces import Realm, Realms
+from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
 from sidecar.transport.router import Router, Sent
 from tiers.policy import make as make_policy
@@ -70,7 +70,7 @@ _logger = logging.getLogger("kvlake.server")
 
 
 @dataclass(slots=True)
-class Census:
+class SocketStats:
     """What the sockets counted since the start. Never decreases."""
 
     sessions_opened: int = 0
@@ -86,7 +86,7 @@ class Census:
     frames_refused: Counter[str] = field(default_factory=Counter[str])
 
 
-class Hub:
+class Dispatcher:
     """The engine with everything that it needs to be fed and obeyed."""
 
     def __init__(self, config: Config, pool: HostPool, store: Metered | None, epoch: int) -> None:
@@ -94,7 +94,7 @@ class Hub:
         self.epoch = epoch
         self.pool = pool
         self.store = store
-        self.census = Census()
+        self.socket_stats = SocketStats()
         self.realms = Realms()
         self.sessions = Sessions(config.limits.sessions_max)
         self.slots = PoolSlots(pool)
@@ -115,7 +115,7 @@ class Hub:
         self.catalogs = None if store is None else _new_catalogs(config, store)
         self.watch = self._new_watch()
         self.collector = self._new_collector()
-        self.mover = Mover(
+        self.executor = Executor(
             realms=self.realms,
             sessions=self.sessions,
             pool=pool.memory,
@@ -238,7 +238,7 @@ class Hub:
         try:
             while self._events:
                 told = self._events.popleft()
-                self.mover.execute(self.engine.handle(told, time.monotonic()))
+                self.executor.execute(self.engine.handle(told, time.monotonic()))
         finally:
             self._feeding = False
         if self.draining and self.engine.pending_work().idle:
@@ -252,7 +252,7 @@ class Hub:
 
     def open_session(self, session: Session) -> None:
         """Tell the engine of a session that was just made."""
-        self.census.sessions_opened += 1
+        self.socket_stats.sessions_opened += 1
         attach = session.attach
         _logger.info(
             "attached",
@@ -309,7 +309,7 @@ class Hub:
 
     def received(self, routing_id: bytes, parts: list[bytes], user: str = "") -> None:
         """Take one ZMQ message."""
-        self.census.frames_received += 1
+        self.socket_stats.frames_received += 1
         session = self.sessions.by_token(routing_id)
         if session is None:
             # No session, no answer: it may belong to a client of this sidecar's previous life,
@@ -338,7 +338,7 @@ class Hub:
         self._refuse(token, ProtocolError("unknown_peer", "no session has this token"))
 
     def _refuse(self, routing_id: bytes, error: ProtocolError) -> None:
-        self.census.frames_refused[error.code] += 1
+        self.socket_stats.frames_refused[error.code] += 1
         if (routing_id, error.code) in self._logged:
             return
         while len(self._logged) >= PEERS_LOGGED_MAX:
@@ -357,7 +357,7 @@ class Hub:
     def _reply(self, session_id: int, message: ServerMessage) -> None:
         session = self.sessions.get(session_id)
         if session is None:
-            self.census.replies_dropped += 1
+            self.socket_stats.replies_dropped += 1
             return
         self._deliver(session, message)
 
@@ -367,17 +367,17 @@ class Hub:
         sent = self._router.send(session.token, encode(message))
         if sent is Sent.OK:
             return
-        self.census.replies_dropped += 1
+        self.socket_stats.replies_dropped += 1
         what = "does not read its answers" if sent is Sent.FULL else "closed its ZMQ socket"
         _logger.warning(
             "session cut off", extra=fields(session=session.session_id, reason=f"the client {what}")
         )
         session.connection.hang_up()
 
-    async def _index_settled(self, realm: Realm) -> None:
-        await self.mover.indexing.settled(realm.indexed_in)
+    async def _index_settled(self, realm: RealmLayout) -> None:
+        await self.executor.indexing.settled(realm.indexed_in)
 
-    def _index_moved(self, realm: Realm) -> None:
+    def _index_moved(self, realm: RealmLayout) -> None:
         moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))
         for session in self.sessions.all():
             reads = session.realm is realm and session.attach.role is Role.SCHEDULER
@@ -419,7 +419,7 @@ def _engine_limits(config: Config) -> EngineLimits:
         # What is kept needs no writing: the next start has it, and its turn comes then.
         flush_at_end=config.host.after_stop == "remove",
         store_reads=store is not None and store.read == "on",
-        bounds=BoundLimits(
+        bounds=ShareLimits(
             memory_bytes_max=limits.memory_max,
             copies_queued_max=limits.copies_queued_max,
             storing_bytes_max=limits.storing_max or config.host.size,

@@ -46,8 +46,8 @@ from tiers.errors import LayoutError, PoolError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from sidecar.service.dispatcher import Hub
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.service.dispatcher import Dispatcher
+    from sidecar.sessions.namespaces import RealmLayout
     from sidecar.sessions.worker_memory import WorkerMemory
     from sidecar.transport.attach_socket import Peer
 
@@ -87,17 +87,17 @@ def _in_words(connection: Connection) -> Generator[None]:
         ) from error
 
 
-class Admission:
+class Handshakes:
     """Accepts connections and keeps each until its end."""
 
-    def __init__(self, hub: Hub, endpoint: str, public_key: bytes = b"") -> None:
-        self._hub = hub
+    def __init__(self, dispatcher: Dispatcher, endpoint: str, public_key: bytes = b"") -> None:
+        self._dispatcher = dispatcher
         self._endpoint = endpoint
         self._public_key = public_key
         self._connections = 0
         self._listener: socket.socket | None = None
         self._listening = anyio.CancelScope()
-        self._served_uids = hub.config.runtime.served_uids
+        self._served_uids = dispatcher.config.runtime.served_uids
         self._turned_away: set[socket.socket] = set()
         self._told: dict[tuple[int, str], float] = {}
         """When a line of the log last told of a user's refusal, by its code."""
@@ -156,8 +156,11 @@ class Admission:
         if peer.uid not in self._served_uids:
             self._turn_away(sock, peer)
             return False
-        if self._connections >= self._hub.config.limits.sessions_max + BACKLOG_CONNECTIONS_MAX:
-            self._hub.census.connections_cut += 1
+        if (
+            self._connections
+            >= self._dispatcher.config.limits.sessions_max + BACKLOG_CONNECTIONS_MAX
+        ):
+            self._dispatcher.socket_stats.connections_cut += 1
             sock.close()
             return False
         return True
@@ -165,7 +168,7 @@ class Admission:
     def _turn_away(self, sock: socket.socket, peer: Peer) -> None:
         """Send the reason, and close a little later: a client reads it once it has sent all."""
         if len(self._turned_away) >= TURNED_AWAY_MAX:
-            self._hub.census.attaches_refused["user"] += 1
+            self._dispatcher.socket_stats.attaches_refused["user"] += 1
             sock.close()
             return
         error = AttachRefused(
@@ -199,7 +202,7 @@ class Admission:
         finally:
             try:
                 if session is not None:
-                    self._hub.end_session(session, reason)
+                    self._dispatcher.end_session(session, reason)
                     # A worker that goes to sleep waits for the end of file before its memory goes.
                     if session.memory is not None:
                         await session.memory.wait_unmapped(UNMAP_SECONDS_MAX)
@@ -211,7 +214,7 @@ class Admission:
     async def _stay(self, session: Session, connection: Connection) -> str:
         """Wait for the session's end, and say why it ended."""
         memory = session.memory
-        if memory is None or not self._hub.config.copies.prefault:
+        if memory is None or not self._dispatcher.config.copies.prefault:
             return await connection.wait_end()
         reason = ""
         async with anyio.create_task_group() as tasks:
@@ -223,7 +226,7 @@ class Admission:
     async def _admit(self, connection: Connection) -> Session | None:
         """The session of a client that was let in; None once it was refused or is gone."""
         try:
-            with anyio.fail_after(self._hub.config.limits.attach_deadline):
+            with anyio.fail_after(self._dispatcher.config.limits.attach_deadline):
                 frame, fds = await connection.receive_attach()
             try:
                 with _in_words(connection):
@@ -232,20 +235,20 @@ class Admission:
                     # Seconds, for the first worker on a GPU. One that does not wait so long
                     # attaches again, to a device that is ready.
                     if attach.memory is not None and attach.memory.device_uuid:
-                        await self._hub.gpus.prepare(attach.memory)
+                        await self._dispatcher.gpus.prepare(attach.memory)
                 # What the engine raises here is no client's end.
-                for gone in self._hub.sessions.gone_beside(attach):
-                    self._hub.end_session(gone, "end of file")
+                for gone in self._dispatcher.sessions.gone_beside(attach):
+                    self._dispatcher.end_session(gone, "end of file")
                 with _in_words(connection):
                     session = self._attach(connection, attach, fds)
-                self._hub.open_session(session)
+                self._dispatcher.open_session(session)
             finally:
                 close_fds(fds)
         except (AttachRefused, ProtocolError) as error:
             self._refuse(connection, error)
             return None
         except TimeoutError:
-            self._hub.census.attaches_expired += 1
+            self._dispatcher.socket_stats.attaches_expired += 1
             if self._first(connection.peer, "expired"):
                 _logger.warning(
                     "connection cut off: it did not attach within limits.attach_deadline",
@@ -253,7 +256,7 @@ class Admission:
                 )
             return None
         except (EOFError, OSError) as error:
-            self._hub.census.connections_cut += 1
+            self._dispatcher.socket_stats.connections_cut += 1
             _logger.debug("connection ended before it attached", extra=fields(error=error))
             return None
         fds_out = (session.realm.index.fd,) if session.attach.role is Role.SCHEDULER else ()
@@ -266,7 +269,7 @@ class Admission:
         connection.try_send(encode(Refused(error.code, str(error))))
 
     def _note_refusal(self, peer: Peer, error: AttachRefused | ProtocolError) -> None:
-        self._hub.census.attaches_refused[error.code] += 1
+        self._dispatcher.socket_stats.attaches_refused[error.code] += 1
         if self._first(peer, error.code):
             _logger.warning(
                 "attach refused (told once a minute per user and code)",
@@ -286,12 +289,12 @@ class Admission:
 
     def _attach(self, connection: Connection, attach: Attach, fds: list[int]) -> Session:
         """Check everything, cheap and stateless first; what is made here is made last."""
-        hub = self._hub
+        dispatcher = self._dispatcher
         user = self._user(attach)
-        if hub.draining:
+        if dispatcher.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
-        hub.sessions.check(attach, hub.realms.find(attach.parts))
-        memory = take_memory(attach, fds, hub.gpus)
+        dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
+        memory = take_memory(attach, fds, dispatcher.gpus)
         try:
             return self._join(attach, connection, memory, user)
         except BaseException:
@@ -310,18 +313,18 @@ class Admission:
                 "install a pyzmq whose libzmq has CURVE (zmq.has('curve')) beside the connector",
             )
         user = attach.curve_key.decode()
-        if self._hub.sessions.has_user(user):
+        if self._dispatcher.sessions.has_user(user):
             raise AttachRefused("curve", "curve_key: another session has it; make one for each")
         return user
 
     def _join(
         self, attach: Attach, connection: Connection, memory: WorkerMemory | None, user: str
     ) -> Session:
-        hub = self._hub
+        dispatcher = self._dispatcher
         parts = attach.parts
-        known = hub.realms.find(parts)
-        realms = hub.realms.join(parts)
-        learnt: list[Realm] = []
+        known = dispatcher.realms.find(parts)
+        realms = dispatcher.realms.join(parts)
+        learnt: list[RealmLayout] = []
         try:
             for realm, part in zip(realms, parts, strict=True):
                 if self._learn(realm, part):
@@ -331,19 +334,19 @@ class Admission:
             for realm in learnt:
                 del realm.ranks[attach.segment_number]
             # There are only so many realms: refused clients must not use them up.
-            hub.realms.forget(realm for realm in realms if realm not in known)
+            dispatcher.realms.forget(realm for realm in realms if realm not in known)
             raise
-        if hub.watch is not None:
+        if dispatcher.watch is not None:
             for realm in learnt:
-                hub.watch.learnt(realm)
-        return hub.sessions.open(attach, connection, realms, memory, user)
+                dispatcher.watch.learnt(realm)
+        return dispatcher.sessions.open(attach, connection, realms, memory, user)
 
-    def _learn(self, realm: Realm, attach: Attach) -> bool:
+    def _learn(self, realm: RealmLayout, attach: Attach) -> bool:
         """Take a worker's geometry, or leave the realm and the pool as they were.
 
         Returns whether it is new.
         """
-        hub = self._hub
+        dispatcher = self._dispatcher
         if attach.layout is None:
             return False
         try:
@@ -352,7 +355,7 @@ class Admission:
         except LayoutError as error:
             raise AttachRefused("layout", str(error)) from error
         try:
-            hub.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
+            dispatcher.slots.note(layout, realm.ranks[attach.segment_number].templates.slot_bytes)
         except BaseException as error:
             if learnt:
                 del realm.ranks[attach.segment_number]
@@ -366,7 +369,7 @@ class Admission:
         scheduler = session.attach.role is Role.SCHEDULER
         return Attached(
             version=PROTOCOL_VERSION,
-            epoch=self._hub.epoch,
+            epoch=self._dispatcher.epoch,
             token=session.token,
             endpoint=self._endpoint,
             limits=self._limits(),
@@ -376,7 +379,7 @@ class Admission:
         )
 
     def _limits(self) -> Limits:
-        limits = self._hub.config.limits
+        limits = self._dispatcher.config.limits
         return Limits(
             lookup_wait_ms_max=round(limits.lookup_wait * 1000),
             load_deadline_ms_max=round(limits.load_deadline * 1000),

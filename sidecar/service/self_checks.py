@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from sidecar.service.dispatcher import Hub
-    from sidecar.service.handshake import Admission
+    from sidecar.service.dispatcher import Dispatcher
+    from sidecar.service.handshake import Handshakes
     from sidecar.service.runtime_dir import RuntimeDirectory
     from sidecar.transport.router import Router
 
@@ -64,18 +64,22 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-class Upkeep:
+class SelfChecks:
     """Checks of one sidecar that serves. Make it when everything is there."""
 
     def __init__(
-        self, hub: Hub, directory: RuntimeDirectory, admission: Admission, jobs: Router | JobSocket
+        self,
+        dispatcher: Dispatcher,
+        directory: RuntimeDirectory,
+        handshakes: Handshakes,
+        jobs: Router | JobSocket,
     ) -> None:
-        self._hub = hub
+        self._dispatcher = dispatcher
         self._directory = directory
-        self._admission = admission
+        self._handshakes = handshakes
         self._jobs = jobs
         self._sockets = {FileMark(path): renew for path, renew in self._renewals()}
-        pool = hub.pool.path
+        pool = dispatcher.pool.path
         self._pool = (FileMark(pool), FileMark(pool.with_name(f"{pool.name}.lock")))
 
     def _renewals(self) -> Iterator[tuple[Path, Callable[[], None]]]:
@@ -83,14 +87,14 @@ class Upkeep:
         yield self._directory.attach_path, self._listen_again
         if isinstance(self._jobs, JobSocket):
             yield self._directory.jobs_path, self._jobs.bind_again
-        events = self._hub.event_sockets
+        events = self._dispatcher.event_sockets
         if events is not None:
             for path in events.paths:
                 yield path, partial(events.bind_again, path)
 
     def _listen_again(self) -> None:
         path = self._directory.attach_path
-        self._admission.move_to(listen(path, self._directory.socket_mode))
+        self._handshakes.move_to(listen(path, self._directory.socket_mode))
 
     def check(self) -> Iterator[Problem]:
         """What is wrong now."""
@@ -105,7 +109,7 @@ class Upkeep:
                 yield Problem(
                     "socket", f"{mark.path} was removed; nobody can connect to it", serious=serves
                 )
-        stuck = self._hub.copies.stuck_seconds(time.monotonic())
+        stuck = self._dispatcher.copies.stuck_seconds(time.monotonic())
         if stuck > COPY_SECONDS_STUCK:
             yield Problem("copies", f"every copy thread has been at its copy for {stuck:.0f} s")
         for mark in self._pool:
@@ -116,7 +120,7 @@ class Upkeep:
                     "when this sidecar ends, and nothing of it outlives that",
                     serious=False,
                 )
-        for engine_id, ranks, world_size in self._hub.sessions.lonely(RANKS_SECONDS_MAX):
+        for engine_id, ranks, world_size in self._dispatcher.sessions.lonely(RANKS_SECONDS_MAX):
             here = ", ".join(map(str, ranks))
             yield Problem(
                 "ranks",
@@ -125,7 +129,7 @@ class Upkeep:
                 "the cache; all ranks of an engine must be on one node",
                 serious=False,
             )
-        watch = self._hub.watch
+        watch = self._dispatcher.watch
         if watch is not None and watch.health.state != "ok":
             reason = f"the store is {watch.health.state}: {watch.health.reason}"
             yield Problem("store", reason, serious=False)
@@ -142,7 +146,7 @@ class Upkeep:
                 mark.path.unlink(missing_ok=True)
                 self._sockets[mark]()
                 mark.renew()
-                self._hub.census.sockets_renewed += 1
+                self._dispatcher.socket_stats.sockets_renewed += 1
                 _logger.warning("a socket was removed, made again", extra=fields(path=mark.path))
         except (OSError, StartError, zmq.ZMQError) as error:
             # Told by `check`, and tried again with the next beat.

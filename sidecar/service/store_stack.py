@@ -24,7 +24,7 @@ from tiers.store.middleware.retrying import Retrying
 from tiers.store.object_tier import ObjectTier, UrlObjects
 
 if TYPE_CHECKING:
-    from sidecar.config.store import Store
+    from sidecar.config.store import StoreSettings
 
 REMOVAL_TURNS_SHARE: Final = 1 / 4
 """Of the turns within a deadline, those that one removal may need."""
@@ -33,7 +33,7 @@ WrapStore = Callable[[ObjectTier], ObjectTier]
 """Something to put between the store and its wrappers: how tests inject faults."""
 
 
-def open_store(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
+def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> Metered:
     """The configured store. Raises `StartError` where its URL or options make no sense.
 
     Nothing is sent to the store yet: whether it answers is found out, and told, while serving.

@@ -28,7 +28,7 @@ from tiers.cuda.calibration import describe_rates
 from tiers.cuda.device import Device, DeviceMemory
 from tiers.cuda.driver import driver
 from tiers.cuda.errors import CudaFailed
-from tiers.cuda.pinned_memory import Pins
+from tiers.cuda.pinned_memory import PinnedMemory
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from sidecar.config.host import Gpu
+    from sidecar.config.host import GpuSettings
     from sidecar.protocol import Memory
     from tiers.kv.copy import Transfer
     from tiers.kv.layout import KVLayout
@@ -52,11 +52,11 @@ _logger = logging.getLogger("kvlake.gpu")
 class Gpus:
     """Devices by UUID. `pool` is the host memory that copies come from and go to."""
 
-    def __init__(self, pool: Bytes, settings: Gpu) -> None:
+    def __init__(self, pool: Bytes, settings: GpuSettings) -> None:
         self._pool: Bytes | None = pool
         self._settings = settings
         self._devices: dict[bytes, Device] = {}
-        self._pins: Pins | None = None
+        self._pins: PinnedMemory | None = None
         self._preparing: dict[bytes, anyio.CapacityLimiter] = {}
         self._pinning = threading.Lock()
         self._unmapping: ThreadPoolExecutor | None = None
@@ -94,7 +94,7 @@ class Gpus:
         try:
             with self._pinning:
                 if self._pins is None:
-                    self._pins = Pins(device.driver, self._pool)
+                    self._pins = PinnedMemory(device.driver, self._pool)
         except CudaFailed:
             device.close()
             raise

@@ -3,8 +3,8 @@
 A realm is a namespace (model, dtype, encoding), a topology (how the model is cut over ranks) and a
 chunk geometry. Clients of one realm see one shared index; clients of two realms never see each
 other's chunks in host memory, and those of one namespace read each other's from the store. Owns
-each realm's `IndexWriter`, its salt, and what every rank holds (`Rank`, learnt from the rank's
-first worker). Does not own chunks or slots: the engine and the pool do.
+each realm's `IndexWriter`, its salt, and what every rank holds (`RankLayout`, learnt from the
+rank's first worker). Does not own chunks or slots: the engine and the pool do.
 
 Invariants:
 
@@ -55,16 +55,16 @@ _SALT_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankLayout:
     """What one rank of a realm holds: its chunk geometry and its slot images."""
 
     layout: ChunkLayout
     templates: SlotTemplates
-    _by_block_tokens: dict[int, Rank] = field(
-        default_factory=dict[int, "Rank"], repr=False, compare=False
+    _by_block_tokens: dict[int, RankLayout] = field(
+        default_factory=dict[int, "RankLayout"], repr=False, compare=False
     )
 
-    def as_stored(self, image: Bytes) -> Rank:
+    def as_stored(self, image: Bytes) -> RankLayout:
         """The same segment in blocks of the size that a foreign image says it has.
 
         Itself where that is its own size, or one from which its blocks cannot be made: then the
@@ -82,7 +82,7 @@ class Rank:
                 self._by_block_tokens[claimed.block_tokens] = known
         return known
 
-    def _regrouped(self, block_tokens: int) -> Rank:
+    def _regrouped(self, block_tokens: int) -> RankLayout:
         chunk_tokens = self.layout.blocks_per_chunk * self.layout.block_tokens
         if not 0 < block_tokens <= chunk_tokens or chunk_tokens % block_tokens:
             return self
@@ -94,13 +94,13 @@ class Rank:
             )
             if refusal(layout, self.layout) is not None:
                 return self
-            return Rank(layout, SlotTemplates(layout, self.templates.namespace_digest))
+            return RankLayout(layout, SlotTemplates(layout, self.templates.namespace_digest))
         except LayoutError:
             return self
 
 
 @dataclass(slots=True, eq=False)
-class Realm:
+class RealmLayout:
     """One namespace, topology and chunk geometry."""
 
     realm_id: int
@@ -114,16 +114,16 @@ class Realm:
     index_salt: bytes
     index: IndexWriter
     """Its home's, where it has one: then this is the home's first, and nobody asks for it."""
-    home: Realm | None = None
+    home: RealmLayout | None = None
     """The realm of the first KV cache group, of an engine's other groups."""
     group: int | None = None
     """The number of its KV cache group, of engines that have several."""
-    ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
-    foreign: list[Rank] = field(default_factory=list[Rank])
+    ranks: dict[int, RankLayout] = field(default_factory=dict[int, RankLayout])
+    foreign: list[RankLayout] = field(default_factory=list[RankLayout])
     """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
 
     @property
-    def indexed_in(self) -> Realm:
+    def indexed_in(self) -> RealmLayout:
         """The realm whose index has this one's chunks."""
         return self.home or self
 
@@ -142,7 +142,7 @@ class Realm:
             found[other.layout.segment.name] = 1 << number
         return found
 
-    def by_bit(self, bit: int) -> Rank:
+    def by_bit(self, bit: int) -> RankLayout:
         """What a bit of a mask of the store stands for."""
         return self.ranks[bit] if bit < self.world_size else self.foreign[bit - self.world_size]
 
@@ -160,7 +160,9 @@ class Realm:
                 # Not one of ours, whatever it is.
                 continue
             if any(overlap(segment, one.segment) for one in own):
-                self.foreign.append(Rank(layout, SlotTemplates(layout, self.namespace_digest)))
+                self.foreign.append(
+                    RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
+                )
 
     def learn(self, rank: int, layout: ChunkLayout) -> bool:
         """Take a worker's geometry. True if it was not known yet.
@@ -169,7 +171,7 @@ class Realm:
         """
         known = self.ranks.get(rank)
         if known is None:
-            self.ranks[rank] = Rank(layout, SlotTemplates(layout, self.namespace_digest))
+            self.ranks[rank] = RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
             return True
         if known.layout != layout:
             raise AttachRefused(
@@ -184,29 +186,29 @@ class Realms:
     """All realms of this sidecar, by what makes them."""
 
     def __init__(self) -> None:
-        self._by_identity: dict[tuple[object, ...], Realm] = {}
-        self._by_id: dict[int, Realm] = {}
+        self._by_identity: dict[tuple[object, ...], RealmLayout] = {}
+        self._by_id: dict[int, RealmLayout] = {}
 
-    def __getitem__(self, realm_id: int) -> Realm:
+    def __getitem__(self, realm_id: int) -> RealmLayout:
         return self._by_id[realm_id]
 
-    def all(self) -> list[Realm]:
+    def all(self) -> list[RealmLayout]:
         """Every realm, oldest first."""
         return list(self._by_id.values())
 
-    def find(self, parts: Sequence[Attach]) -> tuple[Realm | None, ...]:
+    def find(self, parts: Sequence[Attach]) -> tuple[RealmLayout | None, ...]:
         """The realm of each group of a client, where there is one already."""
         home = _identity(parts[0])
         return tuple(self._by_identity.get(_of_group(home, part)) for part in parts)
 
-    def join(self, parts: Sequence[Attach]) -> tuple[Realm, ...]:
+    def join(self, parts: Sequence[Attach]) -> tuple[RealmLayout, ...]:
         """The realm of each group of a client, made where it is the first of its kind.
 
         Raises `AttachRefused`, or `OSError` where there is no room for an index, having made none.
         """
         home = _identity(parts[0])
-        joined: list[Realm] = []
-        made: list[Realm] = []
+        joined: list[RealmLayout] = []
+        made: list[RealmLayout] = []
         try:
             for part in parts:
                 identity = _of_group(home, part)
@@ -222,7 +224,7 @@ class Realms:
             raise
         return tuple(joined)
 
-    def forget(self, realms: Iterable[Realm]) -> None:
+    def forget(self, realms: Iterable[RealmLayout]) -> None:
         """Undo the `join` that made these; no session, and so no chunk, may be of them.
 
         Those that are forgotten already are passed over.
@@ -235,7 +237,7 @@ class Realms:
             if realm.home is None:
                 realm.index.close()
 
-    def _make(self, attach: Attach, home: Realm | None, group: int | None) -> Realm:
+    def _make(self, attach: Attach, home: RealmLayout | None, group: int | None) -> RealmLayout:
         _require_json_object(attach.namespace)
         if len(self._by_id) >= REALMS_MAX:
             raise AttachRefused(
@@ -251,7 +253,7 @@ class Realms:
                 str(attach.blocks_per_chunk),
             )
         )
-        return Realm(
+        return RealmLayout(
             realm_id=max(self._by_id, default=0) + 1,
             namespace=attach.namespace,
             namespace_digest=hashlib.sha256(attach.namespace).digest(),

@@ -49,7 +49,7 @@ from tiers.kv.layout import BLOCK_ENTRIES_MAX
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
     from sidecar.sessions.worker_memory import WorkerMemory
     from sidecar.transport.attach_socket import Connection
 
@@ -63,7 +63,7 @@ class Session:
     session_id: int
     attach: Attach
     connection: Connection
-    realms: tuple[Realm, ...]
+    realms: tuple[RealmLayout, ...]
     """One for each KV cache group."""
     memory: WorkerMemory | None
     token: bytes
@@ -77,7 +77,7 @@ class Session:
         self.parts = self.attach.parts
 
     @property
-    def realm(self) -> Realm:
+    def realm(self) -> RealmLayout:
         """The realm of the first group, whose index has the chunks of all of them."""
         return self.realms[0]
 
@@ -244,7 +244,7 @@ class Sessions:
             if session.attach.engine_id == attach.engine_id and session.connection.at_end()
         ]
 
-    def check(self, attach: Attach, realms: Sequence[Realm | None]) -> None:
+    def check(self, attach: Attach, realms: Sequence[RealmLayout | None]) -> None:
         """Raise `AttachRefused` unless this client may attach beside those that are here.
 
         `realms` are those of its groups, None for one that is the first of its kind.
@@ -278,7 +278,7 @@ class Sessions:
         self,
         attach: Attach,
         connection: Connection,
-        realms: tuple[Realm, ...],
+        realms: tuple[RealmLayout, ...],
         memory: WorkerMemory | None,
         user: str = "",
     ) -> Session:

@@ -23,8 +23,8 @@ import zmq
 
 from sidecar.errors import StartError
 from sidecar.protocol import FRAME_BYTES_MAX
-from sidecar.transport.zap import Doorkeeper
-from sidecar.transport.zmq_reader import Bell
+from sidecar.transport.zap import ZapAuthenticator
+from sidecar.transport.zmq_reader import ZmqReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ class Router:
         self.endpoint = curve.endpoint
         self.public_key = b""
         """What clients need to connect."""
-        self._doorkeeper: Doorkeeper | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self._parts: list[zmq.Frame] = []
         """The address and first part of a message of which more is to come."""
         self._received = received
@@ -96,11 +96,11 @@ class Router:
             self._dismiss()
             self._context.destroy(linger=0)
             raise
-        self._bell = Bell(self._socket, self._drain, broke)
+        self._zmq_reader = ZmqReader(self._socket, self._drain, broke)
 
     def _dismiss(self) -> None:
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
 
     def _bind(self, curve: CurveSettings) -> None:
         try:
@@ -110,7 +110,7 @@ class Router:
                 "runtime.curve_secret_key_file holds no CURVE key; make one with "
                 "`kvlake keygen --out FILE`"
             ) from error
-        self._doorkeeper = Doorkeeper(
+        self._authenticator = ZapAuthenticator(
             self._context, self._socket, curve.secret_key, curve.admitted, self._broke
         )
         self._socket.setsockopt(zmq.IPV6, int("[" in curve.endpoint))
@@ -126,7 +126,7 @@ class Router:
     @property
     def handshakes_refused(self) -> Mapping[str, int]:
         """Connections that failed to prove a welcome key, by what failed."""
-        return {} if self._doorkeeper is None else self._doorkeeper.refused
+        return {} if self._authenticator is None else self._authenticator.refused
 
     def forget(self, token: bytes) -> None:
         """A session has ended: its key is not let in again. libzmq cannot end one connection."""
@@ -142,12 +142,12 @@ class Router:
                 raise
             return Sent.GONE
         finally:
-            self._bell.check()
+            self._zmq_reader.check()
         return Sent.OK
 
     def close(self) -> None:
         """Stop draining, send out what is queued (within the linger), close."""
-        self._bell.close()
+        self._zmq_reader.close()
         self._dismiss()
         self._context.destroy()
 

@@ -43,7 +43,7 @@ def usable_key(key: bytes) -> bool:
         return False
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers for one context's CURVE server sockets. Make it before they are bound."""
 
     def __init__(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Bell:
+class ZmqReader:
     """Calls `drain` on the loop whenever the socket may have something.
 
     Args:

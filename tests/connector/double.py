@@ -6,7 +6,7 @@ import itertools
 import os
 from typing import TypeVar, cast
 
-from connector.client import Client, Session
+from connector.client import Client, SidecarSession
 from sidecar.protocol import ClientMessage, Limits, ServerMessage
 from tiers.kv.index import IndexReader, IndexWriter
 
@@ -30,7 +30,7 @@ class DoubleClient:
     live one does not go out, and what was not polled is lost with its session.
     """
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: SidecarSession | None = None) -> None:
         self.live = session
         self.accepting = True
         self.sent: list[ClientMessage] = []
@@ -41,13 +41,13 @@ class DoubleClient:
         self.answers_stale = 0
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         return self.live
 
     def wait_attached(self, seconds: float) -> bool:
         return self.live is not None
 
-    def send(self, session: Session, message: ClientMessage) -> bool:
+    def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         if session is not self.live or not self.accepting:
             return False
         self.sent.append(message)
@@ -56,7 +56,7 @@ class DoubleClient:
     def wait(self, milliseconds: int) -> None:
         self.waited_ms += milliseconds
 
-    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+    def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
         if of is not None and of is not self.live:
             return []
         messages, self.inbox = self.inbox, []
@@ -67,7 +67,7 @@ class DoubleClient:
         self.live = None
         return self.releases
 
-    def attach(self, session: Session | None) -> None:
+    def attach(self, session: SidecarSession | None) -> None:
         """A new session, or none."""
         self.live = session
         self.inbox.clear()
@@ -85,10 +85,10 @@ def session_of(
     limits: Limits = LIMITS,
     salt: bytes = SALT,
     context: object = None,
-) -> Session:
+) -> SidecarSession:
     """A session of a new life of a sidecar, with a reader of `writer`'s index."""
     reader = None if writer is None else IndexReader(os.dup(writer.fd), writer.size_bytes)
-    return Session(
+    return SidecarSession(
         epoch=next(_epochs),
         token=os.urandom(16),
         endpoint="inproc://none",

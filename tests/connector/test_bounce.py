@@ -18,9 +18,9 @@ from connector.offloading.staging import (
     BLOCK_TOKENS,
     TOKEN_IDS,
     Batch,
-    Bounce,
-    Row,
     Rows,
+    StagedRow,
+    Staging,
     row_layout,
 )
 from connector.worker import WorkerRole
@@ -55,14 +55,14 @@ class World(WorkerSession):
             row[:] = number
         self.slots: dict[bytes, bytes] = {}
         self.seen = 0
-        self.bounce = Bounce(self.region, ROWS, self._role, clock=self.clock)
+        self.bounce = Staging(self.region, ROWS, self._role, clock=self.clock)
         self.attach()
 
     def _role(self, memory: ExportedMemory) -> WorkerRole:
         self.memory = mmap.mmap(os.dup(memory.fd), memory.size_bytes)
         return WorkerRole(memory, self.make_client, self.describe, clock=self.clock)
 
-    def begin(self, batch: int, rows: list[Row], *, is_load: bool) -> None:
+    def begin(self, batch: int, rows: list[StagedRow], *, is_load: bool) -> None:
         self.bounce.begin(batch, rows, is_load=is_load, seconds_max=PATIENT_SECONDS)
 
     def submits(self) -> list[Submit]:
@@ -127,7 +127,8 @@ def world() -> Iterator[World]:
 
 def test_more_rows_than_there_is_room_for(world: World) -> None:
     rows = [
-        Row(key(number), number, key(number - 1) if number else NO_PARENT) for number in range(10)
+        StagedRow(key(number), number, key(number - 1) if number else NO_PARENT)
+        for number in range(10)
     ]
     world.begin(1, rows, is_load=False)
     (batch,) = world.run()
@@ -135,7 +136,7 @@ def test_more_rows_than_there_is_room_for(world: World) -> None:
     assert sorted(batch.done) == sorted(row.key for row in rows)
     assert world.slots == {row.key: bytes([row.chunk_id]) * ROW_BYTES for row in rows}
     world.region[:] = 0xEE
-    world.begin(2, [Row(row.key, 15 - row.chunk_id) for row in rows], is_load=True)
+    world.begin(2, [StagedRow(row.key, 15 - row.chunk_id) for row in rows], is_load=True)
     (batch,) = world.run()
     assert batch.is_load
     assert not batch.failed
@@ -146,7 +147,7 @@ def test_more_rows_than_there_is_room_for(world: World) -> None:
 
 def test_a_chunk_that_is_gone_takes_no_other_with_it(world: World) -> None:
     world.slots[key(1)] = b"\x01" * ROW_BYTES
-    world.begin(1, [Row(key(1), 3), Row(key(2), 4)], is_load=True)
+    world.begin(1, [StagedRow(key(1), 3), StagedRow(key(2), 4)], is_load=True)
     (batch,) = world.run()
     assert (batch.done, batch.failed) == ([key(1)], [key(2)])
     assert (world.region[3] == 1).all()
@@ -154,8 +155,8 @@ def test_a_chunk_that_is_gone_takes_no_other_with_it(world: World) -> None:
 
 
 def test_wishes_travel_with_the_chunks(world: World) -> None:
-    world.begin(1, [Row(key(1), 1, ttl_ms=5_000), Row(key(2), 2)], is_load=False)
-    world.begin(2, [Row(key(3), 3, stays=True)], is_load=False)
+    world.begin(1, [StagedRow(key(1), 1, ttl_ms=5_000), StagedRow(key(2), 2)], is_load=False)
+    world.begin(2, [StagedRow(key(3), 3, stays=True)], is_load=False)
     stored: dict[bytes, tuple[int, bool]] = {}
     while len(stored) < 3:
         for submit in world.pump_until_sent():
@@ -171,8 +172,8 @@ def test_a_batch_of_nothing_ends(world: World) -> None:
 
 def test_without_a_sidecar_everything_fails_at_once(world: World) -> None:
     world.client.attach(None)
-    world.begin(1, [Row(key(1), 1)], is_load=False)
-    world.begin(2, [Row(key(1), 2)], is_load=True)
+    world.begin(1, [StagedRow(key(1), 1)], is_load=False)
+    world.begin(2, [StagedRow(key(1), 2)], is_load=True)
     ended = world.run(2, serving=False)
     assert [batch.done for batch in ended] == [[], []]
     assert not world.client.sent
@@ -180,7 +181,7 @@ def test_without_a_sidecar_everything_fails_at_once(world: World) -> None:
 
 def test_a_sidecar_that_hangs_in_a_copy_delays_nobody(world: World) -> None:
     """It holds the fence's lock, so its job cannot be revoked; the transfer ends all the same."""
-    world.begin(1, [Row(key(1), 1)], is_load=True)
+    world.begin(1, [StagedRow(key(1), 1)], is_load=True)
     (submit,) = world.pump_until_sent()
     (load,) = submit.loads
     row = load.chunks[0].block_ids[0]
@@ -197,7 +198,7 @@ def test_a_sidecar_that_hangs_in_a_copy_delays_nobody(world: World) -> None:
     assert (world.region[1] == 77).all()
     # The row is of use again once it is known that nothing writes to it.
     world.slots |= {key(number): bytes([number]) * ROW_BYTES for number in range(2, 2 + ROWS)}
-    rows = [Row(key(number), number) for number in range(2, 2 + ROWS)]
+    rows = [StagedRow(key(number), number) for number in range(2, 2 + ROWS)]
     world.begin(2, rows, is_load=True)
     (batch,) = world.run()
     assert not batch.failed
@@ -206,7 +207,7 @@ def test_a_sidecar_that_hangs_in_a_copy_delays_nobody(world: World) -> None:
 
 def test_a_late_answer_changes_nothing(world: World) -> None:
     world.slots[key(1)] = b"\x55" * ROW_BYTES
-    world.begin(1, [Row(key(1), 1)], is_load=True)
+    world.begin(1, [StagedRow(key(1), 1)], is_load=True)
     world.bounce.pump(world.client.live)
     world.serve()
     world.clock.now += PATIENT_SECONDS + 1
@@ -219,7 +220,7 @@ def test_a_late_answer_changes_nothing(world: World) -> None:
 
 
 def test_drain_ends_what_is_on_its_way(world: World) -> None:
-    rows = [Row(key(number), number) for number in range(10)]
+    rows = [StagedRow(key(number), number) for number in range(10)]
     world.begin(1, rows, is_load=False)
     world.begin(2, rows, is_load=True)
     world.bounce.pump(world.client.live)
@@ -234,13 +235,13 @@ def test_drain_ends_what_is_on_its_way(world: World) -> None:
 
 
 def test_a_killed_sidecar_and_its_successor(world: World) -> None:
-    world.begin(1, [Row(key(1), 1)], is_load=False)
+    world.begin(1, [StagedRow(key(1), 1)], is_load=False)
     world.pump_until_sent()
     world.client.attach(None)
     (batch,) = world.run(serving=False)
     assert batch.failed == [key(1)]
     world.attach()
-    world.begin(2, [Row(key(number), number) for number in range(ROWS)], is_load=False)
+    world.begin(2, [StagedRow(key(number), number) for number in range(ROWS)], is_load=False)
     (batch,) = world.run()
     assert not batch.failed
     assert len(world.slots) == ROWS
@@ -249,9 +250,9 @@ def test_a_killed_sidecar_and_its_successor(world: World) -> None:
 def test_stores_leave_room_for_loads(world: World) -> None:
     """A sidecar that takes no stores still serves loads."""
     world.slots[key(99)] = b"\x09" * ROW_BYTES
-    world.begin(1, [Row(key(number), number) for number in range(10)], is_load=False)
+    world.begin(1, [StagedRow(key(number), number) for number in range(10)], is_load=False)
     world.pump_until_sent()
-    world.begin(2, [Row(key(99), 12)], is_load=True)
+    world.begin(2, [StagedRow(key(99), 12)], is_load=True)
     deadline = time.monotonic() + 60
     while not any(submit.loads for submit in world.pump_until_sent()):
         assert time.monotonic() < deadline
@@ -261,7 +262,7 @@ def test_no_more_jobs_than_the_sidecar_takes(world: World) -> None:
     session = world.client.live
     assert session is not None
     session.limits = msgspec.structs.replace(LIMITS, jobs_inflight_max=1)
-    world.begin(1, [Row(key(number), number) for number in range(ROWS)], is_load=True)
+    world.begin(1, [StagedRow(key(number), number) for number in range(ROWS)], is_load=True)
     (submit,) = world.pump_until_sent()
     world.bounce.pump(session)
     assert len(submit.loads) == 1

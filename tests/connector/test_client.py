@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from connector.client import SEND_QUEUE_MESSAGES_MAX, Attempt, Client, Session
+from connector.client import SEND_QUEUE_MESSAGES_MAX, Attempt, Client, SidecarSession
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -86,7 +86,7 @@ def drain(client: Client, wanted: int) -> list[ServerMessage]:
     return messages
 
 
-def live(client: Client) -> Session:
+def live(client: Client) -> SidecarSession:
     until(lambda: client.session is not None, "a session")
     session = client.session
     assert session is not None

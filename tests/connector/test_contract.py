@@ -37,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connector import plugin
-from connector.identity.eligibility import SLEEP_IS_TOLD, refusal_of
+from connector.identity.eligibility import SLEEP_IS_TOLD, unsupported_reason
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
@@ -318,7 +318,7 @@ class TestGpu:
     @pytest.mark.skipif(SLEEP_IS_TOLD, reason="vLLM 0.33 or later")
     def test_an_engine_that_may_sleep_is_not_served_before_vllm_tells_of_it(self) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-        assert "vLLM 0.33" in refusal_of(config, None, 256)
+        assert "vLLM 0.33" in unsupported_reason(config, None, 256)
 
     def test_an_engine_that_may_sleep_is_served_where_vllm_tells_of_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -339,7 +339,7 @@ class TestGpu:
             ),
             speculative_config=None,
         )
-        assert "0 groups" in refusal_of(config, SimpleNamespace(kv_cache_groups=[]), 256)
+        assert "0 groups" in unsupported_reason(config, SimpleNamespace(kv_cache_groups=[]), 256)
         assert KVLakeConnector.supports_sleep_mode(SimpleNamespace())
 
 

@@ -197,9 +197,9 @@ def test_one_of_several_in_a_multi_connector(make: Callable[..., Engine]) -> Non
     engine.check_idle()
 
 
-def wishing(name: str, wishes: Any, **options: Any) -> Any:
+def wishing(name: str, request_params: Any, **options: Any) -> Any:
     request = request_of(name, PROMPT, max_tokens=1, **options)
-    request.kv_transfer_params = {"kvlake": wishes}
+    request.kv_transfer_params = {"kvlake": request_params}
     return request
 
 
@@ -309,15 +309,15 @@ class TestWishesOfARequest:
         assert sum(counted) + engine.role.stats.pins_skipped == -(-len(PROMPT) // CHUNK_TOKENS)
 
     @pytest.mark.promise("malformed-params")
-    @pytest.mark.parametrize("wishes", ["no", {"read": "false"}, {"raed": False}])
+    @pytest.mark.parametrize("request_params", ["no", {"read": "false"}, {"raed": False}])
     def test_what_is_not_understood_is_taken_as_less(
-        self, make: Callable[..., Engine], wishes: Any, caplog: pytest.LogCaptureFixture
+        self, make: Callable[..., Engine], request_params: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = make()
         engine.run(request_of("earlier", PROMPT, max_tokens=1))
         engine.forget()
         for name in ("a", "b"):
-            engine.run(wishing(name, wishes, salt=None))
+            engine.run(wishing(name, request_params, salt=None))
             engine.forget()
             assert engine.computed[name] == len(PROMPT)
         assert caplog.text.count("is not understood") == 1
@@ -333,7 +333,7 @@ class TestWishesOfARequest:
 class TestHandingOver:
     """Prefill here, decode there: `hand_over` and `expect_tokens`."""
 
-    def handed(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Any:
+    def handed(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, **request_params: Any) -> Any:
         """What a request's answer says of its prompt."""
         told: list[Any] = []
         finished = engine.connector.request_finished_all_groups
@@ -343,7 +343,7 @@ class TestHandingOver:
             return told[-1]
 
         monkeypatch.setattr(engine.connector, "request_finished_all_groups", noted)
-        engine.run(wishing("a", {"hand_over": True, **wishes}))
+        engine.run(wishing("a", {"hand_over": True, **request_params}))
         (answer,) = told
         assert answer[0] is False
         return answer[1]

@@ -15,17 +15,17 @@ from vllm.v1.kv_offload.base import (
 )
 
 from connector.offloading.spec import NoTiers
-from connector.offloading.workarounds import Requests, guard
+from connector.offloading.workarounds import GuardedRequests, guard
 
 
-def requests_of(*names: str, preempted_are_new: bool = False) -> Requests:
-    requests = Requests(preempted_are_new=preempted_are_new)
+def requests_of(*names: str, preempted_are_new: bool = False) -> GuardedRequests:
+    requests = GuardedRequests(preempted_are_new=preempted_are_new)
     for name in names:
         requests.began(name)
     return requests
 
 
-def step(requests: Requests, *new: str, preempted: tuple[str, ...] = ()) -> None:
+def step(requests: GuardedRequests, *new: str, preempted: tuple[str, ...] = ()) -> None:
     requests.step(ScheduleEndContext(list(new), preempted))
 
 

@@ -167,9 +167,11 @@ def test_two_sequences_share_keys_exactly_as_far_as_they_are_equal(
 
 
 @given(TOKENS, st.lists(st.integers(0, 5 * CHUNK), max_size=6))
-def test_growing_gives_the_keys_of_the_whole(tokens: list[int], cuts: list[int]) -> None:
+def test_growing_gives_the_keys_of_the_whole(tokens: list[int], segment_sources: list[int]) -> None:
     grown = chain_of([])
-    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(tokens)], strict=True):
+    for start, end in zip(
+        [0, *sorted(segment_sources)], [*sorted(segment_sources), len(tokens)], strict=True
+    ):
         grown.extend(tokens[start:end])
         all_keys(grown)
     assert grown.num_tokens == len(tokens)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.identity.namespace import encoding_of, namespace_of
-from connector.identity.parallelism import Cut, Place
+from connector.identity.parallelism import ParallelLayout, Place
 from sidecar.protocol import Role
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
@@ -168,7 +168,7 @@ def test_the_cache_of_a_model_is_the_same_over_any_stages() -> None:
 )
 def test_layers_that_are_not_the_stages_own_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match="stage 1 of 2 was expected to hold layers 1 to 1"):
-        Cut(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
+        ParallelLayout(stages=2, tensors=1, num_layers=LAYERS).segment(names, 1, Place(1, 0))
 
 
 @pytest.mark.promise("refuse-stages")

@@ -18,7 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 
 from connector.engine import ServedEngine
-from connector.identity.speculative import NO_DRAFTS, Drafting, drafting_of, drafting_refusal
+from connector.identity.speculative import (
+    NO_DRAFTS,
+    Speculation,
+    speculation_of,
+    speculation_unsupported_reason,
+)
 from connector.keys import KeyChain
 from connector.offloading.spec import identity_note
 from connector.vllm import KVLakeConnector
@@ -211,13 +216,13 @@ class TestNamespace:
         assert self.namespace(model, more) == self.namespace(model, eagle)
 
     def test_also_below_vllms_own_offloading(self, model: Path, eagle: dict[str, Any]) -> None:
-        plain, ngram, drafting = (
+        plain, ngram, speculation = (
             identity_note(vllm_config(model, speculative=speculative), BLOCK_TOKENS)
             for speculative in (None, NGRAM, eagle)
         )
         assert plain == ngram
-        assert drafting["identity"] == plain["identity"] | {
-            "drafter": drafting_of(vllm_config(model, speculative=eagle)).drafter
+        assert speculation["identity"] == plain["identity"] | {
+            "drafter": speculation_of(vllm_config(model, speculative=eagle)).drafter
         }
         config = vllm_config(model, speculative=eagle)
         assert config.speculative_config is not None
@@ -247,7 +252,7 @@ class TestRefused:
         config = vllm_config(model, speculative=eagle)
         for name, value in changes.items():
             setattr(config.speculative_config, name, value)
-        assert reason in drafting_refusal(config)
+        assert reason in speculation_unsupported_reason(config)
         connector = KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
         assert connector.get_num_new_matched_tokens(request_of("a", [1, 2]), 0) == (0, False)
         (line,) = [one.getMessage() for one in caplog.records if "without the cache" in one.message]
@@ -256,32 +261,32 @@ class TestRefused:
     @pytest.mark.promise("refuse-drafters")
     def test_copies_of_a_drafters_heads(self, model: Path, eagle: dict[str, Any]) -> None:
         config = vllm_config(model, speculative=eagle, ranks=2)
-        assert drafting_refusal(config) == ""
+        assert speculation_unsupported_reason(config) == ""
         assert config.speculative_config is not None
         config.speculative_config.draft_parallel_config.tensor_parallel_size = 1
-        assert "draft_tensor_parallel_size=1" in drafting_refusal(config)
+        assert "draft_tensor_parallel_size=1" in speculation_unsupported_reason(config)
         config.speculative_config.draft_parallel_config.tensor_parallel_size = 4
         config.parallel_config.tensor_parallel_size = 4
-        assert "2 KV heads for 4 ranks" in drafting_refusal(config)
+        assert "2 KV heads for 4 ranks" in speculation_unsupported_reason(config)
 
     @pytest.mark.promise("refuse-drafters")
     def test_over_pipeline_stages(self, model: Path) -> None:
         config = vllm_config(model, speculative=NGRAM)
         config.parallel_config.pipeline_parallel_size = 2
-        assert "pipeline stages" in drafting_refusal(config)
+        assert "pipeline stages" in speculation_unsupported_reason(config)
 
 
 def test_how_an_engine_drafts(model: Path, eagle: dict[str, Any]) -> None:
-    assert drafting_of(vllm_config(model)) == NO_DRAFTS
-    ngrams = drafting_of(vllm_config(model, speculative=NGRAM))
-    assert ngrams == Drafting(draft_tokens=DRAFTS)
-    found = drafting_of(vllm_config(model, speculative=eagle))
+    assert speculation_of(vllm_config(model)) == NO_DRAFTS
+    ngrams = speculation_of(vllm_config(model, speculative=NGRAM))
+    assert ngrams == Speculation(draft_tokens=DRAFTS)
+    found = speculation_of(vllm_config(model, speculative=eagle))
     assert (found.ahead_tokens, found.draft_tokens) == (1, DRAFTS)
     assert found.drafter["method"] == "eagle"
     assert not found.leaves_out([2000])
     assert found.leaves_out([10, 2046])
     assert not NO_DRAFTS.leaves_out([10**9])
-    assert not Drafting(sequence_tokens_max=5).leaves_out([])
+    assert not Speculation(sequence_tokens_max=5).leaves_out([])
 
 
 def test_keys_that_name_the_token_behind() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine
+from sidecar.demo.engine import DemoEngine
 from sidecar.demo.model import write_model
 from tests import warm
 
@@ -38,7 +38,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def warm_engines(warm_server: None) -> Iterator[None]:
     """Engines of these tests are forked from a process that has imported vLLM."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "launch", staticmethod(warm.engine))
+        patch.setattr(DemoEngine, "launch", staticmethod(warm.engine))
         yield
 
 

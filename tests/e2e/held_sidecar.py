@@ -22,7 +22,7 @@ import anyio
 
 from sidecar import cli
 from sidecar.data.copies import Memory
-from sidecar.data.copy_queue import Group
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import decode_attach
 from sidecar.transport.attach_socket import Connection, close_fds
 from tests import places
@@ -72,9 +72,9 @@ def hold_copies(holds: Holds, stack: contextlib.ExitStack) -> None:
     here = threading.local()
 
     def of_a_job(
-        step: str, copy: Callable[[Group, Memory], list[Copied]]
-    ) -> Callable[[Group, Memory], list[Copied]]:
-        def copied(group: Group, pool: Memory) -> list[Copied]:
+        step: str, copy: Callable[[CopyGroup, Memory], list[Copied]]
+    ) -> Callable[[CopyGroup, Memory], list[Copied]]:
+        def copied(group: CopyGroup, pool: Memory) -> list[Copied]:
             here.step, here.pid = step, group.session.connection.peer.pid
             return copy(group, pool)
 

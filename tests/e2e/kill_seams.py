@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sidecar.demo.engine import Engine
+from sidecar.demo.engine import DemoEngine
 from sidecar.protocol import Role
 from tests.e2e.arms import BLOCK_TOKENS, CHUNK_TOKENS
 from tests.e2e.kill_table import Backend
@@ -48,7 +48,7 @@ class Seam:
     """One of the two."""
 
     backend: Backend
-    make_engine: Callable[[EngineSpec, Path], Engine]
+    make_engine: Callable[[EngineSpec, Path], DemoEngine]
     chunk_tokens: int
     chunks: int
     """What a prompt is stored as."""
@@ -70,7 +70,7 @@ class Seam:
 
 CONNECTOR: Final = Seam(
     Backend.CONNECTOR,
-    Engine,
+    DemoEngine,
     CHUNK_TOKENS,
     chunks=3,
     whole_tokens=672,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
     from sidecar.demo.servers import S3Server
     from tests.e2e.holds import Holds
 
@@ -93,7 +93,7 @@ def sidecar_in(
 
 @contextlib.contextmanager
 def attached(
-    folder: Path, engine: Engine, *, sessions: int = SESSIONS, **options: Any
+    folder: Path, engine: DemoEngine, *, sessions: int = SESSIONS, **options: Any
 ) -> Generator[SidecarProcess]:
     """An empty sidecar that the engine is attached to; at its end everything has ended.
 

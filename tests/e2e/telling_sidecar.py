@@ -15,14 +15,14 @@ from sidecar.events.records import MEDIUM_CPU, MEDIUM_STORAGE, name_of
 from sidecar.observe.report import Reporter
 
 if TYPE_CHECKING:
-    from sidecar.service.dispatcher import Hub
+    from sidecar.service.dispatcher import Dispatcher
 
 
-def directory_of(hub: Hub) -> dict[str, list[tuple[int | None, str]]]:
+def directory_of(dispatcher: Dispatcher) -> dict[str, list[tuple[int | None, str]]]:
     """What each tier holds, as engines find it."""
     held: dict[str, list[tuple[int | None, str]]] = {MEDIUM_CPU: [], MEDIUM_STORAGE: []}
-    for realm in hub.engine.directory.realms.values():
-        group = hub.realms[realm.realm_id].group
+    for realm in dispatcher.engine.directory.realms.values():
+        group = dispatcher.realms[realm.realm_id].group
         hosted = [name_of(key) for key in realm.chunks if realm.flags(key)[0]]
         stored = [name for name, _ in realm.stored.names() if realm.in_store(name)]
         held[MEDIUM_CPU] += [(group, name.hex()) for name in hosted]
@@ -35,7 +35,7 @@ def main() -> int:
     status = Reporter.status
 
     def told(self: Reporter) -> dict[str, object]:
-        return {**status(self), "directory": directory_of(self._hub)}
+        return {**status(self), "directory": directory_of(self._dispatcher)}
 
     with patch.object(Reporter, "status", told):
         return cli.main(sys.argv[1:])

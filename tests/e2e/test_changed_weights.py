@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import write_model
 from tests.e2e import adapters
 from tests.e2e.arms import Call, empty, fresh_salt, own_hit, whole_blocks, words
@@ -32,10 +32,10 @@ CACHED: Final = whole_blocks(len(PROMPT))
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     socket = sidecar_in(folder).socket
     with (
-        Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine,
+        DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine,
         attached(folder, engine.wait_ready()),
     ):
         yield engine
@@ -56,7 +56,7 @@ class Adapter:
         shutil.rmtree(self.place)
         adapters.write_adapter(self.place, seed)
 
-    def generate(self, engine: Engine, salt: str) -> Generation:
+    def generate(self, engine: DemoEngine, salt: str) -> Generation:
         """From nothing that the engine itself has."""
         empty(engine)
         return Call(PROMPT, options={"adapter": self.known}).generate(engine, salt)
@@ -64,7 +64,7 @@ class Adapter:
 
 @pytest.mark.promise("adapters")
 def test_an_adapter_whose_files_are_replaced_while_another_is_in_memory(
-    engine: Engine, folder: Path
+    engine: DemoEngine, folder: Path
 ) -> None:
     one, other = Adapter(folder, "one", 1), Adapter(folder, "other", 2)
     salt = fresh_salt()
@@ -88,7 +88,7 @@ def test_an_adapter_whose_files_are_replaced_while_another_is_in_memory(
 
 @pytest.mark.promise("adapters")
 def test_an_adapter_that_was_loaded_before_its_files_were_replaced(
-    engine: Engine, folder: Path
+    engine: DemoEngine, folder: Path
 ) -> None:
     salt = fresh_salt()
     stored = Adapter(folder, "stored", 5)
@@ -110,7 +110,7 @@ def test_an_adapter_that_was_loaded_before_its_files_were_replaced(
 
 
 @pytest.mark.promise("weights-replaced")
-def test_a_model_whose_weights_are_replaced(engine: Engine, folder: Path, model: str) -> None:
+def test_a_model_whose_weights_are_replaced(engine: DemoEngine, folder: Path, model: str) -> None:
     """From then on the engine is by itself."""
     other = write_model(folder / "other-model", layers=6, hidden=256, heads=4, kv_heads=4, seed=9)
     call, salt = Call(PROMPT), fresh_salt()
@@ -140,7 +140,7 @@ def test_a_model_whose_weights_are_replaced(engine: Engine, folder: Path, model:
 
 
 @pytest.mark.promise("weights-replaced")
-def test_an_extension_of_the_worker_that_loads_weights(engine: Engine) -> None:
+def test_an_extension_of_the_worker_that_loads_weights(engine: DemoEngine) -> None:
     """The engine core does not know the call; the worker says so with the next step."""
     call, salt = Call(PROMPT), fresh_salt()
     call.generate(engine, salt)

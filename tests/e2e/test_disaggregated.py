@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
@@ -46,8 +46,8 @@ CALL: Final = Call(words(TOKENS, 77))
 class Pair(NamedTuple):
     """Two engines, and the folders of the sidecars that they attach to."""
 
-    producer: Engine
-    consumer: Engine
+    producer: DemoEngine
+    consumer: DemoEngine
     places: tuple[Path, Path]
 
 
@@ -57,7 +57,7 @@ def pair(folder: Path, model: str) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
-                Engine(
+                DemoEngine(
                     EngineSpec(
                         model,
                         SidecarProcess(place, {}).socket,

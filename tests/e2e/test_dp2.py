@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import telling
 from tests.e2e.arms import (
@@ -50,11 +50,11 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
     engine_args = {**SMALL, "data_parallel_size": RANKS, "kv_events_config": _events()}
     connector = telling.connector_of(sidecar.socket)
     spec = EngineSpec(model, sidecar.socket, engine_args, connector, threads_bind="0|1")
-    with Engine(spec, folder / "engine.log") as engine:
+    with DemoEngine(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         attach_ranks(engine, sidecar)
         yield engine
@@ -80,14 +80,14 @@ def _events() -> dict[str, Any]:
             }
 
 
-def attach_ranks(engine: Engine, sidecar: SidecarProcess) -> None:
+def attach_ranks(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     """Wait until all ranks are attached to this sidecar, as both sides see it."""
     sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
     for rank in range(RANKS):
         _attached(engine, sidecar, rank)
 
 
-def _attached(engine: Engine, sidecar: SidecarProcess, rank: int) -> None:
+def _attached(engine: DemoEngine, sidecar: SidecarProcess, rank: int) -> None:
     """The sidecar knows a session a moment before the engine does: a store proves it is there."""
     before = counters(sidecar)["chunks_stored"]
 
@@ -108,7 +108,7 @@ def _of(rank: int, measured: Measured) -> Measured:
 
 
 @pytest.mark.promise("data-parallel")
-def test_each_rank_is_an_engine_of_its_own(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_each_rank_is_an_engine_of_its_own(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     sessions = sidecar.status()["sessions"]
     roles: dict[str, list[str]] = {}
     for session in sessions:
@@ -121,7 +121,7 @@ def test_each_rank_is_an_engine_of_its_own(engine: Engine, sidecar: SidecarProce
 @pytest.mark.promise("data-parallel")
 @pytest.mark.parametrize("reader", range(RANKS))
 def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
-    engine: Engine, sidecar: SidecarProcess, reader: int
+    engine: DemoEngine, sidecar: SidecarProcess, reader: int
 ) -> None:
     prompt = words(TOKENS, 10 + reader)
     here, there = (Call(prompt, options={"rank": rank}) for rank in (reader, 1 - reader))
@@ -133,7 +133,7 @@ def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
     assert counters(sidecar)["bytes_loaded"] - before == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
 
 
-def test_both_ranks_at_once(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_both_ranks_at_once(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     """What either one stored, both load side by side."""
     calls = [Call(words(700, 20 + rank), options={"rank": rank}) for rank in range(RANKS)]
     salt = fresh_salt()
@@ -153,7 +153,9 @@ def test_both_ranks_at_once(engine: Engine, sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("events-engine")
-def test_what_each_ranks_own_cache_holds_is_told(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_what_each_ranks_own_cache_holds_is_told(
+    engine: DemoEngine, sidecar: SidecarProcess
+) -> None:
     """By vLLM's hashes, under the rank's name and number."""
     salt = fresh_salt()
     for rank in range(RANKS):

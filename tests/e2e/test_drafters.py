@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec, Generation
+from sidecar.demo.engine import DemoEngine, EngineSpec, Generation
 from sidecar.demo.model import write_model
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
@@ -81,16 +81,18 @@ def engine_args(drafter: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DemoEngine]:
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
     spec = EngineSpec(model, sidecar_in(folder).socket, engine_args(drafter))
-    with Engine(spec, folder / "engine.log") as engine:
+    with DemoEngine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
     with attached(folder, engine) as sidecar:
         yield sidecar
 
@@ -105,7 +107,7 @@ class Drafted(NamedTuple):
     accepted: float
 
 
-def arm(engine: Engine, before: Call, call: Call, *, forgotten: bool) -> Drafted:
+def arm(engine: DemoEngine, before: Call, call: Call, *, forgotten: bool) -> Drafted:
     """Run both under a new salt; where `forgotten`, what the first one left must be loaded."""
     salt = fresh_salt()
     empty(engine)
@@ -124,7 +126,7 @@ def arm(engine: Engine, before: Call, call: Call, *, forgotten: bool) -> Drafted
 
 
 @pytest.mark.promise("eagle")
-def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_the_drafters_layer_is_loaded_too(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     """vLLM drops the last block of its own hit, whose KV may be of another next token.
 
     So the prompt that the oracle's hit comes of is longer. Both are computed in equal steps.
@@ -150,7 +152,7 @@ def test_the_drafters_layer_is_loaded_too(engine: Engine, sidecar: SidecarProces
 
 
 @pytest.mark.promise("eagle")
-def test_another_next_token_is_another_chunk(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_another_next_token_is_another_chunk(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     """Up to the chunk before it the prompts share; its last block too, but for that token.
 
     vLLM's own keys do not name that token: there the drafter's layer of it is the other prompt's.
@@ -167,7 +169,7 @@ def test_another_next_token_is_another_chunk(engine: Engine, sidecar: SidecarPro
 
 
 @pytest.mark.promise("eagle")
-def test_next_turn(engine: Engine, sidecar: SidecarProcess) -> None:
+def test_next_turn(engine: DemoEngine, sidecar: SidecarProcess) -> None:
     """What was drafted and accepted is found, and of the drafter, what it wrote for that."""
     salt = fresh_salt()
     first = Call(words(300, 5), max_tokens=100)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -72,40 +72,40 @@ LOCAL_TOKENS: Final = 128
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
-    with Engine(spec, folder / LOG) as engine:
+    with DemoEngine(spec, folder / LOG) as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="class")
-def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
     with attached(folder, engine) as sidecar:
         yield sidecar
 
 
 @pytest.fixture
-def kind() -> type[Engine]:
+def kind() -> type[DemoEngine]:
     """Of engines that a test starts itself."""
-    return Engine
+    return DemoEngine
 
 
-def wishing(call: Call, **wishes: Any) -> Call:
+def wishing(call: Call, **request_params: Any) -> Call:
     """The same request, with what it asks of the cache."""
-    return asking(call, wishes)
+    return asking(call, request_params)
 
 
-def chunks_of(engine: Engine) -> int:
+def chunks_of(engine: DemoEngine) -> int:
     """Chunks of a prompt of `TOKENS`."""
     return -(-WHOLE_TOKENS // chunk_tokens(engine))
 
 
-def asking(call: Call, wishes: object) -> Call:
-    params = {"kv_transfer_params": {"kvlake": wishes}}
+def asking(call: Call, request_params: object) -> Call:
+    params = {"kv_transfer_params": {"kvlake": request_params}}
     return replace(call, options={**call.options, **params})
 
 
-def stored_by(engine: Engine, sidecar: SidecarProcess, call: Call) -> tuple[str, int]:
+def stored_by(engine: DemoEngine, sidecar: SidecarProcess, call: Call) -> tuple[str, int]:
     """Run a request from poison on; its salt, and how many chunks it stored."""
     salt = fresh_salt()
     empty(engine)
@@ -125,13 +125,13 @@ class TestWishes:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def sidecar(cls, folder: Path, engine: Engine, bucket: Path) -> Iterator[SidecarProcess]:
+    def sidecar(cls, folder: Path, engine: DemoEngine, bucket: Path) -> Iterator[SidecarProcess]:
         with attached(folder, engine, store=folder_store(bucket)) as sidecar:
             yield sidecar
 
     @pytest.mark.promise("read-write")
     def test_write_false_stores_nothing_and_loads(
-        self, engine: Engine, sidecar: SidecarProcess
+        self, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         call = Call(words(TOKENS, 1))
         reader = wishing(call, write=False)
@@ -142,7 +142,7 @@ class TestWishes:
         assert call.generate(engine, salt).cached_tokens == 0
 
     @pytest.mark.promise("read-write")
-    def test_read_false_loads_nothing_and_stores(self, engine: Engine) -> None:
+    def test_read_false_loads_nothing_and_stores(self, engine: DemoEngine) -> None:
         call = Call(words(TOKENS, 2))
         writer = wishing(call, read=False)
         check_equal(external_hit(engine, writer, before=[call]), own_hit(engine, call))
@@ -150,14 +150,16 @@ class TestWishes:
         check_equal(external_hit(engine, call, before=[writer]), oracle)
 
     @pytest.mark.promise("read-write")
-    def test_neither(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_neither(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 3))
         other = wishing(call, read=False, write=False)
         check_equal(external_hit(engine, other, before=[call]), own_hit(engine, call))
         assert stored_by(engine, sidecar, other)[1] == 0
 
     @pytest.mark.promise("host-only", "ttl")
-    def test_only_host_memory(self, engine: Engine, sidecar: SidecarProcess, bucket: Path) -> None:
+    def test_only_host_memory(
+        self, engine: DemoEngine, sidecar: SidecarProcess, bucket: Path
+    ) -> None:
         """What only the store has is not read, and what stays in host memory is not written."""
         call, near, brief = (Call(words(TOKENS, seed)) for seed in (4, 5, 6))
         oracle = own_hit(engine, near, before=[near])
@@ -186,7 +188,7 @@ class TestWishes:
             assert counters(sidecar)["chunks_read"] == chunks_of(engine)
 
     @pytest.mark.promise("ttl")
-    def test_ttl(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_ttl(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 7))
         oracle = own_hit(engine, call, before=[call])
         check_equal(external_hit(engine, call, before=[wishing(call, ttl_seconds=3600)]), oracle)
@@ -203,23 +205,23 @@ class TestWishes:
 
     @pytest.mark.promise("malformed-params")
     def test_what_is_not_understood_is_taken_as_less(
-        self, folder: Path, engine: Engine, sidecar: SidecarProcess
+        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         call = Call(words(TOKENS, 8))
         cold = own_hit(engine, call)
-        for wishes, stores in (("no", 0), ({"raed": False}, 0), ({"read": "false"}, 1)):
-            check_equal(external_hit(engine, asking(call, wishes), before=[call]), cold)
-            assert bool(stored_by(engine, sidecar, asking(call, wishes))[1]) == stores
+        for request_params, stores in (("no", 0), ({"raed": False}, 0), ({"read": "false"}, 1)):
+            check_equal(external_hit(engine, asking(call, request_params), before=[call]), cold)
+            assert bool(stored_by(engine, sidecar, asking(call, request_params))[1]) == stores
         log = (folder / LOG).read_text()
         assert log.count("is not understood") == 1, "told once"
 
-    def test_another_connectors_words_are_none_of_ours(self, engine: Engine) -> None:
+    def test_another_connectors_words_are_none_of_ours(self, engine: DemoEngine) -> None:
         call = Call(words(TOKENS, 9), options={"kv_transfer_params": {"of_others": True}})
         assert check_hit(engine, call).cached_tokens == WHOLE_TOKENS
 
 
 @pytest.mark.promise("pin")
-def test_what_is_pinned_stays(folder: Path, engine: Engine) -> None:
+def test_what_is_pinned_stays(folder: Path, engine: DemoEngine) -> None:
     """In a pool that others' prompts fill several times over."""
     call = Call(words(700, 10))
     with attached(folder, engine, host={"size": "32MiB"}) as sidecar:
@@ -240,7 +242,7 @@ def test_what_is_pinned_stays(folder: Path, engine: Engine) -> None:
 class TestRequests:
     @pytest.mark.promise("no-cache-reads")
     def test_a_request_that_may_not_read_the_cache(
-        self, engine: Engine, sidecar: SidecarProcess
+        self, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         """One that asks for its prompt's log probabilities needs all of it computed. It stores."""
         call = Call(words(TOKENS, 20))
@@ -258,7 +260,9 @@ class TestRequests:
         assert oracle.generation.cached_tokens == WHOLE_TOKENS
 
     @pytest.mark.promise("samples")
-    def test_several_samples_of_one_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_several_samples_of_one_prompt(
+        self, engine: DemoEngine, sidecar: SidecarProcess
+    ) -> None:
         """Each is a request to the cache: it loads the prompt, and stores what it generated."""
         number = 4
         plain = Call(words(TOKENS, 24))
@@ -290,7 +294,7 @@ class TestRequests:
             Oracle(engine, turn).check_close(generation)
 
     @pytest.mark.promise("priority-scheduling")
-    def test_priority_scheduling(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_priority_scheduling(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         """Who matters more overtakes those that wait, and others are preempted and load again."""
         prompts = [words(1300, seed) for seed in (26, 27, 28)]
         oracles = [Oracle(engine, Call(prompt, max_tokens=1)) for prompt in prompts]
@@ -329,7 +333,7 @@ class TestRequests:
 class TestNotCached:
     @pytest.mark.promise("prompt-embeddings")
     def test_prompt_embeddings_are_served_and_not_cached(
-        self, engine: Engine, sidecar: SidecarProcess
+        self, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         """They are those of a prompt's tokens, and so give what the tokens give."""
         prompt = words(TOKENS, 21)
@@ -348,7 +352,7 @@ class TestNotCached:
 
     @pytest.mark.promise("streaming-input")
     def test_streaming_input_is_served_and_not_cached(
-        self, engine: Engine, sidecar: SidecarProcess
+        self, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         """Each answer is that of all inputs so far; vLLM drops an answer's last token."""
         first, second = words(700, 22), words(500, 23)
@@ -387,7 +391,7 @@ def part(generation: Generation, start: int) -> Generation:
 
 
 @pytest.mark.promise("no-prefix-caching")
-def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engine) -> None:
+def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: DemoEngine) -> None:
     """Then kvlake's is the only one there is; the oracle is an engine that has its own."""
     call, other = Call(words(TOKENS, 30)), Call(words(TOKENS, 31))
     engine_args = {**SMALL, "enable_prefix_caching": False}
@@ -417,7 +421,7 @@ def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Engi
 
 
 @pytest.mark.promise("beside-others")
-def test_beside_another_connector(folder: Path, model: str, kind: type[Engine]) -> None:
+def test_beside_another_connector(folder: Path, model: str, kind: type[DemoEngine]) -> None:
     """vLLM's `ExampleConnector`, which keeps prompts in files, by their tokens and nothing else.
 
     So it has what an engine computed under any salt, and kvlake only what it was asked for.
@@ -498,7 +502,7 @@ class TestWindowsAlone(GroupSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
         model = tmp_path_factory.mktemp("mistral")
         write_mistral(model)
         # So few that a dozen requests do not fit.
@@ -506,7 +510,7 @@ class TestWindowsAlone(GroupSuite):
             yield engine
 
     @pytest.mark.skip(reason="vLLM lets no more of them in than have room, and preempts none")
-    def test_preemption(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_preemption(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
         super().test_preemption(engine, sidecar)
 
     def blocks_read(self, tokens: int) -> int:
@@ -560,7 +564,7 @@ class TestChunkedLocal(GroupSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
         model = tmp_path_factory.mktemp("llama4")
         write_llama4(model)
         with engine_of(model, folder) as engine:

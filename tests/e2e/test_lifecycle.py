@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
@@ -65,22 +65,22 @@ SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     """Started where there is no sidecar yet, as happens when a node boots."""
     socket = SidecarProcess(folder / "s", {}).socket
-    with Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    with DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def oracle(engine: Engine) -> Oracle:
+def oracle(engine: DemoEngine) -> Oracle:
     return Oracle(engine, Call(words(PROMPT_TOKENS, 1000)))
 
 
 @contextlib.contextmanager
 def running(
     folder: Path,
-    engine: Engine,
+    engine: DemoEngine,
     *,
     size: str = "256MiB",
     limits: dict[str, str] = PATIENT,
@@ -95,7 +95,7 @@ def running(
             sidecar.wait("everything ended", idle)
 
 
-def stored(engine: Engine, prompt: list[int]) -> str:
+def stored(engine: DemoEngine, prompt: list[int]) -> str:
     """Have the prompt in host memory and nowhere else; its salt."""
     salt = fresh_salt()
     engine.generate(prompt, cache_salt=salt)
@@ -103,7 +103,7 @@ def stored(engine: Engine, prompt: list[int]) -> str:
     return salt
 
 
-def check_loaded(oracle: Oracle, engine: Engine, salt: str, *, rounded: bool = False) -> None:
+def check_loaded(oracle: Oracle, engine: DemoEngine, salt: str, *, rounded: bool = False) -> None:
     """The whole prompt is loaded, though it may have no longer than a second for it.
 
     What is late on a busy machine is computed, and there the next time. `rounded`: as in
@@ -121,7 +121,7 @@ def check_loaded(oracle: Oracle, engine: Engine, salt: str, *, rounded: bool = F
     raise AssertionError(f"{generation.cached_tokens} tokens of {WHOLE_TOKENS} were loaded")
 
 
-def check_rounded(oracle: Oracle, generation: Generation, engine: Engine) -> None:
+def check_rounded(oracle: Oracle, generation: Generation, engine: DemoEngine) -> None:
     """As `Oracle.check`, of chunks that may have been computed behind others that were loaded.
 
     The connector computes all of a prompt or nothing, and so does not round otherwise.
@@ -138,21 +138,21 @@ def send(sidecar: SidecarProcess, number: signal.Signals) -> None:
 # --- starting and restarting ---------------------------------------------------------------------
 
 
-def test_without_a_sidecar(engine: Engine) -> None:
+def test_without_a_sidecar(engine: DemoEngine) -> None:
     """The engine serves, and its own prefix cache works."""
     prompt = words(1000, 1)
     assert engine.generate(prompt).cached_tokens == 0
     assert engine.generate(prompt).cached_tokens == 992
 
 
-def test_sidecar_started_after_the_engine(folder: Path, engine: Engine) -> None:
+def test_sidecar_started_after_the_engine(folder: Path, engine: DemoEngine) -> None:
     call = Call(words(PROMPT_TOKENS, 2))
     with running(folder, engine):
         expected = own_hit(engine, call, before=[call])
         check_equal(external_hit(engine, call, before=[call]), expected)
 
 
-def test_sidecar_restarted(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_sidecar_restarted(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     """A new sidecar is empty: the engine attaches by itself, misses, stores, hits."""
     prompt = oracle.call.prompt
     with running(folder, engine) as sidecar:
@@ -170,7 +170,7 @@ def test_sidecar_restarted(folder: Path, engine: Engine, oracle: Oracle) -> None
 
 
 @pytest.mark.promise("engine-restart", "llama", "several-engines")
-def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
+def test_engine_restarted(folder: Path, model: str, engine: DemoEngine) -> None:
     """Another engine of the same model, beside the same sidecar, hits what the first one stored."""
     call = Call(words(PROMPT_TOKENS, 3))
     with running(folder, engine) as sidecar:
@@ -198,7 +198,7 @@ def test_engine_restarted(folder: Path, model: str, engine: Engine) -> None:
 
 
 @pytest.mark.promise("reset")
-def test_reset_of_the_connector_forgets(folder: Path, engine: Engine) -> None:
+def test_reset_of_the_connector_forgets(folder: Path, engine: DemoEngine) -> None:
     """Weights may have changed, says whoever resets the connector: nothing from before is found,
     what is stored from then on is."""
     prompt = words(1500, 4)
@@ -216,7 +216,7 @@ def test_reset_of_the_connector_forgets(folder: Path, engine: Engine) -> None:
 
 
 @pytest.mark.promise("abort", "abort-of-load", "llama")
-def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_aborts_at_any_time_of_a_load(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     chooser = random.Random(SEED)
     prompt = oracle.call.prompt
     oracle.at(0)
@@ -236,7 +236,7 @@ def test_aborts_at_any_time_of_a_load(folder: Path, engine: Engine, oracle: Orac
         oracle.check(generation)
 
 
-def test_abort_while_the_load_hangs(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_abort_while_the_load_hangs(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     """The blocks of an aborted request stay reserved until nothing can write to them."""
     prompt = oracle.call.prompt
     with running(folder, engine, limits=HASTY_LOADS) as sidecar:
@@ -255,7 +255,7 @@ def test_abort_while_the_load_hangs(folder: Path, engine: Engine, oracle: Oracle
 
 
 @pytest.mark.nightly
-def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
+def test_abort_of_a_request_that_stores(folder: Path, engine: DemoEngine) -> None:
     """What was computed before an abort may be stored, and is right if it is."""
     chooser = random.Random(SEED + 1)
     oracle = Oracle(engine, Call(words(2000, 5)))
@@ -277,7 +277,7 @@ def test_abort_of_a_request_that_stores(folder: Path, engine: Engine) -> None:
 
 @pytest.mark.promise("failed-load")
 @pytest.mark.nightly
-def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_sidecar_stopped_during_a_load(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     """The request is computed once the load's deadline is over; the load never happens."""
     prompt = oracle.call.prompt
     with running(folder, engine, limits=HASTY_LOADS) as sidecar:
@@ -299,7 +299,7 @@ def test_sidecar_stopped_during_a_load(folder: Path, engine: Engine, oracle: Ora
 
 
 @pytest.mark.nightly
-def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_sidecar_stopped_during_a_store(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     """The blocks come back after the store's deadline, and what is in them then is not stored."""
     prompt, salt = oracle.call.prompt, fresh_salt()
     with running(folder, engine, limits=HASTY_STORES) as sidecar:
@@ -321,7 +321,7 @@ def test_sidecar_stopped_during_a_store(folder: Path, engine: Engine, oracle: Or
 
 @pytest.mark.nightly
 def test_sidecar_stopped_and_continued_in_time(
-    folder: Path, engine: Engine, oracle: Oracle
+    folder: Path, engine: DemoEngine, oracle: Oracle
 ) -> None:
     """A pause shorter than the deadlines costs time and nothing else."""
     prompt = oracle.call.prompt
@@ -338,7 +338,7 @@ def test_sidecar_stopped_and_continued_in_time(
 
 @pytest.mark.promise("failed-load")
 def test_sidecar_killed_with_a_load_outstanding(
-    folder: Path, engine: Engine, oracle: Oracle
+    folder: Path, engine: DemoEngine, oracle: Oracle
 ) -> None:
     """End of file ends the load at once, not its deadline of a minute."""
     prompt = oracle.call.prompt
@@ -355,7 +355,7 @@ def test_sidecar_killed_with_a_load_outstanding(
 
 @pytest.mark.nightly
 def test_sidecar_killed_with_stores_outstanding(
-    folder: Path, engine: Engine, oracle: Oracle
+    folder: Path, engine: DemoEngine, oracle: Oracle
 ) -> None:
     prompt, salt = oracle.call.prompt, fresh_salt()
     with running(folder, engine) as sidecar:
@@ -370,7 +370,7 @@ def test_sidecar_killed_with_stores_outstanding(
 
 
 @pytest.mark.nightly
-def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_sidecar_killed_at_any_time(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
     chooser = random.Random(SEED + 2)
     loading, storing = oracle.call.prompt, Oracle(engine, Call(words(2500, 6)))
     oracle.at(0)
@@ -398,7 +398,9 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: Engine, oracle: Oracle
 
 
 @pytest.mark.promise("failed-load")
-def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle: Oracle) -> None:
+def test_damaged_host_memory_is_never_used(
+    folder: Path, engine: DemoEngine, oracle: Oracle
+) -> None:
     """A byte of a slot changes after it was sealed: what was loaded of it is computed."""
     prompt = oracle.call.prompt
     with running(folder, engine) as sidecar:
@@ -428,7 +430,7 @@ def test_damaged_host_memory_is_never_used(folder: Path, engine: Engine, oracle:
 
 
 @pytest.mark.promise("llama", "preemption", "preemption-hits")
-def test_preemption(folder: Path, engine: Engine) -> None:
+def test_preemption(folder: Path, engine: DemoEngine) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
     calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]
     loaded: list[int] = []
@@ -452,7 +454,7 @@ def test_preemption(folder: Path, engine: Engine) -> None:
         empty(engine)
 
 
-def test_pool_of_four_chunks(folder: Path, engine: Engine) -> None:
+def test_pool_of_four_chunks(folder: Path, engine: DemoEngine) -> None:
     """Far too small a pool: chunks are evicted all the time, also between lookup and load."""
     chooser = random.Random(SEED + 3)
     slot_bytes = chunk_tokens(engine) * KV_BYTES_PER_TOKEN + 32 * 1024

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pytest
 import torch
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import write_model
 from tests.e2e.arms import (
     Call,
@@ -61,8 +61,8 @@ class Place(NamedTuple):
 
     sidecar: SidecarProcess
     bucket: Path
-    one: Engine
-    two: Engine
+    one: DemoEngine
+    two: DemoEngine
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
     bucket = folder / "bucket"
     with contextlib.ExitStack() as stack:
         sidecar = stack.enter_context(sidecar_in(folder, store=folder_store(bucket)))
-        engines: list[Engine] = []
+        engines: list[DemoEngine] = []
         for ranks, bind in ((1, "0"), (2, "0|1")):
             args = {
                 "tensor_parallel_size": ranks,
@@ -82,7 +82,7 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
                 "max_model_len": 2048,
             }
             spec = EngineSpec(str(model), sidecar.socket, args, threads_bind=bind)
-            engines.append(stack.enter_context(Engine(spec, folder / f"engine{ranks}.log")))
+            engines.append(stack.enter_context(DemoEngine(spec, folder / f"engine{ranks}.log")))
         for engine in engines:
             engine.wait_ready()
         for engine in engines:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
     from sidecar.demo.sidecars import SidecarProcess
 
 pytestmark = [
@@ -45,7 +45,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
     engine_args = {**SMALL, "data_parallel_size": RANKS}
     spec = EngineSpec(model, sidecar.socket, engine_args, threads_bind="0|1")
     with NativeEngine(spec, folder / "engine.log") as engine:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
 
 pytestmark = [
     pytest.mark.engine,
@@ -39,7 +39,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DemoEngine]:
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
     spec = EngineSpec(model, sidecar_in(folder).socket, engine_args(drafter))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
 
 pytestmark = [
     pytest.mark.engine,
@@ -69,7 +69,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
     engine_args = {
         "num_gpu_blocks_override": BLOCKS,
         "max_num_batched_tokens": 512,
@@ -83,7 +83,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
         yield engine
 
 
-def test_vllms_metrics_tell_of_a_hit(engine: Engine) -> None:
+def test_vllms_metrics_tell_of_a_hit(engine: DemoEngine) -> None:
     """By the names in `docs/operations.md`: tokens, chunks and bytes of the same hit."""
 
     def tokens() -> list[float]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
 
 pytestmark = [
     pytest.mark.engine,
@@ -68,7 +68,7 @@ NIGHTLY: Final = (
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     """Started where there is no sidecar yet, as happens when a node boots."""
     socket = SidecarProcess(folder / "s", {}).socket
     with NativeEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
@@ -76,7 +76,7 @@ def engine(folder: Path, model: str) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
     """Of the tests of warm restarts."""
     with outlived(folder) as sidecar:
         attach(engine, sidecar)

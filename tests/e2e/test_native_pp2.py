@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
 
 pytestmark = [
     pytest.mark.engine,
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     with engine_of(folder, model, ENGINE_ARGS, kind=NativeEngine) as engine:
         engine.dummy_step()
         yield engine
@@ -46,7 +46,7 @@ class TestStages(TwoRanksSuite):
 
 @pytest.mark.promise("offloading-stages")
 def test_stages_of_different_numbers_of_layers(
-    folder: Path, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+    folder: Path, engine: DemoEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Seven layers are four and three. Served by no tier, such an engine is right."""
     model = write_model(tmp_path_factory.mktemp("seven"), layers=7, hidden=256, heads=4, kv_heads=4)

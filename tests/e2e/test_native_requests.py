@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
 
 pytestmark = [
     pytest.mark.engine,
@@ -45,7 +45,7 @@ NIGHTLY: Final = (
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
     with NativeEngine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
     from sidecar.demo.sidecars import SidecarProcess
 
 pytestmark = [
@@ -60,9 +60,11 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engines(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[tuple[Engine, Engine]]:
+def engines(
+    folder: Path, model: str, sidecar: SidecarProcess
+) -> Iterator[tuple[DemoEngine, DemoEngine]]:
     with contextlib.ExitStack() as stack:
-        made: list[Engine] = []
+        made: list[DemoEngine] = []
         for ranks, bind in ((1, "0"), (2, "0|1")):
             spec = EngineSpec(
                 model,
@@ -81,7 +83,7 @@ def engines(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[tuple
         sidecar.wait("everything ended", idle)
 
 
-def heads_of(engine: Engine) -> Counter[tuple[str, ...]]:
+def heads_of(engine: DemoEngine) -> Counter[tuple[str, ...]]:
     """How often each content is in a block that is not poison: that of its heads, of all ranks."""
     ranks = engine.head_digests()
     return Counter(tuple(head for rank in ranks for head in rank[block]) for block in ranks[0])
@@ -90,7 +92,7 @@ def heads_of(engine: Engine) -> Counter[tuple[str, ...]]:
 @pytest.mark.promise("offloading-canonical")
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 stores", "TP2 stores"])
 def test_what_one_stored_the_other_loads(
-    sidecar: SidecarProcess, engines: tuple[Engine, Engine], writer: int
+    sidecar: SidecarProcess, engines: tuple[DemoEngine, DemoEngine], writer: int
 ) -> None:
     ours, theirs = engines[writer], engines[1 - writer]
     call, salt = Call(words(TOKENS, 10 + writer)), fresh_salt()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Engine
+    from sidecar.demo.engine import DemoEngine
     from sidecar.demo.sidecars import SidecarProcess
 
 pytestmark = [
@@ -77,7 +77,7 @@ def write_lfm2(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
     model = tmp_path_factory.mktemp("lfm2")
     write_lfm2(model)
     with engine_of(model, folder) as engine:
@@ -88,7 +88,9 @@ class TestLfm2(GroupSuite):
     rounding: ClassVar = CLOSE
 
     @pytest.mark.nightly
-    def test_engine_restarted(self, folder: Path, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_engine_restarted(
+        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+    ) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
     def blocks_read(self, tokens: int) -> int:
@@ -101,7 +103,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.parametrize("more", [20, 166])
     def test_a_prompt_that_begins_with_another(
-        self, engine: Engine, sidecar: SidecarProcess, more: int
+        self, engine: DemoEngine, sidecar: SidecarProcess, more: int
     ) -> None:
         """Within the block of the other's end, and over several."""
         first = Call(words(1200, 20 + more), max_tokens=1)
@@ -114,7 +116,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.nightly
     def test_a_third_branch_finds_where_two_parted(
-        self, engine: Engine, sidecar: SidecarProcess
+        self, engine: DemoEngine, sidecar: SidecarProcess
     ) -> None:
         """vLLM stops where the second one parts, in the middle of a chunk of attention.
 
@@ -132,7 +134,9 @@ class TestLfm2(GroupSuite):
         assert close(measured.generation, oracle.generation)
 
     @pytest.mark.nightly
-    def test_the_next_turn_finds_the_prompt(self, engine: Engine, sidecar: SidecarProcess) -> None:
+    def test_the_next_turn_finds_the_prompt(
+        self, engine: DemoEngine, sidecar: SidecarProcess
+    ) -> None:
         """And computes the answer again: vLLM hands over no states of generated tokens by default.
 
         It holds the answer's attention itself, and makes another step where that ends.
@@ -147,7 +151,7 @@ class TestLfm2(GroupSuite):
         assert close(measured.generation, oracle.generation)
 
     @pytest.mark.promise("recurrent")
-    def test_the_next_life_of_the_sidecar(self, folder: Path, engine: Engine) -> None:
+    def test_the_next_life_of_the_sidecar(self, folder: Path, engine: DemoEngine) -> None:
         """States outlive it in host memory as attention does."""
         sidecar = sidecar_in(folder, host={"size": "256MiB", "after_stop": "keep"})
         call = Call(words(1500, 5), max_tokens=1)
@@ -170,7 +174,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.promise("recurrent")
     def test_what_the_engine_holds_and_a_sidecar_lost_is_stored_again(
-        self, folder: Path, engine: Engine
+        self, folder: Path, engine: DemoEngine
     ) -> None:
         """The next sidecar gets the state from a request that goes on from the engine's own.
 

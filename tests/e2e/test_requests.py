@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS
 from tests.e2e import adapters
 from tests.e2e.arms import (
@@ -72,14 +72,14 @@ def loras(folder: Path) -> list[tuple[str, int, str]]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[Engine]:
+def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
     socket = sidecar_in(folder).socket
-    with Engine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    with DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: Engine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
     with attached(folder, engine, store=folder_store(folder / "store")) as sidecar:
         yield sidecar
 
@@ -90,7 +90,9 @@ def _attached(sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("adapters", "host-hit", "lora")
-def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, int, str]]) -> None:
+def test_an_adapter_has_its_own_chunks(
+    engine: DemoEngine, loras: list[tuple[str, int, str]]
+) -> None:
     first, second = ({"adapter": one} for one in loras)
     prompt = words(700, 1)
     with_first = check_hit(engine, Call(prompt, options=first))
@@ -112,7 +114,7 @@ def test_an_adapter_has_its_own_chunks(engine: Engine, loras: list[tuple[str, in
 @pytest.mark.promise("abort-of-load", "lora", "preemption")
 @pytest.mark.nightly
 def test_requests_of_adapters_are_preempted_and_aborted(
-    engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+    engine: DemoEngine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
     """More of them than the KV cache has room for: they load again what is their adapter's own."""
     calls = [
@@ -155,14 +157,14 @@ def test_requests_of_adapters_are_preempted_and_aborted(
 
 @pytest.mark.promise("engine-restart", "lora", "store-hit")
 def test_another_engine_and_the_store_know_an_adapter_by_its_files(
-    folder: Path, engine: Engine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+    folder: Path, engine: DemoEngine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
     """Whatever its number is there."""
     _, _, place = loras[0]
     call = Call(words(700, 7), options={"adapter": loras[0]})
     expected = own_hit(engine, call, before=[call])
     empty(engine)
-    with Engine(engine.spec, folder / "second-engine.log") as second:
+    with DemoEngine(engine.spec, folder / "second-engine.log") as second:
         second.wait_ready()
         attach(second, sidecar, sessions=2 * SESSIONS)
         empty(second)
@@ -191,7 +193,7 @@ def spelled(token: int) -> str:
 
 
 @pytest.mark.promise("structured-outputs")
-def test_constrained_outputs_share_with_others(engine: Engine) -> None:
+def test_constrained_outputs_share_with_others(engine: DemoEngine) -> None:
     """They change which tokens are chosen, not what their KV is."""
     prompt = words(500, 2)
     constrained = Call(prompt, 24, {"regex": "(w1|w2)(w3|w4)(w5|w6){22}"})
@@ -207,7 +209,7 @@ def test_constrained_outputs_share_with_others(engine: Engine) -> None:
 
 
 @pytest.mark.promise("ngram-drafts")
-def test_drafts_are_stored_once_they_are_known(engine: Engine) -> None:
+def test_drafts_are_stored_once_they_are_known(engine: DemoEngine) -> None:
     """A next turn loads what the last one generated: what was accepted, not what was rejected."""
     before = engine.counter(ACCEPTED), engine.counter(DRAFTED)
     # Five words of six can be guessed from those before, and the sixth often cannot.

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.servers import S3Server, s3_server
 from tests.e2e.arms import (
     Call,
@@ -65,7 +65,7 @@ class Cluster(NamedTuple):
 
     folder: Path
     name: str
-    engines: tuple[Engine, Engine]
+    engines: tuple[DemoEngine, DemoEngine]
     ranks: int
     block_tokens: tuple[int, int]
     """Of each engine. Two sizes: they share no host memory, only the bucket."""
@@ -101,7 +101,7 @@ def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
             socket = sidecar_in(folder, name=name).socket
             first, second = (
                 stack.enter_context(
-                    Engine(
+                    DemoEngine(
                         EngineSpec(model, socket, args | {"block_size": size}, threads_bind=bind),
                         folder / f"{name}{number}.log",
                     )
@@ -166,7 +166,7 @@ def written(sidecar: SidecarProcess, chunks: int) -> None:
     )
 
 
-def hit(engine: Engine, call: Call, salt: str) -> Measured:
+def hit(engine: DemoEngine, call: Call, salt: str) -> Measured:
     """Generate from poison on, with what the sidecar has."""
     empty(engine)
     generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)

@@ -49,7 +49,7 @@ from tiers.catalog.rows import (
     encode,
     rows_of,
 )
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 from tiers.errors import ChunkMissing, ImageTruncated, TierUnavailable
 from tiers.store.client import Found, Listing
 
@@ -233,9 +233,9 @@ def manifest_seeds() -> list[bytes]:
         snapshots=tuple(snapshot_name(FOLDER, 6, part, DIGEST) for part in range(3)),
         base=2,
         rows=123,
-        held=Holding(1 << 40, 100, 1, 100),
+        held=Usage(1 << 40, 100, 1, 100),
         merged={"s" + "0" * 15: Merged(3, 6), "c" + "f" * 15: Merged(0, 5)},
-        tenants={"0" * 16: Holding(1 << 40, 99, 1, 99), "0123456789abcdef": Holding(1)},
+        tenants={"0" * 16: Usage(1 << 40, 99, 1, 99), "0123456789abcdef": Usage(1)},
         reconciled_seconds=1e9,
     )
     return [manifests.encode(one).tobytes() for one in (Manifest(generation=GENERATION), full)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from connector.client import Client, Session
+from connector.client import Client, SidecarSession
 from connector.export import ExportedMemory
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from connector.worker import WorkerRole
@@ -82,7 +82,7 @@ class Steps:
         return self.role.client
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         """With the sidecar, if there is one."""
         return self._client.session
 

@@ -37,14 +37,14 @@ import mmap, os, numpy as np
 from tiers.kv.copy import CopyPlan
 from tiers.cuda.device import Device
 from tiers.cuda.driver import driver
-from tiers.cuda.pinned_memory import Pins
+from tiers.cuda.pinned_memory import PinnedMemory
 pool = np.frombuffer(mmap.mmap(-1, 1 << 20), dtype=np.uint8)
 def ready(uuid, inflight=1 << 20, chunk_bytes=1 << 16, strided="batch"):
     global device, pins
     device = Device(driver(), uuid, to_device_bytes_max=inflight, to_host_bytes_max=inflight,
         strided=strided)
     device.bind()
-    pins = Pins(device.driver, pool, chunk_bytes=chunk_bytes)
+    pins = PinnedMemory(device.driver, pool, chunk_bytes=chunk_bytes)
 def enter(layout, handle):
     global memory
     if isinstance(handle, bytes):

@@ -1,4 +1,4 @@
-"""A session with memory and a pool of slots, without sockets: what copies and the mover work on.
+"""A session with memory and a pool of slots, without sockets: what copies and the executor work on.
 
 Owns the commands that are made of block numbers, and waiting for how they end. The fixture `bench`
 (`conftest.py`) makes one.
@@ -24,9 +24,9 @@ from sidecar.core.commands import (
     Gather,
     Scatter,
 )
-from sidecar.data.copy_queue import Group
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import Role
-from sidecar.sessions.namespaces import Rank, Realm, Realms
+from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
 from sidecar.sessions.worker_memory import WorkerMemory, take_memory
 from tests.sidecar.client import WAIT_SECONDS_MAX, attach_message, key_of, layout_of
@@ -49,8 +49,8 @@ class Bench:
     """A session with memory and a pool of slots, without sockets."""
 
     realms: Realms
-    realm: Realm
-    rank: Rank
+    realm: RealmLayout
+    rank: RankLayout
     memory: WorkerMemory
     session: Session
     fence: WorkerFence
@@ -74,8 +74,8 @@ class Bench:
             100 + number, 1, job, fence, 1, 0, self.slot(number), key_of(number), 1, 0, (target,)
         )
 
-    def group(self, *commands: Gather | Scatter, seconds: float = 60) -> Group:
-        return Group(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
+    def group(self, *commands: Gather | Scatter, seconds: float = 60) -> CopyGroup:
+        return CopyGroup(self.session, self.memory, self.rank, commands, time.monotonic() + seconds)
 
     async def wait(self, count: int) -> dict[int, CopyOutcome]:
         await until(lambda: len(self.ended) >= count)

@@ -119,7 +119,7 @@ class Watched:
         self.check()
 
     def _note_adopted(self) -> None:
-        for slot in self.coming.difference(self.engine.host.inventory):
+        for slot in self.coming.difference(self.engine.host.restored_slots):
             self.coming.remove(slot)
             content = self.content.get(slot)
             if content is not None and not content.adopted:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.data.verify import Arrival
-from sidecar.sessions.namespaces import Rank
+from sidecar.data.verify import StreamingVerifier
+from sidecar.sessions.namespaces import RankLayout
 from tests.sidecar.client import layout_of
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
 from tiers.kv.slot_image import SlotTemplates
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KEY, PARENT = b"k" * 32, b"p" * 32
 LAYOUT = layout_of().chunk(4)
-RANK = Rank(LAYOUT, SlotTemplates(LAYOUT, bytes(32)))
+RANK = RankLayout(LAYOUT, SlotTemplates(LAYOUT, bytes(32)))
 
 
 def slot_with(num_blocks: int) -> tuple[Bytes, int]:
@@ -37,7 +37,7 @@ def slot_with(num_blocks: int) -> tuple[Bytes, int]:
     return slot, template.image_bytes
 
 
-def arrive(arrival: Arrival, size_bytes: int, edges: list[int]) -> None:
+def arrive(arrival: StreamingVerifier, size_bytes: int, edges: list[int]) -> None:
     for first, last in pairwise(sorted({0, size_bytes, *(at for at in edges if at < size_bytes)})):
         arrival.seen(size_bytes, first, last)
 
@@ -54,7 +54,7 @@ def test_the_verdict_is_that_of_verifying_afterwards(
     if flipped is not None:
         at = flipped // 8 % size_bytes
         slot[at] ^= 1 << flipped % 8
-    arrival, later = Arrival(RANK, KEY, slot), Arrival(RANK, KEY, slot)
+    arrival, later = StreamingVerifier(RANK, KEY, slot), StreamingVerifier(RANK, KEY, slot)
     arrive(arrival, size_bytes, edges)
     assert arrival.judged(size_bytes)
     assert not later.judged(size_bytes)
@@ -73,19 +73,19 @@ def test_the_verdict_is_that_of_verifying_afterwards(
 def test_what_changes_after_it_was_hashed_is_not_looked_at_again() -> None:
     """So whoever changes bytes on their way must not tell of them before."""
     slot, size_bytes = slot_with(4)
-    arrival = Arrival(RANK, KEY, slot)
+    arrival = StreamingVerifier(RANK, KEY, slot)
     arrive(arrival, size_bytes, [5000])
     slot[6000] ^= 1
     meta = arrival.verdict(size_bytes)
     assert meta is not None
     assert meta.key == KEY
     with pytest.raises(ImageChecksumMismatch):
-        Arrival(RANK, KEY, slot).verdict(size_bytes)
+        StreamingVerifier(RANK, KEY, slot).verdict(size_bytes)
 
 
 def test_a_read_that_is_tried_again_is_hashed_anew() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = Arrival(RANK, KEY, slot)
+    arrival = StreamingVerifier(RANK, KEY, slot)
     slot[9000] ^= 1
     arrive(arrival, size_bytes, [4096, 12_000])
     with pytest.raises(ImageChecksumMismatch):
@@ -101,7 +101,7 @@ def test_a_read_that_is_tried_again_is_hashed_anew() -> None:
 
 def test_a_try_that_tells_nothing_is_not_judged_by_the_one_before() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = Arrival(RANK, KEY, slot)
+    arrival = StreamingVerifier(RANK, KEY, slot)
     arrive(arrival, size_bytes, [10_000])
     assert arrival.judged(size_bytes)
     arrival.seen(0, 0, 0)
@@ -120,26 +120,26 @@ def test_without_all_pieces_in_order_there_is_no_verdict() -> None:
         [(0, size_bytes - 1)],
         [],
     ):
-        arrival = Arrival(RANK, KEY, slot)
+        arrival = StreamingVerifier(RANK, KEY, slot)
         for first, last in pieces:
             arrival.seen(size_bytes, first, last)
         assert not arrival.judged(size_bytes)
         meta = arrival.verdict(size_bytes)
         assert meta is not None
         assert meta.num_blocks == 2
-    arrival = Arrival(RANK, KEY, slot)
+    arrival = StreamingVerifier(RANK, KEY, slot)
     arrive(arrival, size_bytes, [])
     assert not arrival.judged(size_bytes - 1), "another object than the one that arrived"
 
 
 def test_of_whatever_length_it_is_judged_when_it_is_there() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = Arrival(RANK, KEY, slot)
+    arrival = StreamingVerifier(RANK, KEY, slot)
     arrive(arrival, size_bytes - 1, [5000])
     assert not arrival.judged(size_bytes - 1)
     with pytest.raises(ChunkCorrupt):
         arrival.verdict(size_bytes - 1)
-    other = Arrival(RANK, b"o" * 32, slot)
+    other = StreamingVerifier(RANK, b"o" * 32, slot)
     arrive(other, size_bytes, [5000])
     with pytest.raises(ImageKeyMismatch):
         other.verdict(size_bytes)

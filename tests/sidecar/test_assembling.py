@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Read
-from sidecar.core.stored_table import Cuts
-from sidecar.data.reshard import Assembler, SourceError, damaged
+from sidecar.core.stored_table import SegmentSources
+from sidecar.data.reshard import Resharder, SourceError, damaged
 from sidecar.protocol import Role
-from sidecar.sessions.namespaces import Rank, Realms
+from sidecar.sessions.namespaces import RankLayout, Realms
 from tests.sidecar.client import attach_message
-from tests.sidecar.test_cuts import HEADS, LAYERS, cuts, grid
+from tests.sidecar.test_cuts import HEADS, LAYERS, grid, segment_sources
 from tiers.catalog.names import object_name
 from tiers.errors import ChunkMissing, ImageChecksumMismatch, ImageHeaderMismatch
 from tiers.kv.layout import ChunkLayout, Segment
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
     from tiers.store.client import Seen
     from tiers.store.object_tier import ObjectTier
 
@@ -62,7 +62,7 @@ def part(whole: Bytes, segment: Segment, block_tokens: int) -> Bytes:
     return cut.reshape(-1, block_tokens, *cut.shape[1:]).transpose(0, 2, 3, 1, 4)
 
 
-def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
+def realm_of(segments: list[Segment], others: list[Segment]) -> RealmLayout:
     attach = attach_message(
         Role.SCHEDULER, topology=f"cut {len(segments)}", world_size=len(segments)
     )
@@ -74,7 +74,7 @@ def realm_of(segments: list[Segment], others: list[Segment]) -> Realm:
 
 
 def image_of(
-    realm: Realm,
+    realm: RealmLayout,
     segment: Segment,
     num_tokens: int,
     *,
@@ -97,7 +97,7 @@ def image_of(
 
 async def write(
     store: ObjectTier,
-    realm: Realm,
+    realm: RealmLayout,
     segments: list[Segment],
     num_tokens: int,
     block_tokens: int = BLOCK_TOKENS,
@@ -124,7 +124,7 @@ def stages(draw: st.DrawFn) -> list[Segment]:
     ]
 
 
-ways = st.one_of(cuts.map(lambda cut: grid(*cut)), stages())
+ways = st.one_of(segment_sources.map(lambda cut: grid(*cut)), stages())
 
 
 @pytest.mark.promise("other-stages", "other-tp-ratios")
@@ -149,7 +149,7 @@ async def test_any_cut_reads_any_other(
     store = UrlObjects(f"file://{tmp_path_factory.mktemp('store')}")
     realm = realm_of(segments, written)
     await write(store, realm, written, num_tokens, block_tokens)
-    known = Cuts(len(segments))
+    known = SegmentSources(len(segments))
     for rank, segment in enumerate(segments):
         known.learn(rank, segment)
     known.learn_foreign([one.layout.segment for one in realm.foreign])
@@ -158,7 +158,7 @@ async def test_any_cut_reads_any_other(
     for segment in written:
         mask |= names.get(segment.name, 0)
     assert known.obtainable(mask) == realm_full(realm)
-    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    assembler = Resharder(store, anyio.CapacityLimiter(1))
     for rank, segment in enumerate(segments):
         slot = np.full(realm.ranks[rank].templates.slot_bytes, 0xA5, dtype=np.uint8)
         meta, _ = await assembler.assemble(realm, command(rank, known.sources(mask, rank)), slot)
@@ -177,7 +177,7 @@ async def test_what_is_no_whole_block_here_is_not_used(tmp_path: Path) -> None:
     await write(store, realm, grid(1, 2), 6, block_tokens=2)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
     assert "6 tokens" in str(caught.value.__cause__)
     assert not damaged(caught.value.__cause__)
     assert not slot.any()
@@ -200,13 +200,13 @@ def test_a_block_size_that_nothing_can_be_made_of_is_taken_as_damage() -> None:
     assert own.as_stored(image).layout.block_tokens == 2
     assert own.as_stored(image) is own.as_stored(image)
     layout = msgspec.structs.replace(WHOLE, encoding="cpu-arm-neon")
-    packed = Rank(layout, SlotTemplates(layout, realm.namespace_digest))
+    packed = RankLayout(layout, SlotTemplates(layout, realm.namespace_digest))
     assert packed.as_stored(image) is packed, "its encoding is not one that can be regrouped"
     image[:8192] = 0
     assert own.as_stored(image) is own
 
 
-def realm_full(realm: Realm) -> int:
+def realm_full(realm: RealmLayout) -> int:
     return (1 << realm.world_size) - 1
 
 
@@ -217,7 +217,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
     realm = realm_of(segments, written)
     await write(store, realm, written, 2 * BLOCK_TOKENS)
     # More ranks than there are assemblies at a time: all of them still use one download.
-    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    assembler = Resharder(store, anyio.CapacityLimiter(1))
     reads = 0
     read = store.read
 
@@ -253,7 +253,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
 async def test_a_failure_is_told_to_all_who_shared_and_not_remembered(tmp_path: Path) -> None:
     store = UrlObjects(f"file://{tmp_path}")
     realm = realm_of(grid(1, 8), grid(1, 1))
-    assembler = Assembler(store, anyio.CapacityLimiter(1))
+    assembler = Resharder(store, anyio.CapacityLimiter(1))
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     failed: list[int] = []
 
@@ -285,7 +285,7 @@ async def test_a_missing_source_is_named(tmp_path: Path) -> None:
     await write(store, realm, grid(1, 2)[:1], 2 * BLOCK_TOKENS)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
     assert caught.value.bit == 2
     assert isinstance(caught.value.__cause__, ChunkMissing)
     assert not slot.any(), "nothing was written before all was there"
@@ -305,7 +305,7 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
     await store.write(object_name(realm.namespace_digest, KEY, written[1]), image)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Assembler(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
     assert caught.value.bit == 2
     # Only what is as expected but for its bytes is damaged for those who wrote it, too.
     assert damaged(caught.value.__cause__) == (place == "payload")
@@ -316,7 +316,7 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
 
 def test_foreign_segments_are_few_and_of_use() -> None:
     realm = realm_of(grid(2, 1)[:1], [])
-    rank: Rank = realm.ranks[0]
+    rank: RankLayout = realm.ranks[0]
     realm.meet(["no segment", "4-8.0-8", "0-4.0-4", rank.layout.segment.name, "0-4.0-4"])
     assert [one.layout.segment.name for one in realm.foreign] == ["0-4.0-4"]
     realm.meet([f"0-1.{head}-{head + 1}" for head in range(100)])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from sidecar.core.commands import Gather, LookedUp, Read, Scatter, SessionClosed, Submitted
-from sidecar.core.fair_share import PINNED_ALPHA, BoundLimits, Share
+from sidecar.core.fair_share import PINNED_ALPHA, Share, ShareLimits
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import (
     Lookup,
@@ -71,7 +71,7 @@ class TestShare:
 
 
 def bounded(**changes: Any) -> World:
-    return make_world(slabs=64, write=WritePolicy.OFF, bounds=BoundLimits(**changes))
+    return make_world(slabs=64, write=WritePolicy.OFF, bounds=ShareLimits(**changes))
 
 
 def empty(world: World) -> bool:
@@ -149,7 +149,7 @@ class TestEngine:
     @pytest.mark.promise("share-of-pins")
     def test_a_client_that_pins_everything_leaves_slots_to_evict(self) -> None:
         world = make_world(
-            slabs=8, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=8 * SLOT)
         )
         flooding, other = world.open(Role.WORKER), world.open(Role.WORKER, engine_id="b")
         scheduler = world.open(Role.SCHEDULER)
@@ -168,7 +168,7 @@ class TestEngine:
 
     def test_a_lookup_is_cut_where_it_would_pin_more_than_its_share(self) -> None:
         world = make_world(
-            slabs=8, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=8 * SLOT)
+            slabs=8, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=8 * SLOT)
         )
         world.open(Role.WORKER)
         scheduler = world.open(Role.SCHEDULER)
@@ -206,7 +206,7 @@ class TestEngine:
             slabs=1024,
             write=WritePolicy.OFF,
             lookups_max_per_session=10_000,
-            bounds=BoundLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
+            bounds=ShareLimits(memory_bytes_max=1 << 40, jobs_max_per_session=10_000),
         )
         engine = world.engine
         worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)

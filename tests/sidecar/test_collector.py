@@ -9,8 +9,8 @@ from sidecar.catalog.garbage_collector import Collected, Collector, collect, nam
 from sidecar.catalog.sync import StoreHealth
 from sidecar.config.model import loads
 from tests.tiers.catalog.bucket import Bucket, View
-from tiers.catalog.compaction import Plan
-from tiers.catalog.lease import Lease
+from tiers.catalog.compaction import CompactionPlan
+from tiers.catalog.lease import CatalogLease
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import (
@@ -20,7 +20,7 @@ from tiers.catalog.names import (
     namespace_prefix,
     segment_name,
 )
-from tiers.catalog.retention import Bounds
+from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
 
@@ -39,15 +39,19 @@ async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from
     foreign = manifest_name(catalog_folder(prefixes[0]), NUMBER_MAX)
     await view.write(foreign, np.ones(50, dtype=np.uint8))
     assert await namespaces(view) == prefixes
-    lease = Lease(view, "a test", seconds=60)
+    lease = CatalogLease(view, "a test", seconds=60)
     assert await lease.take()
-    reports, failure = await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    reports, failure = await collect(
+        view, lease, CompactionPlan(RetentionRules(), 100.0, 300.0), prefixes, Counts()
+    )
     assert f"{foreign} has the last number" in str(failure)
     assert [report.prefix for report in reports] == prefixes[1:]
     for prefix in prefixes[1:]:
         assert manifest_name(catalog_folder(prefix), 0) in bucket.objects
     await view.delete([foreign])
-    reports, failure = await collect(view, lease, Plan(Bounds(), 100.0, 300.0), prefixes, Counts())
+    reports, failure = await collect(
+        view, lease, CompactionPlan(RetentionRules(), 100.0, 300.0), prefixes, Counts()
+    )
     assert failure is None
     assert [report.generation for report in reports] == [0, 0, 0]
 
@@ -61,9 +65,11 @@ async def test_a_namespace_that_fails_does_not_keep_those_after_it_from_their_ro
         log.append(Row(bytes(32), "0-8.0-4", bucket.micros, 1000, 1))
         await log.flush()
     bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
-    lease = Lease(view, "a test", seconds=60)
+    lease = CatalogLease(view, "a test", seconds=60)
     assert await lease.take()
-    _, failure = await collect(view, lease, Plan(Bounds(), 300.0, 600.0), prefixes, Counts())
+    _, failure = await collect(
+        view, lease, CompactionPlan(RetentionRules(), 300.0, 600.0), prefixes, Counts()
+    )
     assert isinstance(failure, TierExpired)
     for prefix in prefixes:
         made = bucket.names(f"{catalog_folder(prefix)}/manifest")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from sidecar.config.model import Config, ConfigError, load, loads, schema, show
-from sidecar.config.runtime import Runtime
-from sidecar.config.store import Store
+from sidecar.config.runtime import RuntimeSettings
+from sidecar.config.store import StoreSettings
 from tests import places
 
 CONFIGS = places.ROOT / "configs"
@@ -23,7 +23,7 @@ def problem(text: str, **environment: str) -> str:
     return str(caught.value)
 
 
-def store_of(text: str, **environment: str) -> Store:
+def store_of(text: str, **environment: str) -> StoreSettings:
     store = loads(text, environment=environment).store
     assert store is not None
     return store
@@ -254,20 +254,20 @@ def test_a_config_is_frozen() -> None:
 
 
 def test_sockets_lie_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(directory=Path("/run/kvlake"), name="a")
+    runtime = RuntimeSettings(directory=Path("/run/kvlake"), name="a")
     assert runtime.attach_path == Path("/run/kvlake/a/attach.sock")
     assert runtime.jobs_path.parent == runtime.home
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert Runtime().directory == Path(f"/tmp/kvlake-{os.getuid()}")
+    assert RuntimeSettings().directory == Path(f"/tmp/kvlake-{os.getuid()}")
 
 
 def test_the_users_own_runtime_directory_is_used_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
-    assert Runtime().directory == Path("/tmp/kvlake")
+    assert RuntimeSettings().directory == Path("/tmp/kvlake")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
-    assert Runtime().directory == Path(f"/tmp/kvlake-{os.getuid()}")
+    assert RuntimeSettings().directory == Path(f"/tmp/kvlake-{os.getuid()}")
 
 
 def test_a_socket_path_that_linux_cannot_take_is_refused() -> None:

@@ -20,7 +20,7 @@ from sidecar.core.commands import (
     Scatter,
 )
 from sidecar.data.copies import Copies, gather_group
-from sidecar.data.copy_queue import Group
+from sidecar.data.copy_queue import CopyGroup
 from sidecar.protocol import Role
 from sidecar.sessions.worker_memory import HostRegion
 from tests import places
@@ -67,7 +67,7 @@ async def test_a_copy_does_not_stand_behind_others_where_work_for_the_store_does
     found = list[int]()
     gather = gather_group
 
-    def noted(group: Group, pool: Any) -> Any:
+    def noted(group: CopyGroup, pool: Any) -> Any:
         found.append(niceness())
         return gather(group, pool)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.core.stored_table import FOREIGN_MAX, Cuts
+from sidecar.core.stored_table import FOREIGN_MAX, SegmentSources
 from tiers.kv.layout import Segment
 
 LAYERS, HEADS = 8, 8
@@ -22,15 +22,15 @@ def grid(pipelines: int, tensors: int) -> list[Segment]:
     ]
 
 
-cuts = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)))
+segment_sources = st.tuples(st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4, 8)))
 
 
-@given(own=cuts, others=st.lists(cuts, max_size=3), data=st.data())
+@given(own=segment_sources, others=st.lists(segment_sources, max_size=3), data=st.data())
 def test_what_can_be_had_is_what_is_covered(
     own: tuple[int, int], others: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     segments = grid(*own)
-    realm = Cuts(len(segments))
+    realm = SegmentSources(len(segments))
     for rank, segment in enumerate(segments):
         realm.learn(rank, segment)
     foreign: list[Segment] = []
@@ -67,7 +67,7 @@ def box(segment: Segment) -> tuple[slice, slice]:
 
 
 def test_nothing_is_assembled_before_the_ranks_are_known() -> None:
-    realm = Cuts(2)
+    realm = SegmentSources(2)
     realm.learn_foreign(grid(1, 1))
     assert realm.obtainable(0b100) == 0
     for rank, segment in enumerate(grid(1, 2)):
@@ -76,7 +76,7 @@ def test_nothing_is_assembled_before_the_ranks_are_known() -> None:
 
 
 def test_bits_of_others_only_ever_grow() -> None:
-    realm = Cuts(1)
+    realm = SegmentSources(1)
     realm.learn(0, grid(1, 1)[0])
     realm.learn_foreign(grid(1, 2))
     realm.learn_foreign(grid(1, 2)[:1])

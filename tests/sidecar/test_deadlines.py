@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.config.limits import Limits
-from sidecar.config.store import Store
+from sidecar.config.limits import LimitsSettings
+from sidecar.config.store import StoreSettings
 from sidecar.exits import Exit
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
@@ -162,10 +162,14 @@ def test_a_deadline_that_passes_is_an_outcome_and_is_counted(
 @pytest.mark.promise("deadlines")
 def test_every_deadline_of_the_configuration_is_among_them() -> None:
     durations = {
-        f"limits.{name}" for name, one in Limits.model_fields.items() if one.annotation is float
+        f"limits.{name}"
+        for name, one in LimitsSettings.model_fields.items()
+        if one.annotation is float
     }
-    assert "deadline_seconds_max" in Store.model_fields
+    assert "deadline_seconds_max" in StoreSettings.model_fields
     assert durations | {"store.deadline_seconds_max"} == set(CASES)
-    defaults = {f"limits.{name}": one.default for name, one in Limits.model_fields.items()}
-    defaults["store.deadline_seconds_max"] = Store.model_fields["deadline_seconds_max"].default
+    defaults = {f"limits.{name}": one.default for name, one in LimitsSettings.model_fields.items()}
+    defaults["store.deadline_seconds_max"] = StoreSettings.model_fields[
+        "deadline_seconds_max"
+    ].default
     assert all(0 < defaults[name] <= 30 for name in CASES)

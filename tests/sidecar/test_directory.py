@@ -12,9 +12,9 @@ from sidecar.core.directory import (
     Cause,
     Chunk,
     Directory,
+    HostSegment,
     IllegalTransition,
     Realm,
-    Segment,
     SegmentState,
     StoreState,
 )
@@ -28,7 +28,7 @@ def make(world_size: int = 2) -> tuple[Directory, Realm, Chunk]:
     return directory, realm, directory.open_chunk(realm, KEY)
 
 
-def bring(directory: Directory, segment: Segment, *causes: Cause) -> None:
+def bring(directory: Directory, segment: HostSegment, *causes: Cause) -> None:
     for cause in causes:
         directory.move(segment, cause)
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from sidecar.core.breaker import BreakerRules
 from sidecar.core.commands import CaughtUp, CopyOutcome, Read, Released, StoreOutcome, Tick, Write
-from sidecar.core.fair_share import BoundLimits
+from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Role
@@ -104,7 +104,7 @@ class EngineMachine(EngineModel):
             leases_max_per_session=bound,
             lookups_max_per_session=bound,
             write=write,
-            bounds=BoundLimits(
+            bounds=ShareLimits(
                 memory_bytes_max=memory,
                 copies_queued_max=share,
                 storing_bytes_max=share * slot_bytes,

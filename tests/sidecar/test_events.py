@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from sidecar.config.observability import Events
+from sidecar.config.observability import EventsSettings
 from sidecar.events import records as kvevents
 from sidecar.events.publisher import History
 from sidecar.events.records import SNAPSHOT, name_of, number_frame
@@ -352,7 +352,7 @@ def test_what_would_let_strangers_read_prompts_is_refused(
     events: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Events.model_validate(events)
+        EventsSettings.model_validate(events)
 
 
 # --- what is kept --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 from sidecar.core.commands import IndexOffer, IndexSet
 from sidecar.data.index_writer import Indexing
 from sidecar.protocol import Role
-from sidecar.sessions.namespaces import Realm, Realms
+from sidecar.sessions.namespaces import RealmLayout, Realms
 from tests import places
 from tests.sidecar.client import attach_message
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, SLOTS_PER_PASS, IndexReader, IndexWriter, tags_in
@@ -39,10 +39,10 @@ class Bench:
     """A realm, its index, and who hears of it."""
 
     realms: Realms
-    realm: Realm
+    realm: RealmLayout
     indexing: Indexing
     moved: list[IndexWriter] = field(default_factory=list[IndexWriter])
-    starts: list[Realm] = field(default_factory=list[Realm])
+    starts: list[RealmLayout] = field(default_factory=list[RealmLayout])
     """Growths that were asked for and not run yet."""
     readers: list[IndexReader] = field(default_factory=list[IndexReader])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidecar.core.commands import CopyOutcome, Draining, Gather, Released, SessionClosed, Tick
-from sidecar.core.fair_share import BoundLimits
+from sidecar.core.fair_share import ShareLimits
 from sidecar.core.tenants import Quota, TenantRules, Tenants
 from sidecar.core.writes import WritePolicy
 from sidecar.protocol import Outcome, Role
@@ -118,7 +118,7 @@ def test_it_ends_with_a_release_a_session_or_the_sidecar() -> None:
 
 def test_what_is_over_the_share_is_counted_and_from_the_end() -> None:
     world = make_world(
-        slabs=32, write=WritePolicy.OFF, bounds=BoundLimits(pinned_bytes_max=32 * SLOT)
+        slabs=32, write=WritePolicy.OFF, bounds=ShareLimits(pinned_bytes_max=32 * SLOT)
     )
     worker, scheduler = world.open(Role.WORKER), world.open(Role.SCHEDULER)
     world.stored(worker, 1, range(1, 31))

@@ -24,7 +24,7 @@ from sidecar.cli.launch import (
     with_events,
 )
 from sidecar.config.model import Config, loads
-from sidecar.config.observability import Events
+from sidecar.config.observability import EventsSettings
 from sidecar.exits import LEAVE_SECONDS_MAX
 
 SOCKET = "/run/kvlake/a/attach.sock"
@@ -70,7 +70,7 @@ def test_vllm_is_found_however_it_is_started(config: Config, command: list[str])
 def test_the_engines_own_events_are_on_where_they_are_joined(config: Config) -> None:
     command = ["vllm", "serve", "M"]
     assert with_events(command, config) == command
-    joining = config.model_copy(update={"events": Events(enabled=True)})
+    joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
     *rest, option, value = with_events(command, joining)
     assert (rest, option) == (command, "--kv-events-config")
     wanted = json.loads(value)
@@ -82,7 +82,7 @@ def test_the_engines_own_events_are_on_where_they_are_joined(config: Config) -> 
     "own", [["--kv-events-config", "{}"], ["--kv_events_config={}"], ["--data-parallel-size=2"]]
 )
 def test_what_the_user_says_of_them_stands(config: Config, own: list[str]) -> None:
-    joining = config.model_copy(update={"events": Events(enabled=True)})
+    joining = config.model_copy(update={"events": EventsSettings(enabled=True)})
     assert with_events(["vllm", "serve", *own], joining) == ["vllm", "serve", *own]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from sidecar.core.commands import SessionClosed
 from sidecar.core.directory import Chunk, Directory, Realm
-from sidecar.core.fair_share import BoundLimits, Bounds, Pins
+from sidecar.core.fair_share import FairShares, Pins, ShareLimits
 from sidecar.core.leases import EARLY_ENGINES_MAX, EARLY_JOBS_PER_ENGINE_MAX, Leases
 from sidecar.protocol import Role
 from tests.sidecar.worlds import no_writes
@@ -21,7 +21,7 @@ def job(job_id: int) -> tuple[int, str, int]:
 
 
 def leases_in(directory: Directory) -> Leases:
-    bounds = Bounds(BoundLimits())
+    bounds = FairShares(ShareLimits())
     pins = Pins(directory, lambda _: 1, bounds.pinned)
     return Leases(pins, bounds, ttl_seconds_max=10.0)
 

@@ -13,7 +13,7 @@ from tests import places
 from tiers import errors
 from tiers.errors import TierError
 from tiers.store import errors as object_errors
-from tiers.store.errors import Verdict
+from tiers.store.errors import ErrorClass
 
 PAGE = places.page("object-stores.md")
 EXAMPLES = re.findall(r"```yaml\n(store:\n.*?)```", PAGE.read_text(), re.DOTALL)
@@ -49,7 +49,7 @@ async def test_an_example_opens(
 
 
 def test_every_cause_of_a_failure_is_in_the_table() -> None:
-    causes = {one.cause for one in vars(object_errors).values() if isinstance(one, Verdict)}
+    causes = {one.cause for one in vars(object_errors).values() if isinstance(one, ErrorClass)}
     kinds = [one for one in vars(errors).values() if isinstance(one, type)]
     causes |= {one.cause for one in kinds if issubclass(one, TierError)}
     [table] = re.findall(r"^\| cause .*?\n(?=\n)", PAGE.read_text(), re.DOTALL | re.MULTILINE)

@@ -15,7 +15,7 @@ from sidecar.config.model import ConfigError, loads
 from sidecar.errors import StartError
 from sidecar.protocol import Outcome
 from sidecar.service.runtime_dir import RuntimeDirectory
-from sidecar.service.self_checks import Upkeep
+from sidecar.service.self_checks import SelfChecks
 from sidecar.transport.attach_socket import listen
 from tests import places
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, with_events
@@ -62,7 +62,7 @@ def test_a_sidecar_that_stops_leaves_the_sockets_of_another(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first might have its directory again before the other takes it.
-    monkeypatch.setattr(Upkeep, "mend", lambda _: None)
+    monkeypatch.setattr(SelfChecks, "mend", lambda _: None)
     first = RunningSidecar(config_in(short_directory))
     first.path.parent.rename(short_directory / "moved")
     config = with_events(short_directory, host={"directory": short_directory})

@@ -13,8 +13,8 @@ from sidecar.core.planner import (
     PROBE_EVERY,
     SAMPLES_MAX,
     Credit,
-    Plan,
     Planner,
+    ReadPlan,
     ReadStart,
 )
 
@@ -60,7 +60,9 @@ class StoreModel:
 TICK = 0.01
 
 
-def waited(plan: Plan, credit: Credit, arrivals: list[float], start: float) -> tuple[float, int]:
+def waited(
+    plan: ReadPlan, credit: Credit, arrivals: list[float], start: float
+) -> tuple[float, int]:
     """How long a request waits, and how many leading chunks it then has. Looked at every tick."""
     seconds, ready = 0.0, 0
     while ready < len(arrivals):
@@ -85,7 +87,9 @@ def make() -> Planner:
     return Planner(reads_inflight_max=16)
 
 
-def plan_of(planner: Planner, count: int, *, queued: int = 0, prefill: float = 10_000.0) -> Plan:
+def plan_of(
+    planner: Planner, count: int, *, queued: int = 0, prefill: float = 10_000.0
+) -> ReadPlan:
     """The plan for a run of which nothing is in host memory."""
     return planner.plan(
         count,
@@ -157,7 +161,7 @@ def test_reads_that_bring_nothing_measure_nothing() -> None:
 
 @pytest.mark.parametrize("ready", [0, 1, 7])
 def test_patience_grows_with_what_is_ready(ready: int) -> None:
-    plan = Plan(read=True, compute_seconds_per_chunk=0.1, compute_seconds=0.8)
+    plan = ReadPlan(read=True, compute_seconds_per_chunk=0.1, compute_seconds=0.8)
     assert plan.saved_seconds(ready, 60.0) == pytest.approx(0.1 * ready)
     assert plan.patience_seconds(ready, 60.0) == pytest.approx(0.1 * ready + 0.8)
     assert plan.patience_seconds(ready, 0.03) == 0.03

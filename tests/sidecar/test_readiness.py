@@ -139,7 +139,7 @@ def test_a_removed_socket_is_made_again(sidecar: RunningSidecar, name: str) -> N
 def test_a_socket_that_cannot_be_made_again_is_unready(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places.patch(monkeypatch, "Upkeep.mend", lambda _: None)
+    places.patch(monkeypatch, "SelfChecks.mend", lambda _: None)
     with RunningSidecar(config_in(short_directory)) as sidecar:
         sidecar.path.unlink()
         status, document = readyz(sidecar.info.http_url)

@@ -6,30 +6,30 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sidecar.core.directory import Directory, Segment
+from sidecar.core.directory import Directory, HostSegment
 from sidecar.core.reads import ReadQueue
 
 
-def segments_of(count: int) -> list[Segment]:
+def segments_of(count: int) -> list[HostSegment]:
     directory = Directory(readable=True)
     realm = directory.open_realm(0, 1)
     return [directory.open_chunk(realm, bytes([n]) * 32).segments[0] for n in range(count)]
 
 
 @pytest.fixture
-def segments() -> list[Segment]:
+def segments() -> list[HostSegment]:
     return segments_of(10)
 
 
-def taken(queue: ReadQueue) -> list[Segment]:
-    found: list[Segment] = []
+def taken(queue: ReadQueue) -> list[HostSegment]:
+    found: list[HostSegment] = []
     while (segment := queue.take()) is not None:
         queue.check()
         found.append(segment)
     return found
 
 
-def test_sessions_take_turns(segments: list[Segment]) -> None:
+def test_sessions_take_turns(segments: list[HostSegment]) -> None:
     queue = ReadQueue()
     for segment in segments[:6]:
         queue.add(1, segment)
@@ -39,7 +39,7 @@ def test_sessions_take_turns(segments: list[Segment]) -> None:
     assert order == [0, 6, 1, 7, 2, 3, 4, 5]
 
 
-def test_what_two_want_is_read_once_at_the_first_turn(segments: list[Segment]) -> None:
+def test_what_two_want_is_read_once_at_the_first_turn(segments: list[HostSegment]) -> None:
     queue = ReadQueue()
     for segment in segments[:4]:
         queue.add(1, segment)
@@ -50,7 +50,9 @@ def test_what_two_want_is_read_once_at_the_first_turn(segments: list[Segment]) -
     assert order == [0, 3, 1, 2]
 
 
-def test_a_session_that_leaves_takes_only_what_nobody_else_wants(segments: list[Segment]) -> None:
+def test_a_session_that_leaves_takes_only_what_nobody_else_wants(
+    segments: list[HostSegment],
+) -> None:
     queue = ReadQueue()
     for segment in segments[:4]:
         queue.add(1, segment)
@@ -63,7 +65,7 @@ def test_a_session_that_leaves_takes_only_what_nobody_else_wants(segments: list[
     assert queue.take() is None
 
 
-def test_a_backlog_of_another_counts_as_far_as_it_comes_before(segments: list[Segment]) -> None:
+def test_a_backlog_of_another_counts_as_far_as_it_comes_before(segments: list[HostSegment]) -> None:
     queue = ReadQueue()
     for segment in segments[:6]:
         queue.add(1, segment)

@@ -67,6 +67,15 @@ def test_a_chunk_is_gone_after_its_time_and_told_so() -> None:
     assert world.engine.counters.chunks_expired == 1
 
 
+def test_a_chunk_that_is_listed_as_its_time_ends_counts_once() -> None:
+    world = no_writes()
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1], ttl_seconds=5)
+    world.now = 5.0
+    world.listed({1: frozenset({0})})
+    assert world.engine.snapshot().chunks_in_store == 1
+
+
 def test_no_load_begins_after_its_time_even_between_two_ticks() -> None:
     world = no_writes()
     worker = world.open(Role.WORKER)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from sidecar.config.store import Store
+from sidecar.config.store import StoreSettings
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
 from tests.faulty_proxy import Fault, faulty_proxy
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sidecar.demo.servers import S3Server
 
 
-def settings(server: S3Server, endpoint: str, backend: str, **more: Any) -> Store:
+def settings(server: S3Server, endpoint: str, backend: str, **more: Any) -> StoreSettings:
     place = {"url": server.url, "prefix": secrets.token_hex(6), "backend": backend}
-    return Store.model_validate({**place, **server.settings_at(endpoint), **more})
+    return StoreSettings.model_validate({**place, **server.settings_at(endpoint), **more})
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
@@ -64,7 +64,7 @@ class TestOpenStore:
 
 
 def test_settings_that_no_client_can_follow_stop_the_start(seaweed: S3Server) -> None:
-    chosen = Store.model_construct(
+    chosen = StoreSettings.model_construct(
         url=seaweed.url, prefix="", backend="obstore", storage_options={"key": "x"}
     )
     with pytest.raises(StartError, match=r"store: store\.storage_options"):

@@ -22,7 +22,7 @@ from tests.sidecar.client import (
     key_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE
-from tiers.store.obstore_client import CloudStore
+from tiers.store.obstore_client import ObstoreClient
 
 if TYPE_CHECKING:
     from sidecar.demo.servers import S3Server
@@ -167,7 +167,7 @@ def test_corruptions_are_all_found(seaweed: S3Server, short_directory: Path, chu
     with sidecar("writer") as writer:
         save_all(writer.path, [*keys, intact])
         writer.wait_until(lambda now: now["counters"]["chunks_written"] == chunks + 1)
-    client = CloudStore(f"{seaweed.url}/{prefix}", seaweed.access_at()).client
+    client = ObstoreClient(f"{seaweed.url}/{prefix}", seaweed.access_at()).client
 
     async def damage() -> None:
         import obstore

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from sidecar.cli import main
-from sidecar.config.store import Store
+from sidecar.config.store import StoreSettings
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from sidecar.service.store_stack import WrapStore, open_store
 from tests import places
@@ -35,7 +35,7 @@ requests that take no longer than that. See `patience`."""
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let requests take longer than `SOON` says: a machine that pauses is no store that fails."""
 
-    def patient(settings: Store, wrap_store: WrapStore | None = None) -> Metered:
+    def patient(settings: StoreSettings, wrap_store: WrapStore | None = None) -> Metered:
         longer = settings.model_copy(update={"deadline_seconds_max": 60.0})
         return open_store(longer, wrap_store)
 

@@ -14,16 +14,16 @@ from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
 from tiers.catalog.rows import Row
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 
 if TYPE_CHECKING:
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
 
 A, B = b"tenant-a", b"tenant-b"
-ONE = Holding(10, 1, 500, 1)
+ONE = Usage(10, 1, 500, 1)
 
 
-class Counted(dict[str, Holding]):
+class Counted(dict[str, Usage]):
     """Says which tenants were looked up, and may not be gone through."""
 
     def __init__(self, *args: Any) -> None:
@@ -40,7 +40,7 @@ class Counted(dict[str, Holding]):
     keys = values = items = cast("Any", __iter__)
 
 
-def realm_of() -> Realm:
+def realm_of() -> RealmLayout:
     [realm] = Realms().join(attach_message(Role.SCHEDULER).parts)
     return realm
 
@@ -50,29 +50,29 @@ def catalogs() -> Catalogs:
     return Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
 
 
-def goes_by(catalogs: Catalogs, realm: Realm, manifest: Manifest) -> None:
+def goes_by(catalogs: Catalogs, realm: RealmLayout, manifest: Manifest) -> None:
     catalogs.reader(realm)._manifest = manifest  # noqa: SLF001 (a manifest without a store to read it from)
 
 
 def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
     realm = realm_of()
-    catalogs.note(realm, {A: ONE, B: Holding(7, 1, 300, 1)})
+    catalogs.note(realm, {A: ONE, B: Usage(7, 1, 300, 1)})
     catalogs.note(realm, {A: ONE})
-    assert catalogs.held(A) == Holding(20, 2, 500, 2)
-    assert catalogs.stored == Holding(27, 3, 300, 3)
-    tenants = {A.hex(): Holding(100, 9, 50, 9)}
+    assert catalogs.held(A) == Usage(20, 2, 500, 2)
+    assert catalogs.stored == Usage(27, 3, 300, 3)
+    tenants = {A.hex(): Usage(100, 9, 50, 9)}
     goes_by(
-        catalogs, realm, replace(NOTHING, generation=4, held=Holding(110, 10, 50), tenants=tenants)
+        catalogs, realm, replace(NOTHING, generation=4, held=Usage(110, 10, 50), tenants=tenants)
     )
     # It counts from the next rows on, of whatever tenant, or of none.
-    assert catalogs.held(A) == Holding(20, 2, 500, 2)
+    assert catalogs.held(A) == Usage(20, 2, 500, 2)
     catalogs.note(realm, {})
-    assert (catalogs.held(A), catalogs.held(B)) == (Holding(100, 9, 50, 9), Holding())
+    assert (catalogs.held(A), catalogs.held(B)) == (Usage(100, 9, 50, 9), Usage())
     catalogs.note(realm, {A: ONE, b"\0" * 8: ONE})
-    assert catalogs.held(A, realm.namespace_digest) == Holding(110, 10, 50, 10)
+    assert catalogs.held(A, realm.namespace_digest) == Usage(110, 10, 50, 10)
     assert catalogs.held(b"") == ONE
-    assert catalogs.held(A, b"another") == Holding()
-    assert catalogs.stored == Holding(130, 12, 50, 2)
+    assert catalogs.held(A, b"another") == Usage()
+    assert catalogs.stored == Usage(130, 12, 50, 2)
 
 
 async def test_what_was_written_here_counts_at_once_and_once() -> None:
@@ -87,7 +87,7 @@ async def test_what_was_written_here_counts_at_once_and_once() -> None:
     catalogs.wrote(realm, written._replace(key=b"l" * 32), later_than=0)
     assert catalogs.held(A).size_bytes == 200
     # A manifest counts the file that was sent, and whatever others did.
-    tenants = {A.hex(): Holding(150, 2, 50, 2)}
+    tenants = {A.hex(): Usage(150, 2, 50, 2)}
     merged = {catalogs.writer: Merged(0, 4)}
     goes_by(catalogs, realm, replace(NOTHING, generation=4, tenants=tenants, merged=merged))
     catalogs.note(realm, {})
@@ -102,7 +102,7 @@ def test_who_does_not_read_the_catalog_counts_nothing_for_ever() -> None:
     """What was collected since would count, too: nobody tells."""
     catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0, reads=False)
     catalogs.wrote(realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A), later_than=0)
-    assert catalogs.held(A) == catalogs.stored == Holding()
+    assert catalogs.held(A) == catalogs.stored == Usage()
 
 
 def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -> None:
@@ -121,5 +121,5 @@ def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
     goes_by(catalogs, realm, replace(NOTHING, generation=1, tenants=tenants))
     for _ in range(3):
         catalogs.note(realm, {A: ONE})
-    assert catalogs.held(A) == Holding(30, 3, 500, 3)
+    assert catalogs.held(A) == Usage(30, 3, 500, 3)
     assert tenants.asked == {A.hex()}

@@ -18,13 +18,13 @@ from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
-from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.compaction import CompactionPlan, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
 from tiers.catalog.orphans import objects_in
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import Bounds
+from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows
 from tiers.kv.layout import Segment
 from tiers.store.object_tier import ObjectTier, UrlObjects
@@ -45,7 +45,7 @@ async def collected(*segments: str) -> tuple[list[Row], list[Row]]:
     await log.flush()
     offered = await new_rows(one)
     bucket.now += 1000
-    plan = Plan(Bounds(ttl_seconds=500.0), 100.0, 1000.0)
+    plan = CompactionPlan(RetentionRules(ttl_seconds=500.0), 100.0, 1000.0)
     assert (await compact(view, PREFIX, plan, bucket.now)).withdrawn == len(segments)
     withdrawn = await new_rows(one)
     assert len(withdrawn) == len(segments)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sidecar.core.commands import Event, Gather, Read, RestoredSlot, Tick
 from sidecar.core.directory import Chunk, Directory, SegmentState
-from sidecar.core.lookups import PendingLookup
+from sidecar.core.lookups import OpenLookup
 from sidecar.core.tenants import TenantRules
 from tests.engine_invariants import check
 from tests.simulation.clock import Violation, World
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.core.engine import Engine
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
     from tests.simulation.process import SidecarProcess
 
 Sealed = tuple[Model, bytes, int, int]
@@ -42,7 +42,7 @@ class Balance:
         truth: Truth,
         rules: TenantRules,
         sealed: dict[int, Sealed],
-        model_of: Callable[[Realm], Model],
+        model_of: Callable[[RealmLayout], Model],
     ) -> None:
         self._world = world
         self._truth = truth
@@ -54,7 +54,7 @@ class Balance:
         self._models: dict[int, Model] = {}
         self._short = False
         self._held: dict[Chunk, int] = {}
-        self._answered: set[PendingLookup] = set()
+        self._answered: set[OpenLookup] = set()
         self._readers: dict[int, tuple[Any, IndexReader]] = {}
         self._known_tags: dict[bytes, Any] = {}
 
@@ -77,7 +77,7 @@ class Balance:
     def begins(self, process: SidecarProcess) -> None:
         """An event is about to be handled."""
         self._short = False
-        for realm in process.hub.realms.all():
+        for realm in process.dispatcher.realms.all():
             if realm.realm_id not in self._models:
                 self._models[realm.realm_id] = self._model_of(realm)
 
@@ -106,7 +106,7 @@ class Balance:
     def check(self, process: SidecarProcess, event: Event, now: float) -> None:
         """All rules but those of the index."""
         try:
-            check(process.hub.engine)
+            check(process.dispatcher.engine)
         except AssertionError as error:
             raise Violation("Engine.check", str(error)) from error
         self._ledger_is_balanced(process)
@@ -118,7 +118,7 @@ class Balance:
 
     def _ledger_is_balanced(self, process: SidecarProcess) -> None:
         used = sum(one.slots_used for one in process.pool.stats().classes)
-        allocated = process.hub.engine.host.allocated
+        allocated = process.dispatcher.engine.host.allocated
         if used != len(allocated) or allocated != self.tenants.keys():
             raise Violation(
                 "the ledger of slots is balanced",
@@ -131,7 +131,7 @@ class Balance:
         held: Counter[bytes] = Counter()
         pool = process.pool
         # What nobody has come for yet is nobody's.
-        unclaimed = set(process.hub.engine.host.inventory)
+        unclaimed = set(process.dispatcher.engine.host.restored_slots)
         for slot, tenant in self.tenants.items():
             if slot in unclaimed:
                 continue
@@ -148,7 +148,7 @@ class Balance:
                 raise Violation("a pinned chunk stays", chunk.key.hex()[:12])
         self._held = {
             chunk: chunk.pins
-            for realm in process.hub.engine.directory.realms.values()
+            for realm in process.dispatcher.engine.directory.realms.values()
             for chunk in realm.chunks.values()
             if chunk.pins and chunk.loadable
         }
@@ -156,7 +156,7 @@ class Balance:
     # --- what ends -----------------------------------------------------------------------------
 
     def _leases_end(self, process: SidecarProcess, event: Event, now: float) -> None:
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         for lease in engine.leases:
             if lease.session_id not in engine.sessions:
                 raise Violation("a lease ends with its session", f"lease {lease.lease_id}")
@@ -164,7 +164,7 @@ class Balance:
                 raise Violation("a lease ends at its deadline", f"lease {lease.lease_id}")
 
     def _lookups_end(self, process: SidecarProcess, event: Event, now: float) -> None:
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         for lookup in engine.lookups:
             name = f"lookup {lookup.lookup_id}"
             if lookup.session_id not in engine.sessions:
@@ -190,7 +190,7 @@ class Balance:
                 raise Violation("a lookup waits only for what comes", chunk.key.hex()[:12])
 
     def _queues_are_bounded(self, process: SidecarProcess) -> None:
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         limits, work = engine.limits, engine.pending_work()
         held = Counter(lease.session_id for lease in engine.leases)
         asked = Counter(lookup.session_id for lookup in engine.lookups)
@@ -208,7 +208,7 @@ class Balance:
             ("all leases", len(engine.leases), limits.bounds.leases_max),
             ("all lookups", asked.total(), limits.bounds.lookups_max),
             ("copies", work.copies_running, limits.bounds.copies_queued_max),
-            ("sessions", len(process.hub.sessions), process.config.limits.sessions_max),
+            ("sessions", len(process.dispatcher.sessions), process.config.limits.sessions_max),
         ):
             if value > most:
                 raise Violation("queues are bounded", f"{name}: {value} of {most}")
@@ -217,10 +217,10 @@ class Balance:
 
     def index_is_true(self, process: SidecarProcess) -> None:
         """The shared index says HOST exactly of what can be loaded, STORE of what can be read."""
-        directory: Directory = process.hub.engine.directory
-        expected: dict[Realm, npt.NDArray[np.uint8]] = {}
+        directory: Directory = process.dispatcher.engine.directory
+        expected: dict[RealmLayout, npt.NDArray[np.uint8]] = {}
         numbers = self._truth.numbers
-        for realm in process.hub.realms.all():
+        for realm in process.dispatcher.realms.all():
             known = directory.realms.get(realm.realm_id)
             if known is None:
                 continue
@@ -239,7 +239,7 @@ class Balance:
             for number in np.flatnonzero(flags != wanted):
                 self._differs(realm, int(number), int(flags[number]), int(wanted[number]))
 
-    def _tags(self, realm: Realm) -> Any:
+    def _tags(self, realm: RealmLayout) -> Any:
         """Tags of all keys under a realm's salt; most were made before."""
         keys = self._truth.keys
         tags = self._known_tags.get(realm.index_salt)
@@ -249,7 +249,7 @@ class Balance:
             self._known_tags[realm.index_salt] = tags
         return tags
 
-    def _differs(self, realm: Realm, number: int, flags: int, expected: int) -> None:
+    def _differs(self, realm: RealmLayout, number: int, flags: int, expected: int) -> None:
         key = self._truth.keys[number]
         if tag_of(key, realm.index_salt) in realm.index.overflow and not flags:
             self._world.saw("index entry waits for growth")
@@ -258,7 +258,7 @@ class Balance:
             "the index is what is there", f"{key.hex()[:12]}: says {flags}, is {expected}"
         )
 
-    def _reader(self, realm: Realm) -> IndexReader:
+    def _reader(self, realm: RealmLayout) -> IndexReader:
         writer, reader = self._readers.get(realm.realm_id, (None, None))
         if writer is not realm.index or reader is None:
             if reader is not None:

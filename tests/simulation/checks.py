@@ -30,7 +30,7 @@ from sidecar.core.commands import (
     Write,
     Written,
 )
-from sidecar.core.directory import Cause, Segment
+from sidecar.core.directory import Cause, HostSegment
 from sidecar.core.tenants import TenantRules
 from sidecar.protocol import (
     Done,
@@ -83,8 +83,12 @@ class Checks:
             self.balance.filled(one)
         self.conduct = Conduct(self.world)
         self.retained.begins()
-        engine, mover, pool = process.hub.engine, process.hub.mover, process.pool
-        handle, execute = engine.handle, mover.execute
+        engine, executor, pool = (
+            process.dispatcher.engine,
+            process.dispatcher.executor,
+            process.pool,
+        )
+        handle, execute = engine.handle, executor.execute
         allocate, free = pool.allocate, pool.free
 
         def handled(event: Event, now: float) -> list[Command]:
@@ -115,7 +119,7 @@ class Checks:
 
         for owner, name, value in (
             (engine, "handle", handled),
-            (mover, "execute", executed),
+            (executor, "execute", executed),
             (pool, "allocate", allocated),
             (pool, "free", freed),
         ):
@@ -128,9 +132,11 @@ class Checks:
 
     def died(self, process: SidecarProcess, *, kept: bool) -> None:
         """Its life is over: nothing that it promised holds; its memory may be there still."""
-        self.images.died({zombie.slot for zombie in process.hub.engine.host.zombies}, kept=kept)
+        self.images.died(
+            {zombie.slot for zombie in process.dispatcher.engine.host.zombies}, kept=kept
+        )
         self._clear()
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         for name, count in vars_of(engine.counters).items():
             self.world.seen[f"counter {name}"] += count
         for (what, why), count in engine.bounds.refused.items():
@@ -240,7 +246,7 @@ class Checks:
                 case _:
                     pass
         self.conduct.after(process, event, work, commands, now)
-        self.retained.after(process.hub.engine, event, commands, now)
+        self.retained.after(process.dispatcher.engine, event, commands, now)
         self._ticks += 1
         if isinstance(event, Tick) and not commands and self._ticks % 8:
             return
@@ -266,7 +272,7 @@ class Checks:
         self.retained.freed(offset)
         self.images.freed(offset)
 
-    def moved(self, segment: Segment, cause: Cause) -> None:
+    def moved(self, segment: HostSegment, cause: Cause) -> None:
         """A segment changes its state."""
         self.world.saw(f"{segment.state.name} + {cause.name}")
         if cause is Cause.EVICTED and self._handling:
@@ -284,7 +290,7 @@ class Checks:
 
     def sent(self, process: SidecarProcess, token: bytes, message: ServerMessage) -> None:
         """The sidecar answers."""
-        session = process.hub.sessions.by_token(token)
+        session = process.dispatcher.sessions.by_token(token)
         assert session is not None
         match message:
             case Done():
@@ -306,7 +312,7 @@ class Checks:
         question = asked.pop(message.lookup_id, None)
         if question is None:
             raise Violation("a lookup is answered once", f"lookup {message.lookup_id}")
-        realms = process.hub.engine.directory.realms
+        realms = process.dispatcher.engine.directory.realms
         groups = question.groups or [0] * len(question.keys)
         for key, group in list(zip(question.keys, groups, strict=True))[: message.ready]:
             chunk = realms[session.realms[group].realm_id].chunks.get(key)
@@ -318,7 +324,7 @@ class Checks:
 
     def quiet(self, process: SidecarProcess) -> None:
         """All engines are gone and time has passed: nothing is left but chunks."""
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         snapshot = engine.snapshot()
         self.images.all_sealed_right(process)
         if self._work or not snapshot.pending.idle:
@@ -330,7 +336,7 @@ class Checks:
         waiting = {number: jobs for number, jobs in self._jobs.items() if jobs}
         if waiting:
             raise Violation("every job is answered", f"{waiting}")
-        process.hub.mover.execute(engine.clear())
+        process.dispatcher.executor.execute(engine.clear())
         check(engine)
         used = process.pool.stats().used_bytes
         if used:

@@ -42,7 +42,7 @@ from tests.simulation.clock import Violation, World
 
 if TYPE_CHECKING:
     from sidecar.core.engine import Engine
-    from sidecar.core.leases import Lease
+    from sidecar.core.leases import ChunkLease
     from tests.simulation.process import SidecarProcess
 
 Work = Gather | Scatter | Write | Read
@@ -94,7 +94,7 @@ class Conduct:
         self._opened: dict[int, SessionOpened] = {}
         self._loads_ended: dict[LoadName, set[int]] = {}
         """Ranks whose load ended, since the engine's scheduler attached."""
-        self._leases: dict[JobName, Lease] = {}
+        self._leases: dict[JobName, ChunkLease] = {}
         self._leases_refused = 0
         self._failures = {Write: 0, Read: 0}
         self._closed_until = {Write: 0.0, Read: 0.0}
@@ -146,10 +146,10 @@ class Conduct:
                 pass
 
     def _submitted(self, process: SidecarProcess, event: Submitted) -> None:
-        session = process.hub.engine.sessions.get(event.session_id)
+        session = process.dispatcher.engine.sessions.get(event.session_id)
         if session is None:
             return
-        realms = process.hub.engine.directory.realms
+        realms = process.dispatcher.engine.directory.realms
         jobs: list[LoadJob | StoreJob] = [*event.message.loads, *event.message.stores]
         for job in jobs:
             asked = self._jobs[event.session_id, job.job_id] = _Asked(job)
@@ -189,13 +189,13 @@ class Conduct:
 
     @staticmethod
     def _is_known(process: SidecarProcess, work: Gather) -> bool:
-        realm = process.hub.engine.directory.realms[work.realm_id]
+        realm = process.dispatcher.engine.directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
         return chunk is not None and chunk.segments[work.rank].slot == work.slot
 
     @staticmethod
     def _is_stored(process: SidecarProcess, work: Write | Read) -> bool:
-        realm = process.hub.engine.directory.realms[work.realm_id]
+        realm = process.dispatcher.engine.directory.realms[work.realm_id]
         return realm.stored_rank(work.key, work.rank)
 
     # --- its commands --------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Conduct:
     ) -> None:
         """What was decided fits what was asked and what happened."""
         self._in_order(commands)
-        engine = process.hub.engine
+        engine = process.dispatcher.engine
         withdrawn: dict[tuple[int, int, bytes], int] = {}
         for command in commands:
             match command:
@@ -292,7 +292,7 @@ class Conduct:
             raise Violation("nothing new is stored while draining", f"{command}")
         name = (command.session_id, command.job_id)
         self._job_of[command.copy_id] = name
-        realm = process.hub.engine.directory.realms[command.realm_id]
+        realm = process.dispatcher.engine.directory.realms[command.realm_id]
         self._chunk_of[command.copy_id] = realm.chunks[command.key]
         asked = self._jobs[name]
         asked.running += 1
@@ -307,7 +307,7 @@ class Conduct:
             raise Violation("only what somebody waits for is read", f"{command}")
 
     def _released(self, process: SidecarProcess, event: Released) -> None:
-        engine, session_id = process.hub.engine, event.session_id
+        engine, session_id = process.dispatcher.engine, event.session_id
         for lease in engine.leases:
             if lease.session_id == session_id and lease.lease_id in event.lease_ids:
                 raise Violation("a lease ends with its release", f"{lease.lease_id}")
@@ -321,13 +321,13 @@ class Conduct:
             if name[0] == event.realm_id and written.get(name[2], 0) > newest:
                 del self._quarantined[name]
         for realm_id, bit, key in self._quarantined:
-            if process.hub.engine.directory.realms[realm_id].stored_rank(key, bit):
+            if process.dispatcher.engine.directory.realms[realm_id].stored_rank(key, bit):
                 raise Violation("what is in quarantine is not offered again", key.hex()[:12])
 
     def _work_ended(
         self, process: SidecarProcess, event: Copied | Written | ReadDone, work: Work
     ) -> None:
-        realm = process.hub.engine.directory.realms[work.realm_id]
+        realm = process.dispatcher.engine.directory.realms[work.realm_id]
         chunk = realm.chunks.get(work.key)
         corrupt = event.outcome in (CopyOutcome.CORRUPT, StoreOutcome.CORRUPT)
         if corrupt and chunk is not None and chunk.segments[work.rank].slot == work.slot:
@@ -347,8 +347,8 @@ class Conduct:
             raise Violation("what is missing is not called stored", f"{work}")
 
     def _work_ends_with_its_session(self, process: SidecarProcess) -> None:
-        for session, _ in process.hub.copies.queue.heads():
-            if process.hub.sessions.get(session.session_id) is not session:
+        for session, _ in process.dispatcher.copies.queue.heads():
+            if process.dispatcher.sessions.get(session.session_id) is not session:
                 raise Violation("what waits ends with its session", f"{session.session_id}")
 
     # --- leases --------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Conduct:
         self._leases, self._leases_refused = held, engine.counters.leases_refused
 
     def _lease_was_taken(
-        self, engine: Engine, event: LeaseTaken, held: dict[JobName, Lease]
+        self, engine: Engine, event: LeaseTaken, held: dict[JobName, ChunkLease]
     ) -> None:
         session = self._opened[event.session_id]
         refused = engine.counters.leases_refused > self._leases_refused

@@ -13,7 +13,7 @@ from tests import places
 from tests.simulation.clock import Violation
 
 if TYPE_CHECKING:
-    from sidecar.data.copy_queue import Group
+    from sidecar.data.copy_queue import CopyGroup
     from tests.simulation.engine import SimEngine
 
 
@@ -21,7 +21,7 @@ class Copying:
     """The copies of all sidecars that live while `watched` lasts."""
 
     def __init__(self) -> None:
-        self._running: list[Group] = []
+        self._running: list[CopyGroup] = []
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -31,8 +31,8 @@ class Copying:
                 stack.enter_context(places.patched(name, self._watched(places.find(name).value)))
             yield
 
-    def _watched(self, copy: Callable[[Group, Any], Any]) -> Callable[[Group, Any], Any]:
-        def watched(group: Group, pool: Any) -> Any:
+    def _watched(self, copy: Callable[[CopyGroup, Any], Any]) -> Callable[[CopyGroup, Any], Any]:
+        def watched(group: CopyGroup, pool: Any) -> Any:
             self._running.append(group)
             try:
                 return copy(group, pool)

@@ -140,7 +140,7 @@ class Faults:
     def _terminate(self) -> None:
         process = self._life.process
         if process is not None and not process.dead and not process.frozen:
-            if not process.hub.engine.pending_work().idle:
+            if not process.dispatcher.engine.pending_work().idle:
                 self._world.saw("drain with work left")
             process.terminate()
             self._world.after(0.1, self._restart_when_over)
@@ -167,7 +167,7 @@ class Faults:
     def _cut(self) -> None:
         process = self._life.process
         if process is not None and not process.dead and not process.frozen:
-            sessions = process.hub.sessions.all()
+            sessions = process.dispatcher.sessions.all()
             if sessions:
                 self._random.choice(sessions).connection.hang_up()
 
@@ -206,7 +206,7 @@ class Faults:
         if self._life.healing or self._world.now >= self._life.horizon:
             return
         if process is not None and not process.dead:
-            waiting = {chunk.key for chunk in process.hub.engine.writes.pending_chunks}
+            waiting = {chunk.key for chunk in process.dispatcher.engine.writes.pending_chunks}
             places = self._life.checks.images.sealed_payloads(process)
             places = [place for place in places if place.key in waiting]
             if places:

@@ -24,7 +24,7 @@ from tiers.errors import ChunkCorrupt
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sidecar.sessions.namespaces import Realm
+    from sidecar.sessions.namespaces import RealmLayout
     from tests.simulation.engine import SimEngine
     from tests.simulation.process import SidecarProcess
 
@@ -90,7 +90,7 @@ class Images:
             self.damaged.discard(work.slot)
             self.sealed.pop(work.slot, None)
             return
-        model = self.model_of(process.hub.realms[work.realm_id])
+        model = self.model_of(process.dispatcher.realms[work.realm_id])
         if self.sealed.get(work.slot) != (model, work.key, work.rank, work.num_blocks):
             raise Violation("only what is sealed is served", f"{work}")
         if isinstance(work, Write) and work.verify and work.slot in self.damaged:
@@ -111,7 +111,7 @@ class Images:
             raise Violation("every key was made from tokens", key.hex()[:12])
         return fact
 
-    def model_of(self, realm: Realm) -> Model:
+    def model_of(self, realm: RealmLayout) -> Model:
         """The simulated model of a realm."""
         return next(
             model
@@ -121,7 +121,7 @@ class Images:
 
     def filled(self, process: SidecarProcess, work: Work, num_blocks: int) -> None:
         """A slot was filled: it must hold what its key says, all of it."""
-        model = self.model_of(process.hub.realms[work.realm_id])
+        model = self.model_of(process.dispatcher.realms[work.realm_id])
         fact = self._fact(work.key)
         if fact.num_blocks != num_blocks:
             raise Violation("a chunk is whole", f"{num_blocks} blocks of {fact.num_blocks}")
@@ -147,7 +147,7 @@ class Images:
 
     def loaded(self, process: SidecarProcess, work: Scatter) -> None:
         """A copy into an engine ended well: its blocks hold what their tokens say."""
-        session = process.hub.sessions.get(work.session_id)
+        session = process.dispatcher.sessions.get(work.session_id)
         if session is None:
             return
         rank = self._rank_of(session)
@@ -156,7 +156,7 @@ class Images:
         if work.slot in self.damaged:
             self._world.saw("damage after a load")
         fact = self._fact(work.key)
-        model = self.model_of(process.hub.realms[work.realm_id])
+        model = self.model_of(process.dispatcher.realms[work.realm_id])
         blocks = model.blocks(fact.digests, rank.rank)
         wanted = blocks[work.first_block : work.first_block + len(work.block_ids)]
         found = rank.views[rank.engine.groups.index(model)][list(work.block_ids)]
@@ -232,7 +232,7 @@ class Images:
             within = template.payload_offset + self._world.random.randrange(template.payload_bytes)
             partial = any(
                 segment.state in on_the_way
-                for realm in process.hub.realms.all()
+                for realm in process.dispatcher.realms.all()
                 if self.model_of(realm) == model
                 for chunk in [self._chunk(process, realm, key)]
                 if chunk is not None
@@ -241,6 +241,6 @@ class Images:
             places.append(Place(slot, slot + within, key, partial))
         return places
 
-    def _chunk(self, process: SidecarProcess, realm: Realm, key: bytes) -> Chunk | None:
-        known = process.hub.engine.directory.realms.get(realm.realm_id)
+    def _chunk(self, process: SidecarProcess, realm: RealmLayout, key: bytes) -> Chunk | None:
+        known = process.dispatcher.engine.directory.realms.get(realm.realm_id)
         return None if known is None else known.chunks.get(key)

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from sidecar.config.model import Config
-from sidecar.core.directory import Cause, Directory, Segment
+from sidecar.core.directory import Cause, Directory, HostSegment
 from tests.simulation.checks import Checks
 from tests.simulation.clock import START_SECONDS, StepsOver, Violation, World, frozen
 from tests.simulation.content import Model, templates_of, with_window
@@ -269,7 +269,7 @@ class Life:
             process is not None
             and not process.dead
             and not any(engine.busy for engine in self.engines if not engine.dead)
-            and process.hub.engine.pending_work().idle
+            and process.dispatcher.engine.pending_work().idle
         )
 
     def _for(self, seconds: float) -> None:
@@ -283,7 +283,7 @@ class Life:
             if self.world.now > end:
                 process = self.process
                 state = [str(engine) for engine in self.engines if engine.busy and not engine.dead]
-                work = process.hub.engine.pending_work() if process is not None else None
+                work = process.dispatcher.engine.pending_work() if process is not None else None
                 detail = f"not within {seconds_max} simulated seconds: {state}, {work}"
                 raise Violation(rule, detail)
             self._step()
@@ -323,7 +323,7 @@ def models_of(seed: int, often: Collection[str]) -> tuple[Model, ...]:
 def _noting_transitions(checks: Checks) -> Any:
     move = Directory.move
 
-    def noted(self: Directory, segment: Segment, cause: Cause) -> None:
+    def noted(self: Directory, segment: HostSegment, cause: Cause) -> None:
         checks.moved(segment, cause)
         move(self, segment, cause)
 

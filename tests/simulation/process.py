@@ -1,8 +1,9 @@
 """One life of the sidecar: the real one, on a virtual loop, without its sockets and threads.
 
-Real: server (its tasks, ticks and drain), hub, admission, sessions, realms, engine, mover, copies,
-watch, catalog, the store's wrappers, the pool. Simulated: the ZMQ router, the Unix connections
-(`Wire`), worker threads (`clock.Hop`), the object store's own behaviour (`objects.py`).
+Real: server (its tasks, ticks and drain), dispatcher, handshakes, sessions, realms, engine,
+executor, copies, watch, catalog, the store's wrappers, the pool. Simulated: the ZMQ router, the
+Unix connections (`Wire`), worker threads (`clock.Hop`), the object store's own behaviour
+(`objects.py`).
 
 Owns starting, stopping (SIGTERM), killing (SIGKILL), and freezing (SIGSTOP) it. What a kill takes
 away is what the kernel takes away: locks, mappings and sockets, and nothing is tidied up.
@@ -26,7 +27,7 @@ from sidecar.config.model import Config
 from sidecar.core.commands import Command, Event
 from sidecar.data.host_pool import open_pool
 from sidecar.protocol import decode_server
-from sidecar.service.handshake import Admission
+from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
 from sidecar.transport.attach_socket import Peer
 from sidecar.transport.router import Router, Sent
@@ -161,26 +162,26 @@ class SidecarProcess:
             places.patched("ADOPTED_MAX", 1),
         ):
             self.server = Server(config, nothing, self.pool, restored, store, nothing, nothing)
-        self.hub = self.server.hub
-        self.epoch = self.hub.epoch
+        self.dispatcher = self.server.dispatcher
+        self.epoch = self.dispatcher.epoch
         self.router = SimRouter(self)
-        self.hub.connect(cast("Router", self.router))
+        self.dispatcher.connect(cast("Router", self.router))
         checks.watch(self)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._main = self.loop.create_task(self._run())
 
     async def _run(self) -> None:
         """As `Server.run`, without sockets and signals."""
-        hub = self.hub
+        dispatcher = self.dispatcher
         async with anyio.create_task_group() as tasks:
             await self.server.start(tasks)
             self._tasks = tasks
-            self._admission = Admission(hub, self.router.endpoint)
+            self._handshakes = Handshakes(dispatcher, self.router.endpoint)
             await self.server.stopping.wait()
             self.stopping = True
             if self.server.broken is None:
                 await self._drain()
-            hub.end()
+            dispatcher.end()
             tasks.cancel_scope.cancel()
 
     async def _drain(self) -> None:
@@ -188,7 +189,7 @@ class SidecarProcess:
         await self.server.drain()
         if self.world.now - began >= self.config.limits.drain_seconds_max - 1e-6:
             return
-        left = self.hub.engine.pending_work()
+        left = self.dispatcher.engine.pending_work()
         if not left.idle:
             raise Violation("a drain waits for what was begun", f"{left}")
         if written and written[-1] != self.checks.conduct.written:
@@ -197,7 +198,7 @@ class SidecarProcess:
     def _written_when_announced(self) -> list[int]:
         """How much was written whenever the catalog is told of all of it."""
         written: list[int] = []
-        watch: Any = self.hub.watch
+        watch: Any = self.dispatcher.watch
         if watch is not None:
             flush = watch.flush
 
@@ -259,10 +260,10 @@ class SidecarProcess:
         self.world.note("sidecar ended")
         for connection in list(self._connections):
             connection.hang_up()
-        self.hub.close()
+        self.dispatcher.close()
         keep = self.config.host.after_stop == "keep"
         leaked = self.pool.close(keep=keep)
-        if leaked and not self.server.hub.draining:
+        if leaked and not self.server.dispatcher.draining:
             raise Violation("every slot is freed", f"{len(leaked)} slots at the end")
         self._over(kept=keep)
 
@@ -275,11 +276,11 @@ class SidecarProcess:
         self.checks.died(self, kept=kept)
         if killed:
             # It learns of nothing any more: not of its clients' ends, nor that time has passed.
-            cast("Any", self.hub.engine).handle = _deaf
+            cast("Any", self.dispatcher.engine).handle = _deaf
         for hop in self.hops:
             hop.kill()
-        self.hub.end()
-        for session in self.hub.sessions.all():
+        self.dispatcher.end()
+        for session in self.dispatcher.sessions.all():
             if session.memory is not None:
                 memory = cast("Any", session.memory)
                 memory._copies = 0  # noqa: SLF001 (a process that dies runs no code)
@@ -291,7 +292,7 @@ class SidecarProcess:
             connection.wire.sidecar_gone(self)
         self._end_tasks()
         if killed:
-            for realm in self.hub.realms.all():
+            for realm in self.dispatcher.realms.all():
                 _forget_index(realm.index)
             _forget_pool(self.pool)
 
@@ -329,7 +330,7 @@ class SidecarProcess:
         if self._tasks is None or self.stopping:
             connection.close()
             return
-        self._tasks.start_soon(self._admission.serve, cast("Any", connection))
+        self._tasks.start_soon(self._handshakes.serve, cast("Any", connection))
 
     def forget(self, connection: SimConnection) -> None:
         """The connection is over on both sides."""
@@ -342,7 +343,7 @@ class SidecarProcess:
 
     def _received(self, token: bytes, frame: bytes) -> None:
         self.checks.received(token, frame)
-        self.hub.received(token, [frame])
+        self.dispatcher.received(token, [frame])
 
 
 async def run_hop(world: World, process: SidecarProcess, hop: Hop) -> None:
@@ -359,7 +360,7 @@ async def run_hop(world: World, process: SidecarProcess, hop: Hop) -> None:
 
 @contextlib.contextmanager
 def real_sockets_replaced() -> Iterator[None]:
-    """`Admission` takes our connections as they are."""
+    """`Handshakes` takes our connections as they are."""
     with places.patched("Connection", lambda connection: connection):
         yield
 

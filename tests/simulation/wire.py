@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from connector.client import REPLY_SECONDS_MAX, Attempt, Client, Session
+from connector.client import REPLY_SECONDS_MAX, Attempt, Client, SidecarSession
 from sidecar.protocol import (
     Attached,
     ClientMessage,
@@ -62,8 +62,8 @@ class Wire:
         self._attempt: Attempt | None = None
         self._process: SidecarProcess | None = None
         self._connection: SimConnection | None = None
-        self._offered: Session | None = None
-        self._current: Session | None = None
+        self._offered: SidecarSession | None = None
+        self._current: SidecarSession | None = None
         self._inbox: deque[bytes] = deque()
         self._last_in = self._last_out = self._last_socket = 0.0
         self.world.after(0.0, self._attach)
@@ -74,7 +74,7 @@ class Wire:
     # --- towards the connector's roles ---------------------------------------------------------
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         offered = None if self.dead else self._offered
         if offered is not self._current:
             self._inbox.clear()
@@ -95,7 +95,7 @@ class Wire:
     def wait_attached(self, seconds: float) -> bool:
         return self._offered is not None
 
-    def send(self, session: Session, message: ClientMessage) -> bool:
+    def send(self, session: SidecarSession, message: ClientMessage) -> bool:
         process = self._process
         if self.session is not session or process is None:
             return False
@@ -119,7 +119,7 @@ class Wire:
     def wait(self, milliseconds: int) -> None:
         return
 
-    def poll(self, of: Session | None = None) -> list[ServerMessage]:
+    def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
         session = self.session
         if session is None or not self.reading or (of is not None and of is not session):
             return []
@@ -151,7 +151,7 @@ class Wire:
         self._last_in = self._arrival(self._last_in)
         self.world.after(self._last_in - self.world.now, lambda: self._came(session, payload))
 
-    def _came(self, session: Session | None, payload: bytes) -> None:
+    def _came(self, session: SidecarSession | None, payload: bytes) -> None:
         if session is self._current and not self.dead and session is not None and not session.dead:
             self._inbox.append(payload)
         else:
@@ -185,7 +185,7 @@ class Wire:
     def _attached(self, reply: Attached, fds: list[int]) -> None:
         assert self._attempt is not None
         scheduler = self._attempt.message.role is Role.SCHEDULER
-        self._offered = Session(
+        self._offered = SidecarSession(
             epoch=reply.epoch,
             token=reply.token,
             endpoint=reply.endpoint,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import anyio.from_thread
 
-from sidecar.demo.engine import Engine, EngineSpec
+from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.demo.sidecars import SidecarProcess
@@ -71,10 +71,10 @@ class World:
             "limits": {"drain_seconds_max": "5s", **limits},
         }
         self.sidecar = SidecarProcess(folder / "sidecar", config, program=program)
-        self._engine: Engine | None = None
-        self._reference: Engine | None = None
+        self._engine: DemoEngine | None = None
+        self._reference: DemoEngine | None = None
         self._engines = 0
-        self._started: list[Engine] = []
+        self._started: list[DemoEngine] = []
         self.sidecar_lives = 0
 
     # --- sidecar ---------------------------------------------------------------------------
@@ -117,13 +117,13 @@ class World:
     # --- engines ---------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> DemoEngine:
         """The one with kvlake; raises between two of them."""
         assert self._engine is not None, "it is replaced only while nothing runs"
         return self._engine
 
     @property
-    def reference(self) -> Engine:
+    def reference(self) -> DemoEngine:
         """The one without kvlake."""
         assert self._reference is not None, "it is started with the world"
         return self._reference
@@ -156,9 +156,9 @@ class World:
         """Of every engine with kvlake there was."""
         return sorted(self._folder.glob("engine-*.log"))
 
-    def _new_engine(self, name: str, sidecar_socket: str | None) -> Engine:
+    def _new_engine(self, name: str, sidecar_socket: str | None) -> DemoEngine:
         spec = EngineSpec(self._model, sidecar_socket, dict(ENGINE_ARGS))
-        engine = Engine(spec, self._folder / f"{name}.log")
+        engine = DemoEngine(spec, self._folder / f"{name}.log")
         self._started.append(engine)
         return engine
 

@@ -57,7 +57,7 @@ def stored(model: Bytes, chunk: ChunkLayout) -> Bytes:
     return payload.reshape(-1)
 
 
-def cuts(size: int, inner: Sequence[int]) -> list[tuple[int, int]]:
+def segment_sources(size: int, inner: Sequence[int]) -> list[tuple[int, int]]:
     edges = sorted({0, size, *(edge for edge in inner if edge < size)})
     return list(pairwise(edges))
 
@@ -73,8 +73,12 @@ def grid(layers: list[tuple[int, int]], heads: list[tuple[int, int]]) -> list[Se
 @st.composite
 def grids(draw: st.DrawFn, layers: int, heads: int) -> list[Segment]:
     """A way to cut a model over ranks: pipeline stages of any size, heads as TP or unevenly."""
-    layer_cuts = cuts(layers, draw(st.lists(st.integers(1, max(1, layers - 1)), max_size=3)))
-    head_cuts = cuts(heads, draw(st.lists(st.integers(1, max(1, heads - 1)), max_size=3)))
+    layer_cuts = segment_sources(
+        layers, draw(st.lists(st.integers(1, max(1, layers - 1)), max_size=3))
+    )
+    head_cuts = segment_sources(
+        heads, draw(st.lists(st.integers(1, max(1, heads - 1)), max_size=3))
+    )
     return grid(layer_cuts, head_cuts)
 
 
@@ -164,7 +168,9 @@ class TestCover:
     @pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
     @pytest.mark.parametrize("reader", [1, 2, 4, 8])
     def test_reads_no_more_than_it_needs(self, tensor_parallel: int, reader: int) -> None:
-        written = grid([(0, 32)], cuts(8, range(8 // tensor_parallel, 8, 8 // tensor_parallel)))
+        written = grid(
+            [(0, 32)], segment_sources(8, range(8 // tensor_parallel, 8, 8 // tensor_parallel))
+        )
         wanted = Segment(0, 32, 0, 8 // reader)
         chosen = cover(wanted, written)
         assert chosen is not None

@@ -382,7 +382,7 @@ def test_which_stores_are_read_so(
     def make(base: str, **_: object) -> None:
         made.append(base)
 
-    places.patch(monkeypatch, "DirectReads", make)
+    places.patch(monkeypatch, "S3DirectReads", make)
     UrlObjects(url, access)
     assert bool(made) is direct
 

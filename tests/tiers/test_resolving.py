@@ -13,7 +13,7 @@ import pytest
 from tests import places
 from tests.tiers.test_direct import IMAGE, OK, slot, telling
 from tiers.store.resolving import ANSWER_SECONDS_MAX, Address, Addresses
-from tiers.store.s3_direct import DirectReads
+from tiers.store.s3_direct import S3DirectReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -131,7 +131,7 @@ async def test_reads_try_the_next_address_and_a_socket_that_cannot_be_made_is_no
     # However slow the machine is, the first answer holds.
     places.patch(monkeypatch, "ANSWER_SECONDS_MAX", math.inf, package="tiers")
     async with telling(*[OK + IMAGE.tobytes()] * 3) as (told, _):
-        reads = DirectReads(
+        reads = S3DirectReads(
             f"http://store:{told.port}/bucket",
             region="",
             keys=None,

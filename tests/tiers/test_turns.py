@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from tiers.store.client import run_to_end
-from tiers.threads import BEHIND, NICENESS_MAX, step_back
+from tiers.threads import BEHIND, NICENESS_MAX, lower_priority
 
 if TYPE_CHECKING:
     import pytest
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OBSTORE = """
 import anyio, os
 from tiers.store.access import Access, Credentials
-from tiers.store.obstore_client import CloudStore
+from tiers.store.obstore_client import ObstoreClient
 
 def niceness():
     threads = os.listdir("/proc/self/task")
@@ -29,7 +29,7 @@ own = niceness()
 keys = Credentials(kind="static", access_key="anybody", secret_key="anything")
 access = Access(endpoint="http://127.0.0.1:9", region="us-east-1", credentials=keys)
 for _ in range(2):
-    CloudStore("s3://bucket", access)
+    ObstoreClient("s3://bucket", access)
 others = niceness()
 print(*(others.pop(task) for task in own))
 print(*sorted(set(others.values())))
@@ -52,7 +52,7 @@ class TestStepBack:
 
     async def test_a_loop_that_does_a_threads_work_stays_where_it_is(self) -> None:
         own = niceness()
-        step_back()
+        lower_priority()
         assert niceness() == own
 
     def test_what_obstore_starts_stands_behind_the_loop(self) -> None:
@@ -72,7 +72,7 @@ class TestStepBack:
         own, found = niceness(), list[int]()
 
         def work() -> None:
-            step_back()
+            lower_priority()
             found.append(niceness())
 
         thread = threading.Thread(target=work)

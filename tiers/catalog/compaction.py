@@ -32,20 +32,20 @@ import numpy as np
 from tiers.catalog import manifest as manifests
 from tiers.catalog.event_loop import in_turns
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.major_compaction import ANNOUNCED_ROWS, WholeMerge
+from tiers.catalog.major_compaction import ANNOUNCED_ROWS, MajorCompaction
 from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manifest, Merged
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Contents, Files, sort_out
-from tiers.catalog.rounds import Plan, Report, Work
+from tiers.catalog.rounds import CompactionPlan, CompactionReport, CompactionWork
 from tiers.catalog.scan import State, Superseded, load
 from tiers.catalog.snapshots import Snapshots
-from tiers.catalog.usage import Holding, held_by_tenant, word_of
+from tiers.catalog.usage import Usage, held_by_tenant, word_of
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping
 
-    from tiers.catalog.retention import Bounds
+    from tiers.catalog.retention import RetentionRules
     from tiers.catalog.rounds import Tell
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
@@ -64,14 +64,14 @@ WRITERS_KEPT: Final = 4096
 async def compact(
     tier: ObjectTier,
     prefix: str,
-    plan: Plan,
+    plan: CompactionPlan,
     now_seconds: float,
     *,
     alive: Callable[[], Awaitable[bool]] | None = None,
     counts: Counts | None = None,
     tell: Tell | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Report:
+) -> CompactionReport:
     """One round on the namespace in folder `prefix`.
 
     Args:
@@ -88,14 +88,16 @@ async def compact(
     again.
     """
     files = Files(tier, catalog_folder(prefix), counts or Counts())
-    work = Work(tier, prefix, plan, now_seconds, files, Report(prefix), alive, tell)
+    work = CompactionWork(
+        tier, prefix, plan, now_seconds, files, CompactionReport(prefix), alive, tell
+    )
     return await _Round(work, clock).run()
 
 
 class _Round:
     """State of one round."""
 
-    def __init__(self, work: Work, clock: Callable[[], float]) -> None:
+    def __init__(self, work: CompactionWork, clock: Callable[[], float]) -> None:
         self._work = work
         self._clock = clock
         self._began = clock()
@@ -104,7 +106,7 @@ class _Round:
             work.tier, work.folder, new_writer("c"), rows_max=ANNOUNCED_ROWS, seconds_max=0.0
         )
 
-    async def run(self) -> Report:
+    async def run(self) -> CompactionReport:
         """Do it."""
         work = self._work
         state = await load(work.files, work.now_seconds)
@@ -205,7 +207,7 @@ class _Round:
 
     async def _whole(self, state: State) -> Manifest:
         work, generation = self._work, state.next_generation
-        merge = WholeMerge(work, state, self._log)
+        merge = MajorCompaction(work, state, self._log)
         deletes = self._deletes(state.manifest)
         waits = not deletes and self._waits(state.manifest)
         done = await merge.run(self._snapshots(generation), deletes=deletes, waits=waits)
@@ -285,22 +287,22 @@ class _Round:
             self._report.files_removed = len(names)
 
 
-async def _held(manifest: Manifest, rows: Rows) -> tuple[Holding, dict[bytes, Holding]]:
+async def _held(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[bytes, Usage]]:
     """What a manifest and the rows of newer logs come to, in all and by tenant: an estimate."""
     added = await anyio.to_thread.run_sync(held_by_tenant, rows)
     return await in_turns(_sums(manifest, added))
 
 
 def _sums(
-    manifest: Manifest, added: Mapping[bytes, Holding]
-) -> Generator[None, None, tuple[Holding, dict[bytes, Holding]]]:
-    whole, tenants = manifest.held, dict[bytes, Holding]()
+    manifest: Manifest, added: Mapping[bytes, Usage]
+) -> Generator[None, None, tuple[Usage, dict[bytes, Usage]]]:
+    whole, tenants = manifest.held, dict[bytes, Usage]()
     for number, (name, held) in enumerate(manifest.tenants.items()):
         tenants[bytes.fromhex(name)] = held
         if number % TENANTS_PER_SLICE == 0:
             yield
     for number, (tenant, held) in enumerate(added.items()):
-        tenants[tenant] = tenants.get(tenant, Holding()).plus(held)
+        tenants[tenant] = tenants.get(tenant, Usage()).plus(held)
         whole = whole.plus(held)
         if number % TENANTS_PER_SLICE == 0:
             yield
@@ -308,7 +310,7 @@ def _sums(
 
 
 def _any_exceeds(
-    bounds: Bounds, tenants: Mapping[bytes, Holding], now_seconds: float
+    bounds: RetentionRules, tenants: Mapping[bytes, Usage], now_seconds: float
 ) -> Generator[None, None, bool]:
     """Whether a tenant has more than it may."""
     limits = bounds.of_tenants()
@@ -321,10 +323,10 @@ def _any_exceeds(
     return False
 
 
-def _largest(tenants: Mapping[bytes, Holding]) -> Generator[None, None, dict[str, Holding]]:
+def _largest(tenants: Mapping[bytes, Usage]) -> Generator[None, None, dict[str, Usage]]:
     """As a manifest names them: those that hold most bytes."""
     sizes: list[int] = []
-    found: dict[str, Holding] = {}
+    found: dict[str, Usage] = {}
     for number, (tenant, own) in enumerate(tenants.items()):
         sizes.append(own.size_bytes)
         found[tenant.hex()] = own
@@ -355,4 +357,4 @@ def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
     ]
 
 
-__all__ = ["Plan", "Report", "Superseded", "compact"]
+__all__ = ["CompactionPlan", "CompactionReport", "Superseded", "compact"]

@@ -48,7 +48,7 @@ class _Record(msgspec.Struct, frozen=True):
 _UNKNOWN: Final = _Record("somebody", LEASE_SECONDS_MAX)
 
 
-class Lease:
+class CatalogLease:
     """One contender's view of a store's lease.
 
     Args:

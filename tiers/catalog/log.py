@@ -28,7 +28,7 @@ from tiers.catalog.rows import ROWS_PER_FILE_MAX, Bytes, Row, Rows, digest_of, e
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.catalog.tally import Tally
+    from tiers.catalog.tally import LogUsage
     from tiers.store.object_tier import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
@@ -62,7 +62,7 @@ class LogWriter:
         rows_max: int,
         seconds_max: float,
         clock: Callable[[], float] | None = None,
-        tally: Tally | None = None,
+        tally: LogUsage | None = None,
     ) -> None:
         self.tier = tier
         self._folder = folder

@@ -20,14 +20,14 @@ from tiers.catalog.diff import Objects, compared, deletable
 from tiers.catalog.manifest import TENANTS_MAX
 from tiers.catalog.merge import both_have, merged, newest_of_chunk, withdrawals
 from tiers.catalog.orphans import listed_in, slice_folder
-from tiers.catalog.retention import Ages, Bounds, Verdict, Whys
+from tiers.catalog.retention import Ages, RetentionDecision, RetentionRules, Whys
 from tiers.catalog.rows import Rows, joined
 from tiers.catalog.scan import Shards
 from tiers.catalog.usage import held_by_tenant, word_of
 
 if TYPE_CHECKING:
     from tiers.catalog.log import LogWriter
-    from tiers.catalog.rounds import Report, Work
+    from tiers.catalog.rounds import CompactionReport, CompactionWork
     from tiers.catalog.scan import State
     from tiers.catalog.snapshots import Snapshots
 
@@ -40,7 +40,7 @@ LATE_ROWS_MAX: Final = 25_000
 """Rows withdrawn while the base waits that are kept beyond it; each round reads them again."""
 
 
-class Done(NamedTuple):
+class MergedFiles(NamedTuple):
     """The files of a whole merge."""
 
     names: tuple[str, ...]
@@ -52,10 +52,10 @@ class Done(NamedTuple):
     """Whether the base has to wait again, where it was to wait on."""
 
 
-class WholeMerge:
+class MajorCompaction:
     """Goes through a catalog once, or twice where a bound needs to know ages first."""
 
-    def __init__(self, work: Work, state: State, log: LogWriter) -> None:
+    def __init__(self, work: CompactionWork, state: State, log: LogWriter) -> None:
         self._work = work
         self._state = state
         self._log = log
@@ -63,16 +63,16 @@ class WholeMerge:
         self._late: list[Rows] = []
         self._anew = False
 
-    async def run(self, out: Snapshots, *, deletes: bool, waits: bool) -> Done:
+    async def run(self, out: Snapshots, *, deletes: bool, waits: bool) -> MergedFiles:
         """Merge all into `out`.
 
         `deletes`: what the base withdraws may be deleted now. `waits`: it is to wait as long as it
         did, so nothing is withdrawn for a bound, and rows that others withdrew are kept apart.
         """
         work, plan = self._work, self._work.plan
-        bounds = Bounds() if waits else plan.bounds
+        bounds = RetentionRules() if waits else plan.bounds
         ages = await self._ages(bounds)
-        verdict = await anyio.to_thread.run_sync(Verdict, bounds, ages, work.now_seconds)
+        verdict = await anyio.to_thread.run_sync(RetentionDecision, bounds, ages, work.now_seconds)
         async for shard, found, withdrawn in Shards(work.files, self._state).rows():
             await work.check_alive()
             rows = found
@@ -95,7 +95,7 @@ class WholeMerge:
         if len(late):
             await out.write(late)
         await self._announce(None)
-        return Done(tuple(await out.close()), base, len(late), self._anew)
+        return MergedFiles(tuple(await out.close()), base, len(late), self._anew)
 
     def _without_late(self, rows: Rows, withdrawn: Rows) -> Rows:
         """The rows that may go to a base which waits on; the others are kept, if they are few."""
@@ -111,7 +111,7 @@ class WholeMerge:
         kept[late] = False
         return rows.take(kept)
 
-    async def _ages(self, bounds: Bounds) -> Ages:
+    async def _ages(self, bounds: RetentionRules) -> Ages:
         """What is offered before the round, by age; only where a bound needs to know."""
         work = self._work
         ages = Ages(bounds, work.now_seconds)
@@ -121,7 +121,7 @@ class WholeMerge:
                 await anyio.to_thread.run_sync(ages.add, rows)
         return ages
 
-    def _needs_ages(self, bounds: Bounds) -> bool:
+    def _needs_ages(self, bounds: RetentionRules) -> bool:
         if bounds.capped or bounds.tenant.capped:
             return True
         if not bounds.capped_anywhere:
@@ -210,7 +210,9 @@ class _Fallen(NamedTuple):
     """The rows that withdraw these."""
 
 
-def _judged(rows: Rows, verdict: Verdict, report: Report) -> tuple[Rows, _Fallen]:
+def _judged(
+    rows: Rows, verdict: RetentionDecision, report: CompactionReport
+) -> tuple[Rows, _Fallen]:
     """A shard's rows after what has to go is withdrawn, and what that is; counted."""
     whys = verdict.why(rows)
     going = np.flatnonzero(whys)

@@ -26,7 +26,7 @@ import numpy as np
 from tiers.catalog.event_loop import at_once
 from tiers.catalog.names import parse_log, parse_snapshot
 from tiers.catalog.rows import CatalogCorrupt, digest_of
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -68,7 +68,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows in them that withdraw, whose objects may still be there."""
     rows: int = 0
     """Rows in all snapshots."""
-    held: Holding = Holding()
+    held: Usage = Usage()
     """What is offered. Since the last whole merge, an estimate: duplicates count."""
     merged: dict[str, Merged] = {}
     reconciled_seconds: float = 0.0
@@ -79,7 +79,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(_Fields, frozen=True, forbid_unknown_fields=True):
     """One state of a catalog: its snapshots, and all log files that are not merged."""
 
-    tenants: dict[str, Holding] = {}
+    tenants: dict[str, Usage] = {}
     """`held` by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
 
     def after(self, **changes: Any) -> Manifest:
@@ -141,16 +141,16 @@ def _fields_of(record: _Fields) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _Fields.__struct_fields__}
 
 
-def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Holding]]:
+def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
     """The tenants in a JSON object of lists of numbers, as `encode` makes it."""
     if not text.startswith(b"{"):
         raise CatalogCorrupt("tenants: not an object")
-    found: dict[str, Holding] = {}
+    found: dict[str, Usage] = {}
     first, last = 1, len(text) - 1
     while first < last:
         # To the end of some tenant's list.
         end = text.find(b"]", min(first + _SLICE_BYTES, last - 1)) + 1 or last
-        some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Holding], strict=True)
+        some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Usage], strict=True)
         if not all(map(_TENANT.fullmatch, some)):
             raise CatalogCorrupt("tenants: one is not called by 16 hexadecimal digits")
         found.update(some)

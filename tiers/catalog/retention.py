@@ -91,7 +91,7 @@ _SETTINGS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetentionLimits:
     """How old and how much. None: no limit."""
 
     ttl_seconds: float | None = None
@@ -114,12 +114,12 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds(Limits):
+class RetentionRules(RetentionLimits):
     """The limits of a namespace, and within it those of its tenants."""
 
-    tenant: Limits = field(default_factory=Limits)
+    tenant: RetentionLimits = field(default_factory=RetentionLimits)
     """Of each tenant that is not in `named`."""
-    named: Mapping[bytes, Limits] = field(default_factory=dict[bytes, Limits])
+    named: Mapping[bytes, RetentionLimits] = field(default_factory=dict[bytes, RetentionLimits])
     """Instead, by tenant: b"" or zeros for requests without a cache salt."""
 
     @property
@@ -127,7 +127,7 @@ class Bounds(Limits):
         """Whether anything says how much."""
         return self.capped or self.tenant.capped or any(one.capped for one in self.named.values())
 
-    def of(self, tenant: bytes) -> Limits:
+    def of(self, tenant: bytes) -> RetentionLimits:
         """The limits of a tenant as rows name it."""
         return _TenantLimits(self).limits(word_of(tenant))
 
@@ -139,7 +139,7 @@ class Bounds(Limits):
 class _TenantLimits:
     """Limits by tenant, as columns."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: RetentionRules) -> None:
         self._default = bounds.tenant
         self._named = {word_of(tenant): one for tenant, one in sorted(bounds.named.items())}
         words = sorted(self._named)
@@ -149,7 +149,7 @@ class _TenantLimits:
         self.size_bytes_max = _column([one.size_bytes_max for one in every])
         self.objects_max = _column([one.objects_max for one in every])
 
-    def limits(self, word: int) -> Limits:
+    def limits(self, word: int) -> RetentionLimits:
         """Those of one tenant."""
         return self._named.get(word, self._default)
 
@@ -172,7 +172,7 @@ def _column(values: list[int | None]) -> Longs:
 class Expiry:
     """Which chunks are too old."""
 
-    def __init__(self, bounds: Bounds, now_seconds: float) -> None:
+    def __init__(self, bounds: RetentionRules, now_seconds: float) -> None:
         self._now = int(now_seconds * MICROSECONDS)
         ttl = _micros(bounds.ttl_seconds)
         self._ttl = NO_LIMIT if ttl is None else ttl
@@ -193,7 +193,7 @@ class Expiry:
 class Ages:
     """What is offered and not too old, by tenant and age: what a verdict on the rest is made of."""
 
-    def __init__(self, bounds: Bounds, now_seconds: float) -> None:
+    def __init__(self, bounds: RetentionRules, now_seconds: float) -> None:
         self._expiry = Expiry(bounds, now_seconds)
         self._by_tenant = bounds.tenant.capped or any(one.capped for one in bounds.named.values())
         self._sums = Sums()
@@ -296,10 +296,10 @@ def _before_each(amounts: Longs, starts: npt.NDArray[np.intp]) -> Longs:
     return result
 
 
-class Verdict:
+class RetentionDecision:
     """Who goes, and for what. Ask for every chunk once, in any order; made of all their ages."""
 
-    def __init__(self, bounds: Bounds, ages: Ages, now_seconds: float) -> None:
+    def __init__(self, bounds: RetentionRules, ages: Ages, now_seconds: float) -> None:
         self._expiry = Expiry(bounds, now_seconds)
         self._ages = ages
         cells, tenants = ages.cells, bounds.of_tenants()

@@ -1,7 +1,7 @@
 """One round of compaction: what it is to do, what it did, and what its parts share.
 
-Owns `Plan`, `Report`, and `Work`, which holds both with the store and the catalog's folder. Does
-not own any step of a round (`compaction.py`, `major_compaction.py`).
+Owns `CompactionPlan`, `CompactionReport`, and `CompactionWork`, which holds both with the store and
+the catalog's folder. Does not own any step of a round (`compaction.py`, `major_compaction.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiers.catalog.names import catalog_folder
-from tiers.catalog.retention import BOUNDS, Bounds, Whys
+from tiers.catalog.retention import BOUNDS, RetentionRules, Whys
 from tiers.catalog.scan import Superseded
-from tiers.catalog.usage import OBJECTS, Census, Chunks, Sums, cells_of
+from tiers.catalog.usage import OBJECTS, Chunks, Sums, UsageTable, cells_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     Tell = Callable[[Rows, Whys], Awaitable[None]]
 
 
-class Plan(NamedTuple):
+class CompactionPlan(NamedTuple):
     """What a round is to do."""
 
-    bounds: Bounds
+    bounds: RetentionRules
     grace_seconds: float
     """From withdrawing to deleting: longer than a refresh and the longest read together."""
     keep_seconds: float
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Report:
+class CompactionReport:
     """What a round did, or with `dry_run` would have done."""
 
     prefix: str
@@ -52,7 +52,7 @@ class Report:
     logs_merged: int = 0
     logs_left: int = 0
     """Log files that are too much for one round: the next one goes on with them."""
-    census: Census = field(default_factory=Census)
+    census: UsageTable = field(default_factory=UsageTable)
     """Of a whole round: what is offered after it."""
     withdrawn: int = 0
     withdrawn_bytes: int = 0
@@ -83,16 +83,16 @@ class Report:
 
 
 @dataclass(slots=True)
-class Work:
+class CompactionWork:
     """One round, for its parts."""
 
     tier: ObjectTier
     prefix: str
-    plan: Plan
+    plan: CompactionPlan
     now_seconds: float
     """The time by the store's clock."""
     files: Files
-    report: Report
+    report: CompactionReport
     alive: Callable[[], Awaitable[bool]] | None
     tell: Tell | None
 

@@ -1,4 +1,4 @@
-"""Tally: what the rows of one log come to, for as long as no manifest has counted them.
+"""Usage of one log: what the rows of one log come to, for as long as no manifest has counted them.
 
 Owns sums by tenant and by file of the log. Does not own rows or files (`log.py`), nor what others
 wrote.
@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 
 if TYPE_CHECKING:
     from tiers.catalog.rows import Row
@@ -37,10 +37,10 @@ class _Sum:
         """Rows of the log up to its last one."""
         self.number = _NOT_SENT
         """Of the file that has its last row."""
-        self.tenants: dict[bytes, Holding] = {}
-        self.whole = Holding()
+        self.tenants: dict[bytes, Usage] = {}
+        self.whole = Usage()
 
-    def add(self, tenant: bytes, own: Holding) -> None:
+    def add(self, tenant: bytes, own: Usage) -> None:
         self.tenants[tenant] = self.tenants.get(tenant, _NOTHING).plus(own)
         self.whole = self.whole.plus(own)
 
@@ -50,10 +50,10 @@ class _Sum:
         self.end, self.number = later.end, later.number
 
 
-_NOTHING: Final = Holding()
+_NOTHING: Final = Usage()
 
 
-class Tally:
+class LogUsage:
     """Sums of one log. Rows come and are sent in one order; files are numbered from 0."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Tally:
         last = self.sums[-1]
         last.end = self._rows
         if row.size_bytes:
-            last.add(row.tenant or NO_TENANT, Holding(row.size_bytes, 1, row.written_at, 1))
+            last.add(row.tenant or NO_TENANT, Usage(row.size_bytes, 1, row.written_at, 1))
 
     def cut(self) -> None:
         """A file is made of rows that came so far: later ones are in another."""
@@ -102,14 +102,14 @@ class Tally:
             sums.appendleft(first)
 
     @property
-    def whole(self) -> Holding:
+    def whole(self) -> Usage:
         """Of all tenants together."""
         found = _NOTHING
         for one in self.sums:
             found = found.plus(one.whole)
         return found
 
-    def held(self, tenant: bytes) -> Holding:
+    def held(self, tenant: bytes) -> Usage:
         """Of one tenant, as rows name it."""
         found = _NOTHING
         for one in self.sums:

@@ -1,7 +1,7 @@
-"""Census: how much merged rows offer, by tenant, and by tenant and age, in columns.
+"""Usage: how much merged rows offer, by tenant, and by tenant and age, in columns.
 
 Owns chunks as columns (`Chunks`), sums by tenant and span of time (`Sums`), and the totals that a
-manifest, `kvlake du` and a round of collection tell (`Census`). Does not own which chunks go
+manifest, `kvlake du` and a round of collection tell (`UsageTable`). Does not own which chunks go
 (`retention.py`), nor which row of several holds (`merge.py`).
 
 A tenant is a number here, `word_of`: the eight bytes of a row, most significant first.
@@ -157,7 +157,7 @@ class Sums:
         self._joined = joined_cells(replace(cells, spans=cells.spans >> 1))
 
 
-class Holding(NamedTuple):
+class Usage(NamedTuple):
     """What one tenant, or all, have in a namespace."""
 
     size_bytes: int = 0
@@ -166,9 +166,9 @@ class Holding(NamedTuple):
     """Microseconds since 1970: none of its chunks was last written before; 0 for no chunks."""
     chunks: int = 0
 
-    def plus(self, other: Holding) -> Holding:
+    def plus(self, other: Usage) -> Usage:
         """Both together."""
-        return Holding(
+        return Usage(
             self.size_bytes + other.size_bytes,
             self.objects + other.objects,
             earlier(self.oldest, other.oldest),
@@ -182,7 +182,7 @@ def earlier(one: int, other: int) -> int:
 
 
 @dataclass(slots=True)
-class Census:
+class UsageTable:
     """What is offered, in all and by tenant."""
 
     withdrawn: int = 0
@@ -198,20 +198,20 @@ class Census:
             self._sums.add(cells_of(chunks, np.zeros(len(chunks), dtype=np.int64)))
 
     @property
-    def whole(self) -> Holding:
+    def whole(self) -> Usage:
         """Of all tenants."""
         cells = self._sums.cells
         if not len(cells):
-            return Holding()
+            return Usage()
         sums: list[int] = cells.amounts.sum(axis=0).tolist()
-        return Holding(sums[SIZE], sums[OBJECTS], int(cells.oldest.min()), sums[CHUNKS])
+        return Usage(sums[SIZE], sums[OBJECTS], int(cells.oldest.min()), sums[CHUNKS])
 
     @property
     def num_tenants(self) -> int:
         """How many tenants hold anything."""
         return len(self._sums.cells)
 
-    def largest(self, most: int) -> dict[bytes, Holding]:
+    def largest(self, most: int) -> dict[bytes, Usage]:
         """The tenants that hold most bytes, at most so many, the largest first."""
         cells = self._sums.cells
         order = np.argsort(-cells.amounts[:, SIZE], kind="stable")[:most]
@@ -241,17 +241,17 @@ def cells_by_tenant(rows: Rows) -> Cells:
     return joined_cells(Cells(words, spans, amounts, live.written_at))
 
 
-def held_by_tenant(rows: Rows) -> dict[bytes, Holding]:
+def held_by_tenant(rows: Rows) -> dict[bytes, Usage]:
     """The same, by tenant as rows name it."""
     return holdings(cells_by_tenant(rows))
 
 
-def holdings(cells: Cells) -> dict[bytes, Holding]:
+def holdings(cells: Cells) -> dict[bytes, Usage]:
     """What each tenant holds, by its bytes, of cells that have each tenant once."""
     columns = zip(
         cells.tenants.tolist(), cells.amounts.tolist(), cells.oldest.tolist(), strict=True
     )
     return {
-        tenant_of(word): Holding(amounts[SIZE], amounts[OBJECTS], oldest, amounts[CHUNKS])
+        tenant_of(word): Usage(amounts[SIZE], amounts[OBJECTS], oldest, amounts[CHUNKS])
         for word, amounts, oldest in columns
     }

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tiers.cuda.copy_stream import Lane
+    from tiers.cuda.copy_stream import CopyStream
     from tiers.cuda.driver import Driver
 
     Bytes = npt.NDArray[np.uint8]
@@ -51,7 +51,7 @@ _kept: list[mmap.mmap] = []
 
 
 @dataclass(slots=True)
-class Findings:
+class CalibrationResult:
     """What was found."""
 
     batches: bool = False
@@ -78,19 +78,19 @@ class Findings:
         return answer
 
 
-class SelfTest:
+class Calibration:
     """One device's. Its context is current. Raises `CudaFailed` where the device fails itself."""
 
-    def __init__(self, driver: Driver, lanes: dict[str, Lane], ordinal: int) -> None:
+    def __init__(self, driver: Driver, lanes: dict[str, CopyStream], ordinal: int) -> None:
         self._driver = driver
         self._lanes = lanes
         self._pitch_bytes_max = driver.attribute("MAX_PITCH", ordinal)
 
-    def run(self, strided: Strided) -> Findings:
+    def run(self, strided: Strided) -> CalibrationResult:
         """Try everything; afterwards the lanes take what is right and fast."""
         timed_bytes = TIMED_BYTES if strided == "auto" else 0
         host_bytes = max(4 * _ROWS * _TRIAL_WIDTH_BYTES, timed_bytes)
-        found = Findings()
+        found = CalibrationResult()
         # Rows at twice their size from each other, so twice the room.
         there = int(self._driver.call("cuMemAlloc", 2 * host_bytes))
         staging = mmap.mmap(-1, host_bytes)
@@ -132,7 +132,7 @@ class SelfTest:
 
     # --- right or wrong ------------------------------------------------------------------------
 
-    def _try(self, found: Findings, there: int, host: Bytes, strided: Strided) -> None:
+    def _try(self, found: CalibrationResult, there: int, host: Bytes, strided: Strided) -> None:
         for lane in self._lanes.values():
             lane.no_planes()
         found.batches = self._tried(found, "batches", self._pieces, there, host)
@@ -147,9 +147,9 @@ class SelfTest:
 
     def _tried(
         self,
-        found: Findings,
+        found: CalibrationResult,
         what: str,
-        submit: Callable[[Lane, int, Bytes], int],
+        submit: Callable[[CopyStream, int, Bytes], int],
         there: int,
         host: Bytes,
     ) -> bool:
@@ -180,17 +180,17 @@ class SelfTest:
             found.reasons.append(f"{what} failed their test (other bytes came than were sent)")
         return right
 
-    def _pieces(self, lane: Lane, there: int, memory: Bytes) -> int:
+    def _pieces(self, lane: CopyStream, there: int, memory: Bytes) -> int:
         lane.use_batches(on=True)
         return lane.submit(_planes(there, memory, _TRIAL_WIDTH_BYTES).pieces())
 
-    def _planes(self, lane: Lane, there: int, memory: Bytes) -> int:
+    def _planes(self, lane: CopyStream, there: int, memory: Bytes) -> int:
         lane.use_planes(_always, pitch_bytes_max=self._pitch_bytes_max)
         return lane.submit_planes(_planes(there, memory, _TRIAL_WIDTH_BYTES))
 
     # --- slow or fast --------------------------------------------------------------------------
 
-    def _time(self, found: Findings, there: int, host: Bytes) -> None:
+    def _time(self, found: CalibrationResult, there: int, host: Bytes) -> None:
         for name, lane in self._lanes.items():
             rates = found.rates[name] = {}
             for width_bytes in TIMED_WIDTHS_BYTES:
@@ -210,7 +210,7 @@ class SelfTest:
                     rates.clear()
                     break
 
-    def _rate(self, lane: Lane, submit: Callable[[], int]) -> float:
+    def _rate(self, lane: CopyStream, submit: Callable[[], int]) -> float:
         """GB/s, as the device sees it, of the fastest of some repeats."""
         milliseconds: list[float] = []
         with contextlib.ExitStack() as stack:
@@ -231,7 +231,7 @@ class SelfTest:
         stack.callback(self._driver.call, "cuEventDestroy", event)
         return event
 
-    def _choose(self, found: Findings, strided: Strided) -> None:
+    def _choose(self, found: CalibrationResult, strided: Strided) -> None:
         for name, lane in self._lanes.items():
             if not found.planes:
                 continue
@@ -256,7 +256,7 @@ def _planes(there: int, memory: Bytes, width_bytes: int) -> Planes:
     )
 
 
-def describe_rates(found: Findings) -> dict[str, Any]:
+def describe_rates(found: CalibrationResult) -> dict[str, Any]:
     """The rates for a log line: GB/s in batches / as 2D copies, by direction and KiB of a run."""
     return {
         name: {

@@ -67,7 +67,7 @@ def _never(width_bytes: int) -> bool:  # noqa: ARG001 (as every such answer)
     return False
 
 
-class Lane:
+class CopyStream:
     """Copies in one direction. Threads may share it; each call binds the context it needs.
 
     Args:

@@ -17,8 +17,8 @@ import ctypes
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from tiers.cuda.calibration import SelfTest
-from tiers.cuda.copy_stream import Lane
+from tiers.cuda.calibration import Calibration
+from tiers.cuda.copy_stream import CopyStream
 from tiers.cuda.descriptors import (
     PlaneShape,
     cut,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from tiers.cuda.calibration import Strided
     from tiers.cuda.driver import Driver
-    from tiers.cuda.pinned_memory import Pins
+    from tiers.cuda.pinned_memory import PinnedMemory
     from tiers.kv.copy import Visit
     from tiers.kv.layout import KVLayout
 
@@ -70,16 +70,16 @@ class Device:
         self._set_current = driver.entry("cuCtxSetCurrent")
         self._context: Any = driver.call("cuDevicePrimaryCtxRetain", self.ordinal)
         self._context_handle = int(self._context)
-        lanes: list[Lane] = []
+        lanes: list[CopyStream] = []
         try:
             self.bind()
             for to_device, bytes_max in ((True, to_device_bytes_max), (False, to_host_bytes_max)):
                 lanes.append(
-                    Lane(driver, self.bind, to_device=to_device, inflight_bytes_max=bytes_max)
+                    CopyStream(driver, self.bind, to_device=to_device, inflight_bytes_max=bytes_max)
                 )
             self.to_device, self.to_host = lanes
             directions = {"to_device": self.to_device, "to_host": self.to_host}
-            self.findings = SelfTest(driver, directions, self.ordinal).run(strided)
+            self.findings = Calibration(driver, directions, self.ordinal).run(strided)
         except BaseException as error:
             # Of a device that was lost not even this may go well, and why it was is to be told.
             with contextlib.suppress(CudaFailed):
@@ -107,7 +107,7 @@ class Device:
         """Why nothing can be copied any more, if that is so."""
         return self.to_device.lost or self.to_host.lost
 
-    def import_ipc(self, handle: bytes, layout: KVLayout, pins: Pins) -> DeviceMemory:
+    def import_ipc(self, handle: bytes, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
         """Map memory that another process exported by a legacy IPC handle."""
         if len(handle) != IPC_HANDLE_BYTES:
             raise CudaMisused("cuIpcOpenMemHandle", 1, f"a handle of {len(handle)} bytes")
@@ -127,7 +127,7 @@ class Device:
             unmap()
             raise
 
-    def import_vmm(self, fd: int, layout: KVLayout, pins: Pins) -> DeviceMemory:
+    def import_vmm(self, fd: int, layout: KVLayout, pins: PinnedMemory) -> DeviceMemory:
         """Map memory that another process exported as a descriptor; `fd` stays the caller's."""
         self.bind()
         call, posix = self.driver.call, "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
@@ -185,7 +185,7 @@ class DeviceMemory:
         device: Device,
         address: int,
         layout: KVLayout,
-        pins: Pins,
+        pins: PinnedMemory,
         unmap: Callable[[], None],
     ) -> None:
         self.device = device
@@ -208,7 +208,9 @@ class DeviceMemory:
         """Begin to copy `payload`, which lies in the pool, to blocks."""
         return self._begin(self.device.to_device, block_ids, payload, load=True)
 
-    def _begin(self, lane: Lane, block_ids: BlockIds, payload: Bytes, *, load: bool) -> Flight:
+    def _begin(
+        self, lane: CopyStream, block_ids: BlockIds, payload: Bytes, *, load: bool
+    ) -> Flight:
         check_copy(self._layout, block_ids, payload)
         if not len(block_ids):
             return Flight(lane, 0, payload, load=load)
@@ -220,7 +222,7 @@ class DeviceMemory:
             lane.drain()
             raise
 
-    def _submit(self, lane: Lane, block_ids: BlockIds, host: int) -> int:
+    def _submit(self, lane: CopyStream, block_ids: BlockIds, host: int) -> int:
         """Queue it; returns the number of the last part, after which all are through."""
         origin, grid_bytes = self._pins.origin, self._pins.chunk_bytes
         runs, shape, number = self._runs, self._plane_shape, 0
@@ -243,9 +245,9 @@ class DeviceMemory:
 
 
 class Flight:
-    """A copy on its way: a `Transfer`."""
+    """A copy on its way: a `StagedTransfer`."""
 
-    def __init__(self, lane: Lane, number: int, payload: Bytes, *, load: bool) -> None:
+    def __init__(self, lane: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
         self._lane = lane
         self._number = number
         self._payload = payload

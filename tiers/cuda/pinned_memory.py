@@ -25,7 +25,7 @@ CHUNK_BYTES: Final = 1 << 30
 _PORTABLE: Final = 1
 
 
-class Pins:
+class PinnedMemory:
     """`memory` registered with the driver. A context must be current here and in `close`."""
 
     def __init__(

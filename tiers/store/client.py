@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import ImageTruncated
-from tiers.threads import OwnThreads, step_back
+from tiers.threads import OwnThreads, lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,7 +123,7 @@ class _ThreadWork:
                 raise RuntimeError("work was abandoned before its thread began")
             self._started = True
         if self._behind:
-            step_back()
+            lower_priority()
         try:
             return work()
         finally:

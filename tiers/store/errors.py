@@ -48,7 +48,7 @@ _OBSTORE_CODE = re.compile(r"<Code>(\w+)</Code>")
 _OBSTORE_DETAIL = "\n\nDebug source"
 
 
-class Kind(enum.Enum):
+class ErrorKind(enum.Enum):
     """What a condition means to the caller."""
 
     MISSING = "missing"
@@ -59,127 +59,142 @@ class Kind(enum.Enum):
     STOP = "stop"
 
 
-class Verdict(NamedTuple):
+class ErrorClass(NamedTuple):
     """One condition: its kind, what happened, the remedy, and what it is counted as."""
 
-    kind: Kind
+    kind: ErrorKind
     what: str
     remedy: str
     cause: str = "other"
 
 
-_MISSING = Verdict(Kind.MISSING, "no such object", "nothing to do: what is missing is computed")
-_EMPTY = Verdict(Kind.EMPTY, "the object is empty", "it will be written again")
-_EXISTS = Verdict(Kind.EXISTS, "the name is taken", "another writer was first")
-_FULL = Verdict(Kind.FULL, "no space is left", "free space or raise the quota of the store")
-_CREDENTIALS = Verdict(
-    Kind.STOP,
+_MISSING = ErrorClass(
+    ErrorKind.MISSING, "no such object", "nothing to do: what is missing is computed"
+)
+_EMPTY = ErrorClass(ErrorKind.EMPTY, "the object is empty", "it will be written again")
+_EXISTS = ErrorClass(ErrorKind.EXISTS, "the name is taken", "another writer was first")
+_FULL = ErrorClass(ErrorKind.FULL, "no space is left", "free space or raise the quota of the store")
+_CREDENTIALS = ErrorClass(
+    ErrorKind.STOP,
     "the credentials were refused",
     "check store.credentials (or, with kind auto, those of the environment)",
     "credentials",
 )
-_FORBIDDEN = Verdict(
-    Kind.STOP,
+_FORBIDDEN = ErrorClass(
+    ErrorKind.STOP,
     "access was denied",
     "check the credentials, and allow them to get, put, delete and list objects under the URL",
     "forbidden",
 )
-_NO_CREDENTIALS = Verdict(
-    Kind.STOP,
+_NO_CREDENTIALS = ErrorClass(
+    ErrorKind.STOP,
     "no credentials were found",
     "set store.credentials, or give the environment some",
     "no_credentials",
 )
-_NO_BUCKET = Verdict(
-    Kind.STOP,
+_NO_BUCKET = ErrorClass(
+    ErrorKind.STOP,
     "the bucket does not exist",
     "create it, or correct the bucket in store.url",
     "no_bucket",
 )
-_REGION = Verdict(
-    Kind.STOP,
+_REGION = ErrorClass(
+    ErrorKind.STOP,
     "the bucket is served by another region or endpoint",
     "set store.region and store.endpoint",
     "region",
 )
-_CLOCK = Verdict(
-    Kind.STOP, "the clocks differ too much", "synchronise this machine's clock", "clock"
+_CLOCK = ErrorClass(
+    ErrorKind.STOP, "the clocks differ too much", "synchronise this machine's clock", "clock"
 )
-_BUSY = Verdict(Kind.LATER, "the store is busy or failing", "retried with growing pauses", "busy")
-_NOT_THE_STORE = Verdict(
-    Kind.LATER,
+_BUSY = ErrorClass(
+    ErrorKind.LATER, "the store is busy or failing", "retried with growing pauses", "busy"
+)
+_NOT_THE_STORE = ErrorClass(
+    ErrorKind.LATER,
     "a 404 came without the store's own word for a missing object",
     "check what answers at store.endpoint: an ingress or proxy before the store, or another server",
     "not_found",
 )
-_GARBLED = Verdict(
-    Kind.LATER, "the upload arrived damaged", "retried with growing pauses", "garbled"
+_GARBLED = ErrorClass(
+    ErrorKind.LATER, "the upload arrived damaged", "retried with growing pauses", "garbled"
 )
-_REFUSED_REQUEST = Verdict(
-    Kind.STOP,
+_REFUSED_REQUEST = ErrorClass(
+    ErrorKind.STOP,
     "the store refused the request",
     "check store.url, store.endpoint and the other settings of store",
     "request",
 )
-_OPTIONS = Verdict(
-    Kind.STOP, "an option is not understood", "check the names in store.storage_options", "options"
+_OPTIONS = ErrorClass(
+    ErrorKind.STOP,
+    "an option is not understood",
+    "check the names in store.storage_options",
+    "options",
 )
-_UNTRUSTED = Verdict(
-    Kind.STOP,
+_UNTRUSTED = ErrorClass(
+    ErrorKind.STOP,
     "the server's TLS certificate is not trusted",
     "give its authority's PEM file as store.tls.ca_file",
     "untrusted",
 )
-_NOT_TLS = Verdict(
-    Kind.STOP,
+_NOT_TLS = ErrorClass(
+    ErrorKind.STOP,
     "the endpoint does not speak TLS as asked",
     "check whether store.endpoint should start with http:// rather than https://",
     "not_tls",
 )
-_PACKAGE = Verdict(
-    Kind.STOP, "a Python package is missing", "install the one that is named", "package"
+_PACKAGE = ErrorClass(
+    ErrorKind.STOP, "a Python package is missing", "install the one that is named", "package"
 )
-_REFUSED = Verdict(
-    Kind.LATER,
+_REFUSED = ErrorClass(
+    ErrorKind.LATER,
     "the connection was refused",
     "check that the store is running and that store.endpoint has its host and port",
     "refused",
 )
-_UNKNOWN_HOST = Verdict(
-    Kind.LATER,
+_UNKNOWN_HOST = ErrorClass(
+    ErrorKind.LATER,
     "the host name is not known",
     "check store.endpoint and this machine's DNS",
     "unknown_host",
 )
-_CONNECTION = Verdict(
-    Kind.LATER,
+_CONNECTION = ErrorClass(
+    ErrorKind.LATER,
     "the connection failed",
     "check store.endpoint, store.proxy and the network to the store",
     "connection",
 )
-_SLOW = Verdict(
-    Kind.LATER, "there was no answer in time", "check the network to the store and its load", "slow"
+_SLOW = ErrorClass(
+    ErrorKind.LATER,
+    "there was no answer in time",
+    "check the network to the store and its load",
+    "slow",
 )
-_READ_ONLY = Verdict(
-    Kind.STOP,
+_READ_ONLY = ErrorClass(
+    ErrorKind.STOP,
     "the folder cannot be written or read by this user",
     "change its owner or mode, mount it writable, or choose another store.url",
     "read_only",
 )
-_NOT_A_FOLDER = Verdict(
-    Kind.STOP,
+_NOT_A_FOLDER = ErrorClass(
+    ErrorKind.STOP,
     "a file stands where a folder is needed",
     "move it, or choose another store.url",
     "not_a_folder",
 )
-_UNSUPPORTED = Verdict(
-    Kind.STOP, "the store cannot do that", "choose another store, or see the detail", "unsupported"
+_UNSUPPORTED = ErrorClass(
+    ErrorKind.STOP,
+    "the store cannot do that",
+    "choose another store, or see the detail",
+    "unsupported",
 )
-_UNKNOWN = Verdict(Kind.LATER, "the store failed", "see the detail; retried with growing pauses")
+_UNKNOWN = ErrorClass(
+    ErrorKind.LATER, "the store failed", "see the detail; retried with growing pauses"
+)
 
 # S3 error codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html; quota codes
 # of MinIO and others are not in it.
-_BY_CODE: Final[dict[str, Verdict]] = {
+_BY_CODE: Final[dict[str, ErrorClass]] = {
     **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "BlobNotFound"), _MISSING),
     **dict.fromkeys(
         (
@@ -254,7 +269,7 @@ _BY_CODE: Final[dict[str, Verdict]] = {
     "NotImplemented": _UNSUPPORTED,
     **dict.fromkeys(("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"), _GARBLED),
 }
-_BY_STATUS: Final[dict[int, Verdict]] = {
+_BY_STATUS: Final[dict[int, ErrorClass]] = {
     301: _REGION,
     307: _REGION,
     308: _REGION,
@@ -271,7 +286,7 @@ _BY_STATUS: Final[dict[int, Verdict]] = {
     501: _UNSUPPORTED,
     507: _FULL,
 }
-_BY_ERRNO: Final[dict[int, Verdict]] = {
+_BY_ERRNO: Final[dict[int, ErrorClass]] = {
     errno.ENOENT: _MISSING,
     errno.EEXIST: _EXISTS,
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
@@ -286,7 +301,7 @@ _BY_ERRNO: Final[dict[int, Verdict]] = {
     ),
 }
 # By name, so that no client library has to be imported (or installed) to know its errors.
-_BY_TYPE: Final[dict[str, Verdict]] = {
+_BY_TYPE: Final[dict[str, ErrorClass]] = {
     **dict.fromkeys(
         (
             "NoCredentialsError",
@@ -324,7 +339,7 @@ _CONNECTION_TYPES: Final = frozenset(
     )
 )
 # What obstore's text says of a request that was never answered, first match first.
-_BY_TEXT: Final[tuple[tuple[str, Verdict], ...]] = (
+_BY_TEXT: Final[tuple[tuple[str, ErrorClass], ...]] = (
     ("ertificate", _UNTRUSTED),
     ("InvalidContentType", _NOT_TLS),
     ("corrupt message", _NOT_TLS),
@@ -383,21 +398,21 @@ def translate(error: Exception, doing: str, secrets: Secrets) -> TierError:
     detail = secrets.hide(" ".join(said.split()))[:DETAIL_CHARACTERS_MAX]
     message = f"{doing}: {verdict.what} ({detail}); {verdict.remedy}"
     match verdict.kind:
-        case Kind.MISSING:
+        case ErrorKind.MISSING:
             return ChunkMissing(message)
-        case Kind.EMPTY:
+        case ErrorKind.EMPTY:
             return ImageTruncated(message)
-        case Kind.EXISTS:
+        case ErrorKind.EXISTS:
             return ObjectExists(message)
-        case Kind.FULL:
+        case ErrorKind.FULL:
             return TierFull(message)
-        case Kind.LATER:
+        case ErrorKind.LATER:
             return TierUnavailable(message, retryable=True, cause=verdict.cause)
-        case Kind.STOP:
+        case ErrorKind.STOP:
             return TierUnavailable(message, retryable=False, cause=verdict.cause)
 
 
-def judge(error: Exception) -> Verdict:
+def judge(error: Exception) -> ErrorClass:
     """The verdict on `error`: the store's own words count more than what a client made of them."""
     chain = list(_chain(error))
     for rule in (_by_obstore, _by_answer, _by_tls, _by_type, _by_os, _by_connection):
@@ -417,7 +432,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _by_obstore(error: BaseException) -> Verdict | None:
+def _by_obstore(error: BaseException) -> ErrorClass | None:
     """What obstore says, which keeps neither the status nor the code but in its text."""
     kind, text = type(error), str(error)
     if not kind.__module__.startswith("obstore") and _OBSTORE_DETAIL not in text:
@@ -435,7 +450,7 @@ def _by_obstore(error: BaseException) -> Verdict | None:
     return None
 
 
-def _by_status(status: int) -> Verdict | None:
+def _by_status(status: int) -> ErrorClass | None:
     if status in _BY_STATUS:
         return _BY_STATUS[status]
     if status >= 500:
@@ -443,7 +458,7 @@ def _by_status(status: int) -> Verdict | None:
     return _REFUSED_REQUEST if status >= 300 else None
 
 
-def _by_answer(error: BaseException) -> Verdict | None:
+def _by_answer(error: BaseException) -> ErrorClass | None:
     """What the server answered: a botocore `response`, or the status that other clients keep."""
     response = getattr(error, "response", None)
     code, status = "", 0
@@ -474,7 +489,7 @@ def _status_of(error: BaseException) -> int:
     return 0
 
 
-def _by_tls(error: BaseException) -> Verdict | None:
+def _by_tls(error: BaseException) -> ErrorClass | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _UNTRUSTED
     if isinstance(error, ssl.SSLError):
@@ -485,7 +500,7 @@ def _by_tls(error: BaseException) -> Verdict | None:
     return None
 
 
-def _by_os(error: BaseException) -> Verdict | None:
+def _by_os(error: BaseException) -> ErrorClass | None:
     if isinstance(error, socket.gaierror):
         return _UNKNOWN_HOST
     if isinstance(error, ImportError):
@@ -511,10 +526,10 @@ def _by_os(error: BaseException) -> Verdict | None:
     return None
 
 
-def _by_type(error: BaseException) -> Verdict | None:
+def _by_type(error: BaseException) -> ErrorClass | None:
     return _BY_TYPE.get(type(error).__name__)
 
 
-def _by_connection(error: BaseException) -> Verdict | None:
+def _by_connection(error: BaseException) -> ErrorClass | None:
     # Last: an EndpointConnectionError says only that it failed; an OSError behind it says why.
     return _CONNECTION if type(error).__name__ in _CONNECTION_TYPES else None

@@ -313,9 +313,9 @@ def _open(
         )
     # Here: each needs packages that a sidecar with another kind of store does not have.
     if backend == "obstore":
-        from tiers.store.obstore_client import CloudStore
+        from tiers.store.obstore_client import ObstoreClient
 
-        return CloudStore(url, access)
+        return ObstoreClient(url, access)
     from tiers.store.fsspec_client import open_fsspec
 
     return open_fsspec(url, access, options)

@@ -1,9 +1,9 @@
 """S3, GCS and Azure through obstore: the fast path.
 
-Owns the obstore client of a store, `Access` as obstore spells it, and when a slot is free again.
-A body is sent from the slot's own memory by Rust threads that never take the GIL; what is read is
-copied into the slot off the event loop; where `s3_direct.py` can, it goes to the slot at once and
-obstore is not asked. Does not own names, arguments or the meaning of errors
+Owns the obstore client of a store, `AccessSettings` as obstore spells it, and when a slot is free
+again. A body is sent from the slot's own memory by Rust threads that never take the GIL; what is
+read is copied into the slot off the event loop; where `s3_direct.py` can, it goes to the slot at
+once and obstore is not asked. Does not own names, arguments or the meaning of errors
 (`object_tier.py`), retries (`middleware.py`), nor finding S3 credentials (`aws_credentials.py`).
 
 Invariants:
@@ -40,9 +40,9 @@ from obstore import store
 from tiers.store import aws_credentials as aws
 from tiers.store.access import azure_account, provider_of
 from tiers.store.client import Bytes, Found, Listing, Seen, fill, run_to_end
-from tiers.store.errors import Kind, judge
-from tiers.store.s3_direct import DirectReads, NotUnderstoodError
-from tiers.threads import step_back
+from tiers.store.errors import ErrorKind, judge
+from tiers.store.s3_direct import NotUnderstoodError, S3DirectReads
+from tiers.threads import lower_priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _log = logging.getLogger(__name__)
 
 
-class CloudStore:
+class ObstoreClient:
     """A bucket or container, and a prefix in it."""
 
     def __init__(self, url: str, access: Access) -> None:
@@ -163,7 +163,7 @@ class CloudStore:
                     await obstore.delete_async(self.client, name)
                 except FileNotFoundError as error:
                     # obstore makes one of any 404, also of one that is not the store's.
-                    if judge(error).kind is not Kind.MISSING:
+                    if judge(error).kind is not ErrorKind.MISSING:
                         raise
 
     async def close(self) -> None:
@@ -211,7 +211,7 @@ def _start_runtime() -> None:
     """
 
     def first_call() -> None:
-        step_back()
+        lower_priority()
         obstore.put(store.MemoryStore(), "first", b"")
 
     thread = threading.Thread(target=first_call, name="kvlake-obstore")
@@ -219,7 +219,7 @@ def _start_runtime() -> None:
     thread.join()
 
 
-def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectReads | None:
+def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3DirectReads | None:
     """A way to read straight into slots; None where only a whole client knows the way."""
     if provider_of(url) != "s3" or access.endpoint is None or access.proxy is not None:
         return None
@@ -234,7 +234,7 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> DirectRe
     if way.scheme != "http" or proxied:
         return None
     path = "/".join(one for one in ("" if virtual else bucket, prefix) if one)
-    return DirectReads(
+    return S3DirectReads(
         f"{endpoint}/{path}",
         region=aws.region_of(access),
         keys=None if provider is None else aws.SigningKeys(provider),

@@ -37,7 +37,7 @@ import anyio
 from tiers.store.client import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
 from tiers.store.resolving import Address, Addresses
 from tiers.store.sigv4 import Keys, sign_get
-from tiers.threads import Turns
+from tiers.threads import ThreadTurns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
@@ -87,7 +87,7 @@ class _Head(NamedTuple):
 class _Connection:
     """A connected socket, used by one exchange at a time."""
 
-    def __init__(self, sock: socket.socket, read_seconds_max: float, turns: Turns) -> None:
+    def __init__(self, sock: socket.socket, read_seconds_max: float, turns: ThreadTurns) -> None:
         # A blocking socket with the kernel's own limit: Python's would make it non-blocking, and
         # then one call could not wait for a whole body.
         sock.setblocking(True)
@@ -225,7 +225,7 @@ class _Connection:
         self._sock.close()
 
 
-class DirectReads:
+class S3DirectReads:
     """Reads objects of one bucket, or of a prefix in it.
 
     Args:
@@ -254,7 +254,7 @@ class DirectReads:
         # The caller bounds how many reads run at a time; a thread waits for its socket mostly.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
-        self._turns = Turns()
+        self._turns = ThreadTurns()
         self._closed = False
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:

@@ -56,7 +56,7 @@ CLIENTS = (
     ),
     Mutation(
         "a client may have any number of jobs",
-        "Bounds.begin_job",
+        "FairShares.begin_job",
         "if self.jobs[session_id] >= self.jobs_max_per_session:",
         "if False:",
         ("flood of loads",),
@@ -117,7 +117,7 @@ CLIENTS = (
     ),
     Mutation(
         "a pin ends too early",
-        "KeptChunks.ask",
+        "RequestPins.ask",
         "deadline = now + message.duration_ms / 1000",
         "deadline = now",
     ),
@@ -174,14 +174,14 @@ CLIENTS = (
     ),
     Mutation(
         "a pin keeps chunks in the first group alone",
-        "KeptChunks.ask",
+        "RequestPins.ask",
         "realm = realms[group]",
         "realm = realms[0]",
         ("several groups",),
     ),
     Mutation(
         "a copy takes the first group's pages",
-        "Group.region",
+        "CopyGroup.region",
         "self.memory.regions[self.part]",
         "self.memory.regions[0]",
         ("several groups",),

@@ -118,7 +118,7 @@ MEMORY = (
     ),
     Mutation(
         "a damaged slot is written to the store",
-        "Mover._write",
+        "Executor._write",
         "await run_to_end(lambda: template.verify_payload(image), self._verifying)",
         "pass",
         ("memory damaged before it is written", "store slow"),

@@ -35,7 +35,7 @@ STORE = (
     ),
     Mutation(
         "a lookup waits longer than it pays",
-        "Plan.patience_seconds",
+        "ReadPlan.patience_seconds",
         "min(limit_seconds, self.saved_seconds(ready, limit_seconds) + self.compute_seconds)",
         "limit_seconds",
         ("store slow", "another cluster writes"),
@@ -129,7 +129,7 @@ STORE = (
     ),
     Mutation(
         "a drain does not wait for writes",
-        "Hub.feed",
+        "Dispatcher.feed",
         "if self.draining and self.engine.pending_work().idle:",
         "if self.draining:",
         ("sidecar terminated", "store slow"),

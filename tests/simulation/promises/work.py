@@ -8,7 +8,7 @@ WORK = (
     # Engine memory.
     Mutation(
         "a copy starts before its fence is reached",
-        "Group.may_start",
+        "CopyGroup.may_start",
         "fence.reached(self.fence) and ",
         "",
         seed=1,
@@ -57,7 +57,7 @@ WORK = (
     ),
     Mutation(
         "an abort leaks what its request had asked for",
-        "Waits.finished",
+        "PendingLookups.finished",
         "self._over(state)",
         "pass",
         ("abort", "store slow", "another cluster writes"),
@@ -115,7 +115,7 @@ WORK = (
     ),
     Mutation(
         "a job waits on after its session's end of file",
-        "Hub.end_session",
+        "Dispatcher.end_session",
         "self.copies.drop(session)",
         "pass",
         ("session cut", "one client dies first"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests import places
 from tests.tiers.catalog.kit import key
 from tiers.catalog.merge import merged
-from tiers.catalog.retention import Ages, Bounds, Limits, Verdict, Why
+from tiers.catalog.retention import Ages, RetentionDecision, RetentionLimits, RetentionRules, Why
 from tiers.catalog.rows import Row, Rows, rows_of
 
 MINUTE = 60_000_000
@@ -35,14 +35,14 @@ def parts_of(rows: Rows, parts: int) -> list[Rows]:
     return [rows.take(slices == part) for part in range(parts)]
 
 
-def fallen(rows: list[Row], bounds: Bounds, parts: int = 1) -> dict[int, Why]:
+def fallen(rows: list[Row], bounds: RetentionRules, parts: int = 1) -> dict[int, Why]:
     """Numbers of the keys that go, and what each falls to."""
     whole = merged(rows_of(rows))
     slices = parts_of(whole, parts)
     ages = Ages(bounds, NOW)
     for part in slices:
         ages.add(part)
-    verdict = Verdict(bounds, ages, NOW)
+    verdict = RetentionDecision(bounds, ages, NOW)
     found: dict[int, Why] = {}
     for part in slices:
         for at, why in enumerate(verdict.why(part).tolist()):
@@ -51,7 +51,7 @@ def fallen(rows: list[Row], bounds: Bounds, parts: int = 1) -> dict[int, Why]:
     return {number: why for number, why in found.items() if why is not Why.KEPT}
 
 
-def gone(rows: list[Row], bounds: Bounds) -> set[int]:
+def gone(rows: list[Row], bounds: RetentionRules) -> set[int]:
     return set(fallen(rows, bounds))
 
 
@@ -63,19 +63,19 @@ TWO_TENANTS = [
 
 
 def test_no_bound_takes_nothing() -> None:
-    assert gone([chunk(1, 10_000)], Bounds()) == set()
-    assert gone([], Bounds(ttl_seconds=1, size_bytes_max=1, objects_max=1)) == set()
+    assert gone([chunk(1, 10_000)], RetentionRules()) == set()
+    assert gone([], RetentionRules(ttl_seconds=1, size_bytes_max=1, objects_max=1)) == set()
 
 
 def test_ttl_of_a_namespace_takes_what_is_too_old_and_what_comes_from_the_future() -> None:
     rows = [chunk(1, 59), chunk(2, 61), chunk(3, -100), chunk(4, -2000)]
     expected = {2: Why.TTL, 4: Why.CLOCK}
-    assert fallen(rows, Bounds(ttl_seconds=3600)) == expected
+    assert fallen(rows, RetentionRules(ttl_seconds=3600)) == expected
 
 
 def test_ttl_of_a_tenant_takes_its_own() -> None:
-    named = {A: Limits(ttl_seconds=150.0), b"": Limits()}
-    bounds = Bounds(tenant=Limits(ttl_seconds=112.5 * 60), named=named)
+    named = {A: RetentionLimits(ttl_seconds=150.0), b"": RetentionLimits()}
+    bounds = RetentionRules(tenant=RetentionLimits(ttl_seconds=112.5 * 60), named=named)
     # A's third minute is over, B has the default, and those without a salt have no limit.
     expected = dict.fromkeys((3, 4, 13, 14), Why.TENANT_TTL)
     assert fallen(TWO_TENANTS, bounds) == expected
@@ -84,29 +84,33 @@ def test_ttl_of_a_tenant_takes_its_own() -> None:
 
 def test_the_lesser_of_two_ttls_holds() -> None:
     rows = [chunk(1, 5, tenant=A), chunk(2, 30, tenant=A), chunk(3, 90, tenant=A)]
-    bounds = Bounds(ttl_seconds=3600, named={A: Limits(ttl_seconds=600)})
+    bounds = RetentionRules(ttl_seconds=3600, named={A: RetentionLimits(ttl_seconds=600)})
     assert fallen(rows, bounds) == {2: Why.TENANT_TTL, 3: Why.TTL}
-    bounds = Bounds(ttl_seconds=3600, named={A: Limits(ttl_seconds=86_400)})
+    bounds = RetentionRules(ttl_seconds=3600, named={A: RetentionLimits(ttl_seconds=86_400)})
     assert fallen(rows, bounds) == {3: Why.TTL}
 
 
 def test_bytes_of_a_namespace_take_the_oldest_until_the_rest_fits() -> None:
     rows = [chunk(number, minute=number) for number in range(1, 8)]
-    assert fallen(rows, Bounds(size_bytes_max=30)) == dict.fromkeys((4, 5, 6, 7), Why.SIZE)
+    assert fallen(rows, RetentionRules(size_bytes_max=30)) == dict.fromkeys((4, 5, 6, 7), Why.SIZE)
 
 
 def test_objects_of_a_namespace_take_the_oldest_until_the_rest_fits() -> None:
     rows = [chunk(number, minute=number) for number in range(1, 8)]
-    assert fallen(rows, Bounds(objects_max=3)) == dict.fromkeys((4, 5, 6, 7), Why.OBJECTS)
+    assert fallen(rows, RetentionRules(objects_max=3)) == dict.fromkeys((4, 5, 6, 7), Why.OBJECTS)
 
 
 def test_bytes_of_a_tenant_cost_only_itself() -> None:
-    named = {A: Limits(size_bytes_max=20), b"": Limits(size_bytes_max=30)}
-    assert fallen(TWO_TENANTS, Bounds(named=named)) == dict.fromkeys((3, 4, 24), Why.TENANT_SIZE)
+    named = {A: RetentionLimits(size_bytes_max=20), b"": RetentionLimits(size_bytes_max=30)}
+    assert fallen(TWO_TENANTS, RetentionRules(named=named)) == dict.fromkeys(
+        (3, 4, 24), Why.TENANT_SIZE
+    )
 
 
 def test_objects_of_a_tenant_cost_only_itself() -> None:
-    bounds = Bounds(tenant=Limits(objects_max=3), named={A: Limits(objects_max=1)})
+    bounds = RetentionRules(
+        tenant=RetentionLimits(objects_max=3), named={A: RetentionLimits(objects_max=1)}
+    )
     expected = dict.fromkeys((2, 3, 4, 14, 24), Why.TENANT_OBJECTS)
     assert fallen(TWO_TENANTS, bounds) == expected
 
@@ -114,16 +118,16 @@ def test_objects_of_a_tenant_cost_only_itself() -> None:
 def test_what_goes_for_one_bound_makes_room_under_the_others() -> None:
     rows = [chunk(number, minute=number, tenant=A if number < 4 else B) for number in range(1, 9)]
     # Three of A's go although they are the newest, and so none of B's must.
-    bounds = Bounds(size_bytes_max=60, named={A: Limits(objects_max=1)})
+    bounds = RetentionRules(size_bytes_max=60, named={A: RetentionLimits(objects_max=1)})
     assert fallen(rows, bounds) == dict.fromkeys((2, 3), Why.TENANT_OBJECTS)
-    bounds = Bounds(ttl_seconds=7.5 * 60, size_bytes_max=60)
+    bounds = RetentionRules(ttl_seconds=7.5 * 60, size_bytes_max=60)
     assert fallen(rows, bounds) == {8: Why.TTL, 7: Why.SIZE}
 
 
 def test_of_one_minute_no_more_than_needed_goes() -> None:
     rows = [chunk(number, minute=5) for number in range(1, 8)]
-    assert len(gone(rows, Bounds(size_bytes_max=65))) == 1
-    assert len(gone(rows, Bounds(objects_max=5))) == 2
+    assert len(gone(rows, RetentionRules(size_bytes_max=65))) == 1
+    assert len(gone(rows, RetentionRules(objects_max=5))) == 2
 
 
 def test_a_chunk_goes_whole_and_is_as_old_as_its_newest_segment() -> None:
@@ -134,10 +138,10 @@ def test_a_chunk_goes_whole_and_is_as_old_as_its_newest_segment() -> None:
         Row(key(2), "0-8.0-4", old, 10, 1),
         Row(key(2), "0-8.4-8", old, 10, 1),
     ]
-    assert gone(rows, Bounds(ttl_seconds=3600)) == {2}
+    assert gone(rows, RetentionRules(ttl_seconds=3600)) == {2}
     # The rows of a chunk are one tenant's, although the store's own row does not say whose.
-    assert gone(rows, Bounds(named={A: Limits(size_bytes_max=15)})) == {1}
-    assert gone(rows, Bounds(size_bytes_max=20)) == {2}
+    assert gone(rows, RetentionRules(named={A: RetentionLimits(size_bytes_max=15)})) == {1}
+    assert gone(rows, RetentionRules(size_bytes_max=20)) == {2}
 
 
 class Made(NamedTuple):
@@ -150,7 +154,7 @@ class Made(NamedTuple):
     tenant: bytes
 
 
-def by_rule(chunks: list[Made], bounds: Bounds) -> dict[int, Why]:
+def by_rule(chunks: list[Made], bounds: RetentionRules) -> dict[int, Why]:
     """Who goes, chunk by chunk."""
     found: dict[int, Why] = {}
 
@@ -163,7 +167,7 @@ def by_rule(chunks: list[Made], bounds: Bounds) -> dict[int, Why]:
         elif old(one, bounds.of(one.tenant).ttl_seconds):
             found[one.number] = Why.TENANT_TTL
 
-    def trim(scope: list[Made], limits: Limits, kinds: tuple[Why, Why]) -> None:
+    def trim(scope: list[Made], limits: RetentionLimits, kinds: tuple[Why, Why]) -> None:
         left = sorted((one for one in scope if one.number not in found), key=lambda one: one.minute)
         amounts = ([one.size_bytes for one in left], [one.segments for one in left])
         limit = (limits.size_bytes_max, limits.objects_max)
@@ -182,13 +186,13 @@ def by_rule(chunks: list[Made], bounds: Bounds) -> dict[int, Why]:
 
 
 limits = st.builds(
-    Limits,
+    RetentionLimits,
     ttl_seconds=st.none() | st.integers(1, 20).map(lambda minutes: minutes * 60.0 + 30.0),
     size_bytes_max=st.none() | st.integers(1, 40),
     objects_max=st.none() | st.integers(1, 20),
 )
 some_bounds = st.builds(
-    lambda own, tenant, named: Bounds(
+    lambda own, tenant, named: RetentionRules(
         own.ttl_seconds, own.size_bytes_max, own.objects_max, tenant, named
     ),
     limits,
@@ -226,7 +230,7 @@ def rows_of_made(chunks: list[Made]) -> list[Row]:
 
 @given(chunks=some_chunks, bounds=some_bounds, parts=st.integers(1, 3))
 def test_the_verdict_is_that_of_a_loop_over_chunks(
-    chunks: list[Made], bounds: Bounds, parts: int
+    chunks: list[Made], bounds: RetentionRules, parts: int
 ) -> None:
     assert fallen(rows_of_made(chunks), bounds, parts) == by_rule(chunks, bounds)
 
@@ -238,13 +242,15 @@ def test_very_many_ages_are_told_apart_less_finely_and_bounds_hold(
     places.patch(monkeypatch, "CELLS_MAX", cells_max)
     places.patch(monkeypatch, "JOIN_CELLS_MIN", 4)
     rows = [chunk(number, number % 97, tenant=A if number % 2 else B) for number in range(200)]
-    bounds = Bounds(named={A: Limits(size_bytes_max=355), B: Limits(objects_max=40)})
+    bounds = RetentionRules(
+        named={A: RetentionLimits(size_bytes_max=355), B: RetentionLimits(objects_max=40)}
+    )
     went = gone_by_tenant(rows, bounds)
     assert went == {A: 65, B: 60}
-    assert len(gone(rows, Bounds(objects_max=150))) == 50
+    assert len(gone(rows, RetentionRules(objects_max=150))) == 50
 
 
-def gone_by_tenant(rows: list[Row], bounds: Bounds) -> dict[bytes, int]:
+def gone_by_tenant(rows: list[Row], bounds: RetentionRules) -> dict[bytes, int]:
     went = fallen(rows, bounds, parts=7)
     owners = {number_of(row): row.tenant for row in rows}
     return {tenant: sum(owners[one] == tenant for one in went) for tenant in (A, B)}

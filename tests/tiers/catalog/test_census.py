@@ -18,9 +18,9 @@ from tiers.catalog.usage import (
     OBJECTS,
     SIZE,
     Cells,
-    Census,
-    Holding,
     Sums,
+    Usage,
+    UsageTable,
     held_by_tenant,
     tenant_of,
     word_of,
@@ -34,23 +34,23 @@ def row(number: int, tenant: bytes, size_bytes: int = 10, at: int = 100, part: i
 
 
 def test_what_is_offered_is_counted_by_chunk_object_and_byte() -> None:
-    census = Census()
+    census = UsageTable()
     census.add(merged(rows_of([row(1, A), row(1, A, part=1, at=300), row(2, B, at=200)])))
     census.add(merged(rows_of([row(3, b"", size_bytes=0), row(4, b"", size_bytes=7, at=50)])))
-    assert census.whole == Holding(37, 4, 50, 3)
+    assert census.whole == Usage(37, 4, 50, 3)
     assert census.withdrawn == 1
     assert census.num_tenants == 3
     # A chunk is as old as its newest segment.
-    assert census.largest(2) == {A: Holding(20, 2, 300, 1), B: Holding(10, 1, 200, 1)}
-    assert Census().whole == Holding()
-    assert Census().largest(5) == {}
+    assert census.largest(2) == {A: Usage(20, 2, 300, 1), B: Usage(10, 1, 200, 1)}
+    assert UsageTable().whole == Usage()
+    assert UsageTable().largest(5) == {}
 
 
 def test_rows_in_any_order_are_counted_by_tenant() -> None:
     rows = [row(1, A), row(2, B, at=5), row(1, A, part=1), row(3, A, size_bytes=0)]
-    assert held_by_tenant(rows_of(rows)) == {A: Holding(20, 2, 100, 2), B: Holding(10, 1, 5, 1)}
-    assert held_by_tenant(rows_of(rows[:1])) == {A: Holding(10, 1, 100, 1)}
-    assert held_by_tenant(rows_of([row(1, b"")])) == {NO_TENANT: Holding(10, 1, 100, 1)}
+    assert held_by_tenant(rows_of(rows)) == {A: Usage(20, 2, 100, 2), B: Usage(10, 1, 5, 1)}
+    assert held_by_tenant(rows_of(rows[:1])) == {A: Usage(10, 1, 100, 1)}
+    assert held_by_tenant(rows_of([row(1, b"")])) == {NO_TENANT: Usage(10, 1, 100, 1)}
     assert held_by_tenant(rows_of([])) == {}
 
 

@@ -14,7 +14,13 @@ from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, others_turns
 from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
-from tiers.catalog.compaction import ABANDONED_SECONDS, MANIFESTS_KEPT, Plan, Superseded, compact
+from tiers.catalog.compaction import (
+    ABANDONED_SECONDS,
+    MANIFESTS_KEPT,
+    CompactionPlan,
+    Superseded,
+    compact,
+)
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -23,9 +29,9 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import Bounds, Limits, Why, Whys
+from tiers.catalog.retention import RetentionLimits, RetentionRules, Why, Whys
 from tiers.catalog.rows import Row, Rows
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 from tiers.errors import TierUnavailable
 
 
@@ -81,7 +87,7 @@ async def test_without_news_a_round_writes_nothing(world: World) -> None:
 
 async def test_what_is_too_old_is_withdrawn_then_deleted(world: World) -> None:
     old = world.reader()
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     await world.write(1, 2)
     seen = await new_rows(old)
     world.bucket.now += 900
@@ -108,7 +114,7 @@ async def test_the_grace_begins_when_readers_can_have_heard(world: World) -> Non
 
     await world.write(1)
     world.bucket.now += LATER
-    bounds = Bounds(ttl_seconds=LATER / 2)
+    bounds = RetentionRules(ttl_seconds=LATER / 2)
     assert (await world.compact(bounds, tell=slowly)).withdrawn == 1
     assert (await world.compact(bounds)).deleted == 0
     world.bucket.now += GRACE
@@ -116,7 +122,7 @@ async def test_the_grace_begins_when_readers_can_have_heard(world: World) -> Non
 
 
 async def test_the_byte_cap_takes_the_oldest(world: World) -> None:
-    bounds = Bounds(size_bytes_max=4000)
+    bounds = RetentionRules(size_bytes_max=4000)
     for number in range(8):
         await world.write(number)
         world.bucket.now += 60
@@ -134,18 +140,20 @@ TENANT = b"tenant-a"
 @pytest.mark.parametrize(
     ("limits", "setting"),
     [
-        (Limits(ttl_seconds=150.0), "tenants.store_ttl"),
-        (Limits(size_bytes_max=2500), "tenants.store_max"),
-        (Limits(objects_max=2), "tenants.store_objects_max"),
+        (RetentionLimits(ttl_seconds=150.0), "tenants.store_ttl"),
+        (RetentionLimits(size_bytes_max=2500), "tenants.store_max"),
+        (RetentionLimits(objects_max=2), "tenants.store_objects_max"),
     ],
     ids=["ttl", "bytes", "objects"],
 )
 @pytest.mark.parametrize("named", [False, True], ids=["default", "named"])
 async def test_a_tenants_bound_makes_a_round_due_and_takes_its_own(
-    world: World, limits: Limits, setting: str, named: bool
+    world: World, limits: RetentionLimits, setting: str, named: bool
 ) -> None:
     bounds = (
-        Bounds(named={TENANT: limits}) if named else Bounds(tenant=limits, named={b"": Limits()})
+        RetentionRules(named={TENANT: limits})
+        if named
+        else RetentionRules(tenant=limits, named={b"": RetentionLimits()})
     )
     for number in range(4):
         await world.write(number)
@@ -181,11 +189,11 @@ async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_ta
         asked.append(turns())
         return False
 
-    named = {f"{number:016x}": Holding(number, 1, 7, 1) for number in range(3 * TENANTS_PER_SLICE)}
+    named = {f"{number:016x}": Usage(number, 1, 7, 1) for number in range(3 * TENANTS_PER_SLICE)}
     body = manifests.encode(Manifest(0, tenants=named))
     await world.tier.write(manifest_name(FOLDER, 0), body)
     await world.write(1, 2)
-    monkeypatch.setattr(Limits, "exceeded", exceeded)
+    monkeypatch.setattr(RetentionLimits, "exceeded", exceeded)
     async with others_turns() as turns:
         await world.compact(whole=False)
     assert len(asked) > len(named)
@@ -193,7 +201,7 @@ async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_ta
     newest = world.reader()
     await new_rows(newest)
     tenants = {name: held for name, held in newest.manifest.tenants.items() if name in named}
-    assert tenants == {**named, "0" * 16: Holding(2000, 3, 7, 3)}
+    assert tenants == {**named, "0" * 16: Usage(2000, 3, 7, 3)}
 
 
 async def test_a_manifest_names_the_tenants_that_hold_most(
@@ -210,7 +218,7 @@ async def test_a_manifest_names_the_tenants_that_hold_most(
 
 
 async def test_what_was_announced_or_written_again_is_not_deleted(world: World) -> None:
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     await world.write(1, 2, 3)
     world.bucket.now += 2000
     assert (await world.compact(bounds)).withdrawn == 3
@@ -229,7 +237,7 @@ async def test_what_was_announced_or_written_again_is_not_deleted(world: World) 
 
 
 async def test_a_dry_run_writes_nothing_and_tells_the_same(world: World) -> None:
-    bounds = Bounds(objects_max=2)
+    bounds = RetentionRules(objects_max=2)
     for number in range(5):
         await world.write(number)
         world.bucket.now += 60
@@ -261,7 +269,7 @@ async def test_reconciling_finds_objects_and_lost_ones(world: World) -> None:
 async def test_an_object_that_was_withdrawn_and_written_again_is_found(world: World) -> None:
     await world.write(1)
     world.bucket.now += 2000
-    await world.compact(Bounds(ttl_seconds=1000.0))
+    await world.compact(RetentionRules(ttl_seconds=1000.0))
     await world.put(1)
     world.bucket.now += 700
     assert (await world.compact(reconcile=True)).found == 1
@@ -348,7 +356,7 @@ async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_i
     """The same rows make the same file: it is old in a listing, and then the new manifest's."""
     await world.write(1)
     await world.compact(whole=False)
-    plan = Plan(Bounds(), GRACE, KEEP, whole=True)
+    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, whole=True)
     killed = View(world.bucket, steps=4)
     with pytest.raises(Killed):
         await compact(killed, PREFIX, plan, world.bucket.now)
@@ -376,7 +384,7 @@ async def test_a_round_ends_when_the_lease_is_lost(world: World) -> None:
     async def lost() -> bool:
         return False
 
-    plan = Plan(Bounds(), GRACE, KEEP, whole=True)
+    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, whole=True)
     with pytest.raises(Superseded):
         await compact(world.tier, PREFIX, plan, world.bucket.now, alive=lost)
     assert not world.bucket.names(f"{FOLDER}/manifest")
@@ -388,7 +396,7 @@ async def test_clocks_of_writers_that_are_off_lose_nothing_that_is_young(world: 
         row = await world.put(number)
         world.log.append(row._replace(written_at=row.written_at + skew * 1_000_000))
     await world.log.flush()
-    await world.compact(Bounds(ttl_seconds=7200.0))
+    await world.compact(RetentionRules(ttl_seconds=7200.0))
     assert await world.offered() == {1, 2, 3}
     assert world.bucket.now == START_SECONDS
 

@@ -10,8 +10,8 @@ import pytest
 from sidecar.catalog.garbage_collector import CROWDED_FILES
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
-from tiers.catalog.compaction import Plan, compact
-from tiers.catalog.retention import Bounds
+from tiers.catalog.compaction import CompactionPlan, compact
+from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, rows_of
 
 LONG = 1e9
@@ -30,7 +30,7 @@ async def test_logs_that_are_merged_and_young_are_no_crowd(page_names: int) -> N
             assert one.logs_unmerged == 101
     await new_rows(one)
     assert one.logs_unmerged == 700 > CROWDED_FILES
-    await compact(tier, PREFIX, Plan(Bounds(), LONG, LONG), LONG)
+    await compact(tier, PREFIX, CompactionPlan(RetentionRules(), LONG, LONG), LONG)
     assert len(await tier.list(f"{FOLDER}/log")) == 700
     for added in range(3):
         log.append(row(1000 + added))

@@ -14,7 +14,7 @@ from tests.tiers.tier_suite import image_of
 from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
 from tiers.catalog.orphans import objects_in
-from tiers.catalog.retention import Bounds, Limits
+from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
 from tiers.kv.layout import Segment
@@ -32,7 +32,7 @@ async def test_steady_writing_does_not_put_off_what_waits_to_be_deleted(
 ) -> None:
     places.patch(monkeypatch, "OVERLAY_ROWS", 8)
     places.patch(monkeypatch, "OVERLAY_SHARE", 1000)
-    bounds = Bounds(objects_max=20)
+    bounds = RetentionRules(objects_max=20)
     deleted = 0
     for turn in range(20):
         await world.write(*range(10 * turn, 10 * turn + 10))
@@ -49,7 +49,7 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places.patch(monkeypatch, "OVERLAY_ROWS", 8)
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     await world.write(1)
     world.bucket.now += 900
     await world.write(2)
@@ -81,7 +81,7 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
 ) -> None:
     places.patch(monkeypatch, "OVERLAY_ROWS", 8)
     places.patch(monkeypatch, "LATE_ROWS_MAX", 3)
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     await world.write(1)
     world.bucket.now += 1100
     await world.write(*range(10, 20))
@@ -156,7 +156,7 @@ async def test_what_somebody_missed_and_is_there_is_offered_again(world: World) 
 async def test_what_is_offered_again_is_whose_it_was(world: World) -> None:
     """A reader that missed it knows neither tenant nor parent."""
     tenant, parent = b"tenant-a", chunk_key(9)
-    bounds = Bounds(named={b"": Limits(objects_max=0)})
+    bounds = RetentionRules(named={b"": RetentionLimits(objects_max=0)})
     row = (await world.put(1))._replace(tenant=tenant, parent=parent)
     world.log.append(row)
     await world.log.flush()
@@ -174,7 +174,7 @@ async def test_what_is_offered_again_is_whose_it_was(world: World) -> None:
 
 
 async def test_what_somebody_missed_and_is_there_still_falls_to_a_bound(world: World) -> None:
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     await world.write(1)
     world.bucket.now += 900
     [row] = await new_rows(world.reader())
@@ -193,7 +193,7 @@ async def test_an_object_of_unknown_blocks_falls_to_a_bound_once(world: World) -
     await world.put(1)
     world.bucket.now += 1000
     assert (await world.compact(reconcile=True)).found == 1
-    bounds = Bounds(ttl_seconds=500.0)
+    bounds = RetentionRules(ttl_seconds=500.0)
     assert (await world.compact(bounds)).withdrawn == 1
     # Somebody misses it all the same, as of the same time.
     [*_, row] = await new_rows(world.reader())
@@ -210,7 +210,7 @@ async def test_what_is_written_again_while_a_shard_is_deleted_stays(
     """Deleting a shard takes minutes where requests are limited, and its listing is older."""
     places.patch(monkeypatch, "DELETED_NAMES", 2)
     places.patch(monkeypatch, "LOOK_NAMES", 3)
-    bounds = Bounds(ttl_seconds=1000.0)
+    bounds = RetentionRules(ttl_seconds=1000.0)
     numbers = [256 * number for number in range(8)]
     assert len({chunk_key(number)[0] for number in numbers}) == 1
     await world.write(*numbers)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.lease import KEPT, Lease
+from tiers.catalog.lease import KEPT, CatalogLease
 from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name
 from tiers.errors import TierUnavailable
 
@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def lease(bucket: Bucket, clock: Clock, name: str = "one", steps: int = 1 << 30) -> Lease:
-    return Lease(View(bucket, steps=steps), name, seconds=60.0, clock=clock)
+def lease(bucket: Bucket, clock: Clock, name: str = "one", steps: int = 1 << 30) -> CatalogLease:
+    return CatalogLease(View(bucket, steps=steps), name, seconds=60.0, clock=clock)
 
 
 async def test_one_holds_it_until_it_is_given_back() -> None:
@@ -104,7 +104,7 @@ def test_two_never_hold_it_at_once(steps: list[int], turns: list[int]) -> None:
         lease(bucket, clock, str(number), alive) for number, alive in enumerate(steps)
     ] + [lease(bucket, clock, "survivor")]
 
-    async def one(contender: Lease) -> None:
+    async def one(contender: CatalogLease) -> None:
         try:
             await contender.take()
         except Killed:
@@ -127,7 +127,7 @@ async def test_tries_at_once_have_one_winner() -> None:
     contenders = [lease(bucket, clock, str(number)) for number in range(8)]
     won: list[bool] = []
 
-    async def one(contender: Lease) -> None:
+    async def one(contender: CatalogLease) -> None:
         won.append(await contender.take())
 
     async with anyio.create_task_group() as tasks:
@@ -142,7 +142,7 @@ async def test_a_try_of_its_own_that_seemed_to_fail_is_not_waited_for() -> None:
     """The object was made and the answer was lost: nobody else has it, and nobody is asked."""
     bucket, clock = Bucket(), Clock()
     tier = View(bucket, steps=1, after=True)
-    one, two = Lease(tier, "one", seconds=60.0, clock=clock), lease(bucket, clock, "two")
+    one, two = CatalogLease(tier, "one", seconds=60.0, clock=clock), lease(bucket, clock, "two")
     with pytest.raises(Killed):
         await one.take()
     assert bucket.names(LEASE_FOLDER) == [lease_name(0)]
@@ -162,7 +162,7 @@ async def test_an_answer_that_was_lost_below_is_no_others_lease() -> None:
                 await super().write(name, image, create=create)
 
     bucket, clock = Bucket(), Clock()
-    one = Lease(Repeats(bucket), "one", seconds=60.0, clock=clock)
+    one = CatalogLease(Repeats(bucket), "one", seconds=60.0, clock=clock)
     assert await one.take()
     assert await one.renew(at_once=True)
     assert not await lease(bucket, clock, "two").take()

@@ -26,7 +26,7 @@ from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
 from tests.tiers.tier_suite import image_of
 from tiers.catalog import manifest as manifests
-from tiers.catalog.compaction import Plan, Superseded, compact
+from tiers.catalog.compaction import CompactionPlan, Superseded, compact
 from tiers.catalog.log import LogWriter
 from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import (
@@ -38,7 +38,7 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import Bounds
+from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import CatalogCorrupt, Row, Rows, decode
 from tiers.errors import TierUnavailable
 from tiers.kv.layout import Segment
@@ -229,11 +229,11 @@ class Catalog(RuleBasedStateMachine):
 
     # --- compactors ----------------------------------------------------------------------------
 
-    def _plan(self, *, whole: bool, reconcile: bool, ttl: bool, cap: bool) -> Plan:
-        bounds = Bounds(TTL if ttl else None, 3 * len(IMAGE) if cap else None)
-        return Plan(bounds, GRACE, KEEP, whole, reconcile)
+    def _plan(self, *, whole: bool, reconcile: bool, ttl: bool, cap: bool) -> CompactionPlan:
+        bounds = RetentionRules(TTL if ttl else None, 3 * len(IMAGE) if cap else None)
+        return CompactionPlan(bounds, GRACE, KEEP, whole, reconcile)
 
-    async def _compact(self, plan: Plan, alive_for: int, *, after: bool) -> None:
+    async def _compact(self, plan: CompactionPlan, alive_for: int, *, after: bool) -> None:
         view = View(self.bucket, steps=alive_for, after=after)
         try:
             await compact(view, PREFIX, plan, self.bucket.now, clock=lambda: self.bucket.now)

@@ -13,10 +13,10 @@ from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manif
 from tiers.catalog.names import manifest_name
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import CatalogCorrupt, digest_of
-from tiers.catalog.usage import Holding
+from tiers.catalog.usage import Usage
 
 MANY = {
-    f"{number:016x}": Holding(10**9, number, 1_700_000_000_000_000)
+    f"{number:016x}": Usage(10**9, number, 1_700_000_000_000_000)
     for number in range(8 * TENANTS_PER_SLICE)
 }
 
@@ -28,8 +28,8 @@ MANY = {
         Manifest(2, format=2),
         Manifest(2, ("v1/elsewhere/snapshot/x",)),
         Manifest(2, merged={"../../up": Merged(1, 1)}),
-        Manifest(2, tenants={"zz": Holding(1)}),
-        Manifest(2, tenants={**MANY, "zz": Holding(1)}),
+        Manifest(2, tenants={"zz": Usage(1)}),
+        Manifest(2, tenants={**MANY, "zz": Usage(1)}),
     ],
 )
 def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
@@ -39,7 +39,7 @@ def test_manifests_that_claim_what_cannot_be(manifest: Manifest) -> None:
 
 def test_every_flipped_byte_of_a_manifest_is_found() -> None:
     whole = Manifest(
-        2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: Holding(5, 2, 7, 1)}
+        2, merged={"s" + "0" * 15: Merged(4, 1)}, tenants={"0" * 16: Usage(5, 2, 7, 1)}
     )
     body = manifests.encode(whole)
     assert manifests.decode(body, FOLDER, 2) == whole
@@ -63,7 +63,7 @@ def test_tenants_that_are_no_object_of_lists(tenants: bytes) -> None:
 
 
 def test_a_manifest_names_no_more_tenants_than_it_may() -> None:
-    tenants = {f"{number:016x}": Holding(1) for number in range(TENANTS_MAX + 1)}
+    tenants = {f"{number:016x}": Usage(1) for number in range(TENANTS_MAX + 1)}
     with pytest.raises(CatalogCorrupt, match="more than"):
         manifests.decode(manifests.encode(Manifest(2, tenants=tenants)), FOLDER, 2)
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, SEGMENT, memory
-from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.compaction import CompactionPlan, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import SHARDS, merged
 from tiers.catalog.reader import Files
-from tiers.catalog.retention import Bounds
+from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, joined, rows_of
 from tiers.catalog.scan import FreshRows, all_rows
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tiers.store.object_tier import ObjectTier
 
-PLAN = Plan(Bounds(), 100.0, 300.0)
+PLAN = CompactionPlan(RetentionRules(), 100.0, 300.0)
 WIDTH = 50
 """Rows that a log file has."""
 

@@ -12,7 +12,7 @@ from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.compaction import Plan, compact
+from tiers.catalog.compaction import CompactionPlan, compact
 from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name
 from tiers.catalog.orphans import (
@@ -22,7 +22,7 @@ from tiers.catalog.orphans import (
     slice_folder,
     slices_there,
 )
-from tiers.catalog.retention import Bounds
+from tiers.catalog.retention import RetentionRules
 from tiers.errors import TierUnavailable
 from tiers.kv.layout import Segment
 from tiers.store.client import Found
@@ -89,7 +89,7 @@ async def test_a_foreign_name_in_a_slice_does_not_end_a_sweep_of_it(
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"not ours")
     assert len(await objects_in(tier, PREFIX, 0)) == 3
-    plan = Plan(Bounds(), 100.0, 300.0, whole=True, reconcile=True)
+    plan = CompactionPlan(RetentionRules(), 100.0, 300.0, whole=True, reconcile=True)
     report = await compact(tier, PREFIX, plan, time.time() + 2 * YOUNG_SECONDS)
     assert (report.found, report.lost) == (3, 0)
     assert path.exists()

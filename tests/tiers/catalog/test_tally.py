@@ -9,8 +9,8 @@ import pytest
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.rows import NO_TENANT, Row
-from tiers.catalog.tally import FILES_MAX, Tally
-from tiers.catalog.usage import Holding
+from tiers.catalog.tally import FILES_MAX, LogUsage
+from tiers.catalog.usage import Usage
 
 A, B = b"tenant-a", b"tenant-b"
 
@@ -20,47 +20,47 @@ def row(size_bytes: int, tenant: bytes = A, written_at: int = 500) -> Row:
 
 
 def test_a_row_counts_until_its_file_is_merged() -> None:
-    tally = Tally()
+    tally = LogUsage()
     tally.add(row(10))
     tally.cut()
     tally.add(row(20, B, 400))
     tally.add(row(7, b""))
-    assert tally.held(A) == Holding(10, 1, 500, 1)
+    assert tally.held(A) == Usage(10, 1, 500, 1)
     tally.sent(0, 1)
-    assert tally.whole == Holding(37, 3, 400, 3)
+    assert tally.whole == Usage(37, 3, 400, 3)
     tally.merged(0)
-    assert (tally.held(A), tally.held(B)) == (Holding(), Holding(20, 1, 400, 1))
-    assert tally.held(NO_TENANT) == Holding(7, 1, 500, 1)
+    assert (tally.held(A), tally.held(B)) == (Usage(), Usage(20, 1, 400, 1))
+    assert tally.held(NO_TENANT) == Usage(7, 1, 500, 1)
     tally.cut()
     tally.sent(1, 2)
     tally.merged(1)
-    assert tally.whole == Holding()
+    assert tally.whole == Usage()
 
 
 def test_a_withdrawal_comes_to_nothing_and_has_its_place_in_a_file() -> None:
-    tally = Tally()
+    tally = LogUsage()
     tally.add(row(0))
     tally.cut()
     tally.add(row(5))
     tally.cut()
     tally.sent(0, 1)
     tally.merged(0)
-    assert tally.held(A) == Holding(5, 1, 500, 1)
+    assert tally.held(A) == Usage(5, 1, 500, 1)
 
 
 def test_a_file_that_was_merged_before_its_writer_heard_that_it_is_there() -> None:
     """Its answer was lost, and it is sent again."""
-    tally = Tally()
+    tally = LogUsage()
     tally.add(row(5))
     tally.cut()
     tally.merged(0)
     assert tally.held(A).size_bytes == 5
     tally.sent(0, 1)
-    assert tally.whole == Holding()
+    assert tally.whole == Usage()
 
 
 def test_what_waits_longer_than_one_file_takes_counts_until_its_last_row_is_merged() -> None:
-    tally = Tally()
+    tally = LogUsage()
     for _ in range(5):
         tally.add(row(1))
     tally.cut()
@@ -76,7 +76,7 @@ def test_what_waits_longer_than_one_file_takes_counts_until_its_last_row_is_merg
 def test_random_lives_are_never_told_too_small(seed: int) -> None:
     """Against a list of all rows; while there are few files, to the byte."""
     chooser = random.Random(seed)
-    tally, rows, files, taken, sent, merged = Tally(), list[int](), list[int](), 0, 0, -1
+    tally, rows, files, taken, sent, merged = LogUsage(), list[int](), list[int](), 0, 0, -1
     for _ in range(400):
         what = chooser.choice(("add", "add", "cut", "sent", "merged"))
         if what == "add":
@@ -103,19 +103,19 @@ def test_random_lives_are_never_told_too_small(seed: int) -> None:
 
 
 def test_many_files_are_few_sums() -> None:
-    tally = Tally()
+    tally = LogUsage()
     for number in range(10 * FILES_MAX):
         tally.add(row(1))
         tally.cut()
         tally.sent(number, 1)
     assert len(tally.sums) == FILES_MAX  # pyright: ignore[reportPrivateUsage]
-    assert tally.held(A) == Holding(10 * FILES_MAX, 10 * FILES_MAX, 500, 10 * FILES_MAX)
+    assert tally.held(A) == Usage(10 * FILES_MAX, 10 * FILES_MAX, 500, 10 * FILES_MAX)
     tally.merged(9 * FILES_MAX)
     assert tally.held(A).objects == FILES_MAX - 1
 
 
 async def test_a_log_tells_its_tally() -> None:
-    tally = Tally()
+    tally = LogUsage()
     log = LogWriter(memory(), "f", new_writer(), rows_max=10, seconds_max=1.0, tally=tally)
     log.append(row(3))
     log.append(row(4, B))
@@ -127,4 +127,4 @@ async def test_a_log_tells_its_tally() -> None:
     assert tally.whole.size_bytes == 5
     await log.flush()
     tally.merged(log.files - 1)
-    assert tally.whole == Holding()
+    assert tally.whole == Usage()

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.compaction import Plan, Report, compact
+from tiers.catalog.compaction import CompactionPlan, CompactionReport, compact
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import object_name
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import Bounds, Whys
+from tiers.catalog.retention import RetentionRules, Whys
 from tiers.catalog.rows import Row, Rows
 from tiers.kv.layout import Segment
 
@@ -56,14 +56,16 @@ class World:
 
     async def compact(
         self,
-        bounds: Bounds | None = None,
+        bounds: RetentionRules | None = None,
         *,
         whole: bool = True,
         reconcile: bool = False,
         dry_run: bool = False,
         tell: Callable[[Rows, Whys], Awaitable[None]] | None = None,
-    ) -> Report:
-        plan = Plan(bounds or Bounds(), GRACE, KEEP, whole, reconcile, None, dry_run)
+    ) -> CompactionReport:
+        plan = CompactionPlan(
+            bounds or RetentionRules(), GRACE, KEEP, whole, reconcile, None, dry_run
+        )
         return await compact(
             self.tier, PREFIX, plan, self.bucket.now, tell=tell, clock=lambda: self.bucket.now
         )

@@ -1,4 +1,4 @@
-"""The mover: what becomes of each command, with a store that works and with one that fails."""
+"""The executor: what becomes of each command, with a store that works and with one that fails."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sidecar.core.commands import (
     Written,
 )
 from sidecar.data.copies import Copies
-from sidecar.data.executor import Mover
-from sidecar.sessions.namespaces import Rank
+from sidecar.data.executor import Executor
+from sidecar.sessions.namespaces import RankLayout
 from tests import places
 from tests.sidecar.bench import LAYOUT, Bench, until
 from tests.sidecar.client import key_of
@@ -65,9 +65,9 @@ class Broken:
 
 
 @asynccontextmanager
-async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Mover]:
+async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Executor]:
     work = Copies(bench.pool, 1, bench.told.extend)
-    mover = Mover(
+    executor = Executor(
         realms=bench.realms,
         sessions=bench.sessions,
         pool=bench.pool,
@@ -82,9 +82,9 @@ async def moving(bench: Bench, store: ObjectTier) -> AsyncIterator[Mover]:
         store_failed=None,
     )
     async with anyio.create_task_group() as tasks:
-        await tasks.start(mover.run)
+        await tasks.start(executor.run)
         tasks.start_soon(work.run)
-        yield mover
+        yield executor
         tasks.cancel_scope.cancel()
 
 
@@ -95,16 +95,16 @@ async def told(bench: Bench, count: int) -> Event:
 
 
 async def test_written_object_is_read_into_another_slot(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
-        mover.execute([bench.gather(0, blocks=2)])
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
+        executor.execute([bench.gather(0, blocks=2)])
         await told(bench, 1)
-        mover.execute([Write(1, 1, 0, bench.slot(0), key_of(0), 2)])
+        executor.execute([Write(1, 1, 0, bench.slot(0), key_of(0), 2)])
         size = bench.rank.templates[2].image_bytes
         event = await told(bench, 2)
         assert isinstance(event, Written)
         assert event.written_at > 0
         assert event == Written(1, StoreOutcome.OK, size, event.written_at)
-        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
+        executor.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.OK, 2, bytes(32), size)
         first, second = (bench.pool[bench.slot(n) :][:size] for n in (0, 3))
         assert np.array_equal(first, second)
@@ -117,7 +117,7 @@ async def test_an_object_in_blocks_of_another_size_becomes_this_ranks_own(
     own = replace(bench.rank.layout, encoding="plain+token")
     other = replace(own, block_tokens=own.block_tokens * 2, blocks_per_chunk=2)
     digest = bench.realm.namespace_digest
-    rank = bench.realm.ranks[0] = Rank(own, SlotTemplates(own, digest))
+    rank = bench.realm.ranks[0] = RankLayout(own, SlotTemplates(own, digest))
     values = np.random.default_rng(2).integers(0, 256, (4, 3, 4, 16, 64), dtype=np.uint8)
     assert values.size == own.payload_bytes(4)
     wide = values.reshape(2, 2, *values.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
@@ -143,25 +143,25 @@ async def test_an_object_in_blocks_of_another_size_becomes_this_ranks_own(
             return await read(name, into)
 
         monkeypatch.setattr(store, "read", narrow)
-    async with moving(bench, store) as mover:
-        mover.execute([Read(1, 1, 0, bench.slot(1), key_of(0), (0,))])
+    async with moving(bench, store) as executor:
+        executor.execute([Read(1, 1, 0, bench.slot(1), key_of(0), (0,))])
         done = ReadDone(1, StoreOutcome.OK, 4, bytes(32), images[1].size)
         assert await told(bench, 1) == done
         assert np.array_equal(bench.pool[bench.slot(1) :][: images[0].size], images[0])
         images[1][images[1].size // 2] ^= 1
         await store.write(object_name(digest, key_of(0), own.segment), images[1])
-        mover.execute([Read(2, 1, 0, bench.slot(2), key_of(0), (0,))])
+        executor.execute([Read(2, 1, 0, bench.slot(2), key_of(0), (0,))])
         ended = await told(bench, 2)
         assert isinstance(ended, ReadDone)
         assert ended.outcome is StoreOutcome.CORRUPT, "its own segment, and nobody can read it"
 
 
 async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
-        mover.execute([bench.gather(0)])
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
+        executor.execute([bench.gather(0)])
         await told(bench, 1)
         bench.pool[5000] ^= 1
-        mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
+        executor.execute([Write(1, 1, 0, 0, key_of(0), 1)])
         assert await told(bench, 2) == Written(1, StoreOutcome.CORRUPT, 0)
     assert objects_in(tmp_path) == []
 
@@ -169,15 +169,15 @@ async def test_corrupt_slot_is_not_written(bench: Bench, tmp_path: Path) -> None
 async def test_a_slot_damaged_before_a_write_that_does_not_look_is_found_by_its_reader(
     bench: Bench, tmp_path: Path
 ) -> None:
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
-        mover.execute([bench.gather(0)])
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
+        executor.execute([bench.gather(0)])
         await told(bench, 1)
         bench.pool[5000] ^= 1
-        mover.execute([Write(1, 1, 0, 0, key_of(0), 1, verify=False)])
+        executor.execute([Write(1, 1, 0, 0, key_of(0), 1, verify=False)])
         event = await told(bench, 2)
         assert isinstance(event, Written)
         assert event.outcome is StoreOutcome.OK
-        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
+        executor.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.CORRUPT)
 
 
@@ -191,20 +191,20 @@ async def test_what_a_store_says_nothing_of_is_verified_when_it_is_there(
         return await read(name, into)
 
     monkeypatch.setattr(store, "read", silent)
-    async with moving(bench, store) as mover:
+    async with moving(bench, store) as executor:
         for number in range(2):
-            mover.execute([bench.gather(number)])
+            executor.execute([bench.gather(number)])
             await told(bench, 2 * number + 1)
             # The second is damaged.
             bench.pool[bench.slot(1) + 5000] ^= number
             write = Write(number, 1, 0, bench.slot(number), key_of(number), 1, verify=False)
-            mover.execute([write])
+            executor.execute([write])
             await told(bench, 2 * number + 2)
         size = bench.rank.templates[1].image_bytes
         for number, (outcome, num_bytes) in enumerate(
             [(StoreOutcome.OK, size), (StoreOutcome.CORRUPT, 0)]
         ):
-            mover.execute([Read(number, 1, 0, bench.slot(3), key_of(number), (0,))])
+            executor.execute([Read(number, 1, 0, bench.slot(3), key_of(number), (0,))])
             ended = await told(bench, 5 + number)
             assert isinstance(ended, ReadDone)
             assert (ended.outcome, ended.num_bytes) == (outcome, num_bytes)
@@ -224,35 +224,35 @@ async def test_what_arrives_damaged_in_two_ways_is_no_fault_of_the_object(
         return num_bytes
 
     monkeypatch.setattr(store, "read", garbling)
-    async with moving(bench, store) as mover:
-        mover.execute([bench.gather(0)])
+    async with moving(bench, store) as executor:
+        executor.execute([bench.gather(0)])
         await told(bench, 1)
-        mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
+        executor.execute([Write(1, 1, 0, 0, key_of(0), 1)])
         await told(bench, 2)
-        mover.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
+        executor.execute([Read(2, 1, 0, bench.slot(3), key_of(0), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.UNAVAILABLE, garbled=True)
         assert not damages
-        mover.execute([Read(3, 1, 0, bench.slot(3), key_of(0), (0,))])
+        executor.execute([Read(3, 1, 0, bench.slot(3), key_of(0), (0,))])
         ended = await told(bench, 4)
         assert isinstance(ended, ReadDone)
         assert ended.outcome is StoreOutcome.OK
 
 
 async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
-        mover.execute([bench.gather(0)])
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
+        executor.execute([bench.gather(0)])
         await told(bench, 1)
-        mover.execute([Write(1, 1, 0, 0, key_of(0), 1)])
+        executor.execute([Write(1, 1, 0, 0, key_of(0), 1)])
         await told(bench, 2)
         segment = LAYOUT.segment
         digest = bench.realm.namespace_digest
         right, wrong = (tmp_path / object_name(digest, key_of(n), segment) for n in (0, 1))
         rename(right, wrong)
-        mover.execute([Read(2, 1, 0, bench.slot(2), key_of(1), (0,))])
+        executor.execute([Read(2, 1, 0, bench.slot(2), key_of(1), (0,))])
         assert await told(bench, 3) == ReadDone(2, StoreOutcome.CORRUPT)
-        mover.execute([Quarantine(1, 0, key_of(1))])
+        executor.execute([Quarantine(1, 0, key_of(1))])
         await until(lambda: not wrong.exists())
-        mover.execute([Read(3, 1, 0, bench.slot(2), key_of(1), (0,))])
+        executor.execute([Read(3, 1, 0, bench.slot(2), key_of(1), (0,))])
         assert await told(bench, 4) == ReadDone(3, StoreOutcome.MISSING)
 
 
@@ -268,19 +268,19 @@ async def test_object_under_a_wrong_name_is_corrupt(bench: Bench, tmp_path: Path
 async def test_every_failure_of_the_store_ends_in_an_event(
     bench: Bench, error: Exception, outcome: StoreOutcome
 ) -> None:
-    async with moving(bench, cast("ObjectTier", Broken(error))) as mover:
-        mover.execute([Read(1, 1, 0, bench.slot(1), key_of(1), (0,))])
+    async with moving(bench, cast("ObjectTier", Broken(error))) as executor:
+        executor.execute([Read(1, 1, 0, bench.slot(1), key_of(1), (0,))])
         assert await told(bench, 1) == ReadDone(1, outcome)
-        mover.execute([bench.gather(0)])
+        executor.execute([bench.gather(0)])
         await told(bench, 2)
-        mover.execute([Write(2, 1, 0, 0, key_of(0), 1), Quarantine(1, 0, key_of(0))])
+        executor.execute([Write(2, 1, 0, 0, key_of(0), 1), Quarantine(1, 0, key_of(0))])
         assert await told(bench, 3) == Written(2, StoreOutcome.UNAVAILABLE, 0)
 
 
 async def test_copies_of_a_session_that_is_gone_are_revoked(bench: Bench, tmp_path: Path) -> None:
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
         bench.sessions.close(bench.session)
-        mover.execute([bench.gather(0), IndexSet(1, key_of(0), in_host=True, in_store=False)])
+        executor.execute([bench.gather(0), IndexSet(1, key_of(0), in_host=True, in_store=False)])
         ended = await told(bench, 1)
         assert isinstance(ended, Copied)
         assert ended.outcome is CopyOutcome.REVOKED
@@ -294,10 +294,10 @@ async def test_a_large_index_grows_beside_the_other_commands(
     smaller = bench.realm.index = IndexWriter(1000)
     count = smaller.capacity_entries + 1
     keys = np.random.default_rng(1).integers(0, 256, (count, 32), dtype=np.uint8)
-    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as mover:
-        mover.execute([IndexOffer(bench.realm.realm_id, keys)])
+    async with moving(bench, UrlObjects(f"file://{tmp_path}")) as executor:
+        executor.execute([IndexOffer(bench.realm.realm_id, keys)])
         assert bench.realm.index is smaller
         with anyio.fail_after(60):
-            await mover.indexing.settled(bench.realm)
+            await executor.indexing.settled(bench.realm)
     assert bench.realm.index.slots == 2 * smaller.slots
     assert len(bench.realm.index) == count
