@@ -23,8 +23,8 @@ from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
-from connector.options import count_of, seconds_of, sockets_of
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, tiers_owner
+from connector.options import count_of, seconds_of
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, sockets_of, tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

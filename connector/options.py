@@ -8,9 +8,7 @@ later release of vLLM may know it.
 from __future__ import annotations
 
 import logging
-import os
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -57,9 +55,6 @@ OFFLOADING_OPTIONS: Final = (
 )
 """What an engine of `KVLakeOffloadingSpec` takes."""
 
-SERVICE_DIRECTORY: Final = "/run/kvlake"
-"""`runtime.directory` of deploy/systemd/kvlake.service."""
-
 
 def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
     """Tell of options that do nothing, which are most often another's name misspelt."""
@@ -73,21 +68,6 @@ def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> Non
             value,
             f"did you mean {near[0]!r}?" if near else f"it may hold {', '.join(sorted(known))}",
         )
-
-
-def sockets_of(given: str | None) -> tuple[str, ...]:
-    """Where the sidecar is looked for: the one place that is given, or the default ones in order.
-
-    A sidecar of this user's own comes first: that of a login shell is in `XDG_RUNTIME_DIR`, which a
-    service or a container may lack. Then that of a service manager, which serves several users.
-    """
-    if given:
-        return (given,)
-    bases = [f"/tmp/kvlake-{os.getuid()}", SERVICE_DIRECTORY]  # noqa: S108 (its owner is checked)
-    own = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    if Path(own).is_dir():
-        bases.insert(0, f"{own}/kvlake")
-    return tuple(f"{base}/default/attach.sock" for base in bases)
 
 
 def count_of(extra: dict[str, Any], name: str, default: int) -> int:

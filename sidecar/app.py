@@ -33,10 +33,8 @@ import anyio.abc
 import anyio.to_thread
 import pyarrow as pa
 
-from sidecar.config.secret_files import SecretFileError
 from sidecar.core.commands import Restored, RestoredSlot, Tick
 from sidecar.data.host_pool import closing, map_ahead, open_pool
-from sidecar.errors import StartError
 from sidecar.events.sockets import EventSockets
 from sidecar.exits import Exit
 from sidecar.logs import fields
@@ -47,7 +45,9 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.self_checks import SelfChecks
+from sidecar.service.start_secrets import events_key, http_token, jobs_key
 from sidecar.service.store_stack import WrapStore, open_store
+from sidecar.service.surroundings import shortages
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import Phase, Watchdog
 from sidecar.transport.attach_socket import listen
@@ -126,24 +126,17 @@ async def serve(
             strict_parents=config.runtime.strict_parents,
         )
         stack.callback(directory.close)
-        token = _secret(config.http.secret_token)
+        for shortage in shortages(config):
+            _logger.warning(str(shortage))
+        token = http_token(config)
         http = HttpServer(config.http.host, config.http.port, watchdog, token=token)
         await http.start()
         stack.push_async_callback(http.stop)
         store = None if config.store is None else open_store(config.store, wrap_store)
         pool, restored = await anyio.to_thread.run_sync(open_pool, config)
-        stack.push(closing(pool, keep=config.host.after_stop == "keep"))
+        keep = config.host.after_stop == "keep"
+        stack.push(closing(pool, keep=keep, option=config.option))
         return await Server(config, directory, pool, restored, store, http, watchdog).run(ready)
-
-
-def _secret(read: Callable[[], str]) -> str:
-    """A secret from where the configuration says, masked from now on. Raises `StartError`."""
-    try:
-        secret = read()
-    except SecretFileError as error:
-        raise StartError(str(error)) from error
-    conceal([secret])
-    return secret
 
 
 class Server:
@@ -256,7 +249,7 @@ class Server:
             settings,
             places["endpoint"],
             places["replay_endpoint"],
-            _secret(settings.secret_key).encode(),
+            events_key(self._config),
             # Prompts can be read there: not by the users of runtime.allow_uids.
             sorted({os.geteuid(), 0}),
             self._break,
@@ -268,9 +261,10 @@ class Server:
     def _open_jobs(self) -> Router | JobSocket:
         runtime, limits = self._config.runtime, self._config.limits
         if runtime.endpoint.startswith("tcp://"):
-            secret = _secret(runtime.secret_key).encode()
             return Router(
-                CurveSettings(runtime.endpoint, secret, self.dispatcher.sessions.has_user),
+                CurveSettings(
+                    runtime.endpoint, jobs_key(self._config), self.dispatcher.sessions.has_user
+                ),
                 self.dispatcher.received,
                 self._break,
                 frames_queued_max=limits.frames_queued_max,

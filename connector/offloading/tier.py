@@ -33,7 +33,7 @@ from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
 from connector.offloading.workarounds import GuardedRequests
-from connector.options import seconds_of, sockets_of
+from connector.options import seconds_of
 from connector.request_params import OF_THE_CONNECTOR, RequestParams, RequestParamsReader
 from connector.tier_events import TierEvents
 from connector.worker import WorkerRole
@@ -46,6 +46,7 @@ from sidecar.protocol import (
     Memory,
     Release,
     Role,
+    sockets_of,
 )
 from tiers.kv.index import FLAG_HOST, FLAG_STORE, tags_of
 

@@ -16,6 +16,7 @@ import difflib
 import importlib.metadata
 import os
 import re
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -101,11 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _carry_out(words: list[str]) -> int:
     # Everything after the first `--` is the engine's command, whatever it looks like.
-    own = words[: words.index("--")] if words[:1] == ["run"] and "--" in words else words
+    takes_command = words[:1] in (["run"], ["doctor"])
+    own = words[: words.index("--")] if takes_command and "--" in words else words
     top = parser()
     options, unknown = top.parse_known_args(own)
-    if unknown and words[:1] == ["run"]:
-        complain(f"write -- before the engine's command: kvlake run -- {' '.join(unknown)}")
+    if unknown and takes_command:
+        known = [word for word in own if word not in unknown]
+        line = f"kvlake {shlex.join(known)} -- {shlex.join(unknown)}"
+        complain(f"write -- before the engine's command: {line}")
         return Exit.USAGE
     if unknown:
         top.error(f"unrecognized arguments: {' '.join(unknown)}")

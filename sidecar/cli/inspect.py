@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import anyio
 import numpy as np
 
-from sidecar.config.units import approximate_size
 from sidecar.config.yaml_file import mask_url
+from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ class Joined:
     def __init__(self, attach_path: Path) -> None:
         """Raises `OSError` where none listens, or its folder takes no lock of this user."""
         self._attach_path = attach_path
-        self.pid = _listener(attach_path)
+        self.pid = listener(attach_path)
         """Its process; 0 if that is in another PID namespace."""
         self._pid_fd = os.pidfd_open(self.pid) if self.pid else None
         self._looked = time.monotonic()
@@ -60,7 +60,7 @@ class Joined:
             return True
         self._looked = now
         try:
-            _listener(self._attach_path)
+            listener(self._attach_path)
         except OSError:
             return False
         return True
@@ -106,7 +106,7 @@ def _refused(path: Path, operation: int) -> bool:
     return False
 
 
-def _listener(attach_path: Path) -> int:
+def listener(attach_path: Path) -> int:
     """The process that listens; raises `OSError` where none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_SECONDS_MAX)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 CONNECTOR: Final = "KVLakeConnector"
 OPTION: Final = "--kv-transfer-config"
 EVENTS_OPTION: Final = "--kv-events-config"
+BLOCK_OPTION: Final = "--block-size"
 FORWARDED: Final = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -88,8 +89,8 @@ def say(text: str) -> None:
 def transfer_config(config: Config) -> dict[str, object]:
     """What vLLM takes as `--kv-transfer-config` to use this configuration's sidecar."""
     extra: dict[str, object] = {"socket": str(config.runtime.attach_path)}
-    if "tokens" in config.chunk.model_fields_set:
-        extra["chunk_tokens"] = config.chunk.tokens
+    if (tokens := own_chunk_tokens(config)) is not None:
+        extra["chunk_tokens"] = tokens
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -97,6 +98,52 @@ def transfer_config(config: Config) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def own_chunk_tokens(config: Config) -> int | None:
+    """`chunk.tokens` where the file gives it; else the connector chooses what fits its blocks."""
+    return config.chunk.tokens if "tokens" in config.chunk.model_fields_set else None
+
+
+def check_command(command: Sequence[str], config: Config) -> list[str]:
+    """The engine's command with the connector's options. Starts nothing.
+
+    Raises:
+        LaunchError: it cannot be started, or its engine would not be cached.
+    """
+    if not command:
+        example = f"kvlake run{config.option} -- vllm serve MODEL"
+        raise LaunchError(f"no command; write it after --, as in: {example}")
+    if shutil.which(command[0]) is None:
+        raise LaunchError(f"{command[0]}: no such command; is vLLM installed in this environment?")
+    result = with_connector(command, config)
+    _check_blocks(result)
+    return result
+
+
+def _check_blocks(command: Sequence[str]) -> None:
+    """Raise `LaunchError` where chunks are not whole blocks: the engine would not be cached."""
+    blocks = _value_of(command, BLOCK_OPTION)
+    given: object = json.loads(_value_of(command, OPTION) or "{}")
+    extra = cast("dict[str, dict[str, object]]", given).get("kv_connector_extra_config", {})
+    tokens = extra.get("chunk_tokens")
+    if not isinstance(tokens, int) or blocks is None or not blocks.isdecimal() or not int(blocks):
+        return
+    if tokens % int(blocks):
+        raise LaunchError(
+            f"chunk.tokens={tokens} is not a multiple of {BLOCK_OPTION} {blocks}, and the engine "
+            "would serve without the cache; leave chunk.tokens out, or choose a multiple"
+        )
+
+
+def _value_of(command: Sequence[str], option: str) -> str | None:
+    """What an option is given last, as `--option VALUE` or `--option=VALUE`."""
+    found = None
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            found = value if equals else following
+    return found
 
 
 def with_connector(command: Sequence[str], config: Config) -> list[str]:
@@ -110,7 +157,7 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
     if not any(Path(word).name == "vllm" or word.startswith("vllm.") for word in command):
         raise LaunchError(
             f"{shlex.join(command)!r} does not name vllm, so its options cannot be set. For "
-            f"another program run `kvlake serve` beside it and give it {shown}"
+            f"another program run `kvlake serve{config.option}` beside it and give it {shown}"
         )
     result = list(command)
     for index, word in enumerate(command):
@@ -124,9 +171,9 @@ def with_connector(command: Sequence[str], config: Config) -> list[str]:
             if index + 1 == len(command):
                 raise LaunchError(f"{word} has no value; leave it out, or give {shown}")
             given = command[index + 1]
-            result[index + 1] = json.dumps(_merged(given, wanted, shown))
+            result[index + 1] = json.dumps(_merged(given, wanted, shown, config.option))
         else:
-            result[index] = f"{OPTION}={json.dumps(_merged(given, wanted, shown))}"
+            result[index] = f"{OPTION}={json.dumps(_merged(given, wanted, shown, config.option))}"
         return result
     return [*result, OPTION, json.dumps(wanted)]
 
@@ -153,7 +200,7 @@ def with_events(command: Sequence[str], config: Config) -> list[str]:
     return [*command, EVENTS_OPTION, json.dumps(wanted)]
 
 
-def _merged(given: str, wanted: dict[str, object], shown: str) -> dict[str, object]:
+def _merged(given: str, wanted: dict[str, object], shown: str, option: str) -> dict[str, object]:
     try:
         own: object = json.loads(given)
     except json.JSONDecodeError as error:
@@ -168,7 +215,7 @@ def _merged(given: str, wanted: dict[str, object], shown: str) -> dict[str, obje
         raise LaunchError(
             f"{OPTION} asks for kv_connector={connector!r}. Leave the option out to use kvlake "
             "alone; to use both, list it in a MultiConnector yourself and start the sidecar with "
-            f"`kvlake serve`. kvlake's own options are {shown}"
+            f"`kvlake serve{option}`. kvlake's own options are {shown}"
         )
     extra = options.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
@@ -424,11 +471,7 @@ def run(
     Raises:
         LaunchError: one of the two cannot be started; the other is stopped again.
     """
-    if not command:
-        raise LaunchError("no command; write it after --, as in: kvlake run -- vllm serve MODEL")
-    if shutil.which(command[0]) is None:
-        raise LaunchError(f"{command[0]}: no such command; is vLLM installed in this environment?")
-    engine_command = with_events(with_connector(command, config), config)
+    engine_command = with_events(check_command(command, config), config)
     sidecar = Sidecar(config, serve)
     notifier = Notifier()
     with _signals() as wakeup:

@@ -68,11 +68,15 @@ def add_doctor(commands: Commands) -> None:
     """`doctor`."""
     doctor = commands.add_parser(
         "doctor",
-        help="look at this machine as a sidecar would: memory, GPUs, limits, the store",
+        help="say what would keep a sidecar from starting here, and an engine from its cache",
         description=(
-            "Check room and limits for host memory, the GPUs and what their driver can do, and the "
-            "store, by writing and deleting one object. One line each: pass, warn or fail."
+            "Check all that `kvlake serve` checks when it starts (directories, ports, keys, host "
+            "memory, limits), the store, by writing and deleting one object, the GPUs and what "
+            "their driver can do, and what an engine would find. With an engine's command after "
+            "--, that as well, as `kvlake run` does. One line each: pass, warn or fail; the exit "
+            "code is 1 if anything failed. Nothing on the node is changed."
         ),
+        usage="kvlake doctor [-h] [--config FILE] [-- vllm serve MODEL ...]",
     )
     add_config_option(doctor)
     doctor.set_defaults(command_function=_doctor)
@@ -141,7 +145,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     # Its lines say the same.
     logging.getLogger(LOGGER).setLevel(logging.ERROR)
-    findings = anyio.run(examine, load_config(options.config))
+    findings = anyio.run(examine, load_config(options.config), options.command)
     for finding in findings:
         say(str(finding))
     return Exit.NO if any(one.verdict is CheckResult.FAIL for one in findings) else Exit.OK
@@ -159,9 +163,9 @@ def _pool_show(options: argparse.Namespace) -> int:
 
 
 def _pool_remove(options: argparse.Namespace) -> int:
-    from sidecar.config.units import approximate_size
     from tiers.errors import PoolError
     from tiers.pool.file import remove_pool
+    from tiers.sizes import approximate_size
 
     path = load_config(options.config).pool_path
     try:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio.to_thread
 import numpy as np
 
-from sidecar.config.units import approximate_size
 from sidecar.core.tenants import UNSALTED
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
@@ -27,6 +26,7 @@ from tiers.catalog.retention import Why
 from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.scan import all_rows
 from tiers.catalog.usage import Chunks, tenant_of, word_of
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sidecar.config.units import approximate_size
 from tiers.pool.file import PoolReport, inspect_pool
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -83,6 +83,9 @@ def add_running(commands: Commands) -> None:
 def _serve(options: argparse.Namespace) -> int:
     if options.parent_pid is not None:
         _end_with_parent(options.parent_pid)
+    if not os.isatty(0):
+        # As later, when the server sees to it (`app.py`): a reload must not end a start.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before numpy or pyarrow are imported, which read it then. The engine beside this process
     # wants the cores, and pools that spin on them made hits several times slower.
     for name in _THREAD_POOLS:
@@ -93,7 +96,9 @@ def _serve(options: argparse.Namespace) -> int:
     from sidecar import logs
     from sidecar.app import serve
     from sidecar.errors import StartError
+    from sidecar.service.surroundings import allow_open_files
 
+    allow_open_files()
     logs.configure(config.log.level, config.log.format)
 
     def ready(info: ServerInfo) -> None:

@@ -15,7 +15,7 @@ import urllib.request
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sidecar.config.units import approximate_size
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,10 @@ Document = dict[str, Any]
 
 class StatusError(Exception):
     """The sidecar's status cannot be had; the message says what to look at."""
+
+
+class StatusNotYet(StatusError):
+    """Something listens there that does not answer yet: a sidecar that starts, ends or hangs."""
 
 
 def url_of(config: Config) -> str:
@@ -77,13 +81,14 @@ def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
                 + "; use --config with the sidecar's own file, or --token-file"
             ) from error
         if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise StatusError(f"{target}: the sidecar is starting or ending, ask again") from error
+            raise StatusNotYet(f"{target}: the sidecar is starting or ending, ask again") from error
         raise StatusError(f"{target} answered {error.code}; is that a kvlake sidecar?") from error
     except (OSError, ValueError) as error:
         reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(error, ValueError):
             reason = "the answer is not JSON; is that a kvlake sidecar?"
-        raise StatusError(
+        kind = StatusNotYet if isinstance(reason, TimeoutError) else StatusError
+        raise kind(
             f"no status from {target}: {reason}. Does the sidecar run, and are http.host and "
             "http.port those of its configuration? (--config or --url)"
         ) from error

@@ -29,7 +29,7 @@ from sidecar.catalog.garbage_collector import (
     plan_of,
 )
 from sidecar.cli.ls import Listing, ListingFilter, TenantNames, age, list_chunks, table
-from sidecar.config.units import approximate_size, format_duration
+from sidecar.config.units import format_duration
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
 from tiers.catalog.compaction import CompactionReport, Superseded, compact
@@ -42,6 +42,7 @@ from tiers.catalog.retention import Why
 from tiers.catalog.scan import all_rows
 from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, UsageTable, tenant_of
 from tiers.errors import TierError
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -69,7 +70,9 @@ def run(config: Config, command: Callable[[ObjectTier], Awaitable[Document]]) ->
     settings = config.store
     if settings is None:
         raise StoreCommandError(
-            "the configuration has no store; give the sidecar's own file: --config FILE"
+            "the built-in defaults have no store; give the sidecar's own file: --config FILE"
+            if config.file is None
+            else f"{config.file} has no section store; give the sidecar's own file with --config"
         )
 
     async def main() -> Document:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from sidecar.config.host import (
     ChunkSettings,
@@ -71,6 +72,23 @@ class Config(Section):
     events: EventsSettings = Field(default_factory=EventsSettings)
     log: LogSettings = Field(default_factory=LogSettings)
 
+    _file: Path | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that it was read from; None for the built-in defaults and for a text."""
+        return self._file
+
+    @property
+    def option(self) -> str:
+        """What a command needs to mean this configuration, with a space before it; or nothing."""
+        return "" if self._file is None else f" --config {shlex.quote(str(self._file))}"
+
+    def read_from(self, path: Path) -> Self:
+        """The same, with the file that messages name."""
+        self._file = path
+        return self
+
     @property
     def pool_path(self) -> Path:
         """The host tier's file: one for each user and name."""
@@ -110,7 +128,7 @@ def load(path: str | Path | None, *, environment: Mapping[str, str] | None = Non
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
-    return loads(text, name=str(path), environment=environment)
+    return loads(text, name=str(path), environment=environment).read_from(Path(path))
 
 
 def loads(

@@ -31,7 +31,9 @@ def read_secret(path: Path, setting: str) -> str:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise SecretFileError(f"{place}: cannot be read: {error.strerror}") from error
+        raise SecretFileError(
+            f"{place}: cannot be read: {error.strerror}; `kvlake keygen --out FILE` makes one"
+        ) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -40,8 +42,8 @@ def read_secret(path: Path, setting: str) -> str:
         mounted = found.st_uid == 0 and os.geteuid() != 0
         if stat.S_IMODE(found.st_mode) & (0o027 if mounted else 0o077):
             raise SecretFileError(
-                f"{place}: mode {stat.S_IMODE(found.st_mode):04o} lets others at it; take the "
-                f"secret in it as known and make another, then chmod 600 {path}"
+                f"{place}: with mode {stat.S_IMODE(found.st_mode):04o} other users can read or "
+                f"change it; replace the secret, which they may know, and chmod 600 {path}"
             )
         data = os.read(fd, SECRET_BYTES_MAX + 1)
     finally:
@@ -68,7 +70,10 @@ def write_secret(path: Path, text: str) -> None:
             "place, or remove it first"
         ) from error
     except OSError as error:
-        raise SecretFileError(f"{path} cannot be written: {error.strerror}") from error
+        raise SecretFileError(
+            f"{path} cannot be written: {error.strerror}; make its folder first, or choose another "
+            "place"
+        ) from error
     with os.fdopen(fd, "w", encoding="ascii") as file:
         # Not left to the umask, which may forbid its owner too.
         os.fchmod(fd, 0o600)

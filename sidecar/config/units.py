@@ -120,12 +120,3 @@ def format_duration(seconds: float) -> str:
             return f"{int(seconds // factor)}{name}"
     milliseconds = round(seconds * 1000, 6)
     return f"{int(milliseconds) if milliseconds.is_integer() else milliseconds}ms"
-
-
-def approximate_size(size_bytes: float) -> str:
-    """A size for people to read, three digits or so: "1.25 GiB", "0 B"."""
-    for name in ("TiB", "GiB", "MiB", "KiB"):
-        if (value := size_bytes / SIZE_UNITS[name]) >= 1:
-            # Three digits of 1023 would be 1.02e+03.
-            return f"{value:.0f} {name}" if value >= 1000 else f"{value:.3g} {name}"
-    return f"{size_bytes:.0f} B"

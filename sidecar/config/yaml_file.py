@@ -289,6 +289,10 @@ def _hint(error: ErrorDetails, value: object) -> str:
     """What pydantic's own message leaves out."""
     if error["type"] == "string_type" and isinstance(value, bool):
         return "; YAML reads yes, no, on and off as booleans: put the word in quotes"
+    if error["type"] == "literal_error" and isinstance(value, bool):
+        return "; YAML reads yes, no, on and off as booleans"
+    if error["type"] == "bool_type":
+        return "; write true or false"
     if error["type"] == "string_type" and isinstance(value, int | float):
         return "; YAML reads it as a number: put it in quotes"
     limits = error.get("ctx", {})

@@ -10,9 +10,11 @@ is not to be trusted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
@@ -22,13 +24,14 @@ from sidecar.core.retention import read_tag
 from sidecar.errors import StartError
 from sidecar.logs import fields
 from tiers.errors import PoolError
+from tiers.pool.file import check_pool
 from tiers.pool.host_pool import POPULATE_BYTES_PER_CALL, HostPool
 from tiers.pool.numa import Placement, sample
 from tiers.pool.recovery import FoundImage, rescan
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from sidecar.config.model import Config
 
@@ -45,16 +48,15 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
     """
     path = config.pool_path
     began = time.monotonic()
-    try:
+    placement = placement_of(config)
+    with _pool_errors():
         pool = HostPool.open(
             path,
             config.host.size,
             prefault=config.host.prefault,
             threads=config.host.touching_threads,
-            placement=Placement.of(config.host.numa),
+            placement=placement,
         )
-    except PoolError as error:
-        raise StartError(f"host: {error}") from error
     _tell_where(pool)
     if pool.emptied:
         _logger.warning(
@@ -79,6 +81,28 @@ def open_pool(config: Config) -> tuple[HostPool, tuple[RestoredSlot, ...]]:
         ),
     )
     return pool, tuple(map(_restored, found.images))
+
+
+def placement_of(config: Config, root: Path = Path("/")) -> Placement:
+    """On which NUMA nodes the pool shall lie, tried. Raises `StartError` where it cannot."""
+    with _pool_errors():
+        placement = Placement.of(config.host.numa, root)
+        placement.settle()
+        return placement
+
+
+def check_host(config: Config) -> None:
+    """Raise `StartError` where `open_pool` would for the pool's files. Changes nothing."""
+    with _pool_errors():
+        check_pool(config.pool_path, config.host.size)
+
+
+@contextlib.contextmanager
+def _pool_errors() -> Generator[None]:
+    try:
+        yield
+    except PoolError as error:
+        raise StartError(f"host: {error}") from error
 
 
 def _tell_where(pool: HostPool) -> None:
@@ -112,28 +136,33 @@ def _restored(image: FoundImage) -> RestoredSlot:
     )
 
 
-def closing(pool: HostPool, *, keep: bool) -> Callable[[_Raised, object, object], None]:
-    """What keeps or removes the pool's memory at the end, for an exit stack. No copy runs then."""
+def closing(
+    pool: HostPool, *, keep: bool, option: str = ""
+) -> Callable[[_Raised, object, object], None]:
+    """What keeps or removes the pool's memory at the end, for an exit stack. No copy runs then.
+
+    `option` names the configuration in a command (`Config.option`).
+    """
 
     def close(raised: _Raised, error: object, traceback: object) -> None:
         del error, traceback
         # Not to start is no bug, nor is to be cancelled (which is no Exception).
         kind = raised or StartError
         bug = issubclass(kind, Exception) and not issubclass(kind, StartError)
-        _close(pool, keep=keep and not bug)
+        _close(pool, keep=keep and not bug, option=option)
 
     return close
 
 
-def _close(pool: HostPool, *, keep: bool) -> None:
+def _close(pool: HostPool, *, keep: bool, option: str) -> None:
     path, used_bytes = pool.path, pool.stats().used_bytes
     leaked = pool.close(keep=keep)
     if leaked:
         _logger.error("slots were still in use at the end", extra=fields(slots=len(leaked)))
     if path.exists():
         _logger.info(
-            "host memory is kept for the next start; `kvlake pool remove --config FILE` with this "
-            "sidecar's configuration gives it back",
+            "host memory is kept for the next start; `kvlake pool remove%s` gives it back",
+            option,
             extra=fields(path=path, file_bytes=path.stat().st_size, used_bytes=used_bytes),
         )
 

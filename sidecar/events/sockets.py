@@ -29,8 +29,8 @@ import anyio
 import anyio.lowlevel
 import zmq
 
-from sidecar.errors import StartError
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
+from sidecar.transport.endpoints import bind
 from sidecar.transport.zap import ZapAuthenticator
 from sidecar.transport.zmq_reader import ZmqReader
 
@@ -126,20 +126,14 @@ class EventSockets:
         return socket
 
     def _bind(self, socket: zmq.Socket[bytes], field: str, endpoint: str) -> str:
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        try:
-            if endpoint.startswith("ipc://"):
-                path = Path(endpoint.removeprefix("ipc://"))
-                self._listeners[path] = socket
-                self.bind_again(path)
-            else:
-                socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise StartError(
-                f"{field}={endpoint} cannot be bound: {error}; it must be an address of this "
-                "machine, with a port that is free (or 0 for any)"
-            ) from error
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if endpoint.startswith("ipc://"):
+            path = Path(endpoint.removeprefix("ipc://"))
+            self._listeners[path] = socket
+            path.unlink(missing_ok=True)
+        where = bind(socket, field, endpoint)
+        for path in self._listeners:
+            path.chmod(IPC_MODE)
+        return where
 
     @property
     def paths(self) -> tuple[Path, ...]:

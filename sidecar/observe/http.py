@@ -28,7 +28,6 @@ import asyncio
 import errno
 import hmac
 import json
-import os
 import socket
 from typing import TYPE_CHECKING, Final, cast
 
@@ -132,7 +131,7 @@ class HttpServer:
         self._watchdog = watchdog
         self._token = token.encode()
         self._reporter: Reporter | None = None
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._url = ""
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -159,28 +158,17 @@ class HttpServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises `StartError` where the address cannot be had."""
+        sockets = listen_on(self._host, self._port)
+        host, port = sockets[0].getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                self._protocol, self._host, self._port, backlog=ACCEPTED_TOGETHER_MAX
+        for one in sockets:
+            self._servers.append(
+                await loop.create_server(self._protocol, sock=one, backlog=ACCEPTED_TOGETHER_MAX)
             )
-        except OSError as error:
-            await self._runner.cleanup()
-            remedy = "choose another http.port, or 0 for any that is free"
-            if error.errno == errno.EACCES:
-                remedy = "only root may take ports below 1024: choose another http.port"
-            elif error.errno != errno.EADDRINUSE:
-                remedy = "http.host must be an address of this machine, such as 127.0.0.1"
-            raise StartError(
-                f"http.host={self._host}, http.port={self._port} cannot be bound: {error}; {remedy}"
-            ) from error
-        for one in self._server.sockets:
             # asyncio takes one number for what it accepts in a turn and what the kernel queues.
-            with socket.socket(fileno=os.dup(one.fileno())) as listening:
-                listening.listen(QUEUED_MAX)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+            one.listen(QUEUED_MAX)
         self._sweep()
 
     @property
@@ -196,8 +184,8 @@ class HttpServer:
         """Close the socket and every connection."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
 
     # --- connections -----------------------------------------------------------------------
@@ -299,6 +287,33 @@ class HttpServer:
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
         told = self._watchdog.readiness(reasons=self._authorized(request))
         return _json(told[1], status=200 if told[0] else 503)
+
+
+def listen_on(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets, one for each address that a host has. Raises `StartError`."""
+    listening: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            listening.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(place)
+            one.listen(QUEUED_MAX)
+    except OSError as error:
+        for one in listening:
+            one.close()
+        remedy = "choose another http.port, or 0 for any that is free"
+        if error.errno == errno.EACCES:
+            remedy = "only root may take ports below 1024: choose another http.port"
+        elif error.errno != errno.EADDRINUSE:
+            remedy = "http.host must be an address of this machine, such as 127.0.0.1"
+        raise StartError(
+            f"http.host={host}, http.port={port} cannot be bound: {error}; {remedy}"
+        ) from error
+    return listening
 
 
 def _json(document: object, *, status: int = 200) -> web.Response:

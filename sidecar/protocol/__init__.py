@@ -108,6 +108,7 @@ from sidecar.protocol.messages import (
     tenant_id,
 )
 from sidecar.protocol.owners import HITS_OWNER, TIERS_OWNER, tiers_owner
+from sidecar.protocol.places import SERVICE_DIRECTORY, sockets_of
 
 __all__ = [
     "BLOCKS_PER_CHUNK_MAX",
@@ -127,6 +128,7 @@ __all__ = [
     "NAMESPACE_BYTES_MAX",
     "PIN_MS_MAX",
     "PROTOCOL_VERSION",
+    "SERVICE_DIRECTORY",
     "TENANT_BYTES",
     "TIERS_OWNER",
     "TOKEN_BYTES",
@@ -173,6 +175,7 @@ __all__ = [
     "decode_server",
     "encode",
     "frame_stream",
+    "sockets_of",
     "stream_length",
     "tenant_id",
     "tiers_owner",

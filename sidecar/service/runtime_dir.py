@@ -1,8 +1,8 @@
 """The runtime directory: where the sockets are, who can reach them, who else could replace them.
 
 Owns `<runtime.directory>/<runtime.name>` with its lock and its socket files, and the check of
-everything above it. Does not own what is said on the sockets, nor the check of each client's user
-(`handshake.py`).
+everything above it, which changes nothing by itself (`check`). Does not own what is said on the
+sockets, nor the check of each client's user (`handshake.py`).
 
 Invariants:
 
@@ -13,12 +13,12 @@ Invariants:
   it. The kernel then tells who connects, and others are refused on both sockets.
 * Whoever holds the lock of the directory owns every file in it: a socket file found there is a
   dead sidecar's. The lock is the kernel's (flock), so it goes with its process.
+* Directories that are missing are made so that `check` holds for them, whatever the umask.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -26,12 +26,16 @@ from typing import TYPE_CHECKING, Final
 
 from sidecar.errors import StartError
 from sidecar.logs import fields
+from tiers.pool import file_lock as filelock
+from tiers.pool.creating import missing, require_creatable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MODE_OWN: Final = 0o700
 MODE_PASSABLE: Final = 0o711
+MODE_ABOVE: Final = 0o755
+"""Of directories above that are made on the way."""
 SOCKET_MODE_OWN: Final = 0o600
 SOCKET_MODE_SHARED: Final = 0o666
 _SOCKET_PATH_BYTES_MAX: Final = 107
@@ -40,7 +44,22 @@ NUMBERS_PER_LIFE: Final = 1 << 36
 ten thousand a second, 80 days."""
 _NUMBER_END: Final = 1 << 62
 
+_SOCKETS: Final = ("attach.sock", "jobs.sock", "events.sock", "replay.sock")
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
 _logger = logging.getLogger("kvlake.server")
+
+
+class AlreadyServed(StartError):
+    """A sidecar of this name runs."""
+
+    def __init__(self, home: Path, pid: int) -> None:
+        super().__init__(
+            f"a sidecar (pid {pid or 'unknown'}) already serves {home}; stop it first, or use it: "
+            "kvlake run joins it (another runtime.name is a cache of its own)"
+        )
+        self.pid = pid
+        """As the sidecar itself knows it; 0 where it is not told."""
 
 
 class RuntimeDirectory:
@@ -60,20 +79,11 @@ class RuntimeDirectory:
         self, directory: Path, name: str, *, shared: bool = False, strict_parents: bool = True
     ) -> None:
         self.path = directory / name
-        self.attach_path = self.path / "attach.sock"
-        self.jobs_path = self.path / "jobs.sock"
-        self.events_path = self.path / "events.sock"
-        self.replay_path = self.path / "replay.sock"
+        self._sockets = tuple(self.path / one for one in _SOCKETS)
+        self.attach_path, self.jobs_path, self.events_path, self.replay_path = self._sockets
         self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
-        self._mode = MODE_PASSABLE if shared else MODE_OWN
         self._shared = shared
         self._strict = strict_parents
-        longest = len(os.fsencode(self.attach_path))
-        if longest > _SOCKET_PATH_BYTES_MAX:
-            raise StartError(
-                f"runtime.directory: {self.attach_path} has {longest} bytes and a Unix socket path "
-                f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
-            )
         self._make()
         self._lock_fd = self._take_lock()
         self.remove_sockets()
@@ -93,27 +103,25 @@ class RuntimeDirectory:
         os.close(lock_fd)
 
     def _make(self) -> None:
-        _make(self.path.parent, self._mode)
-        _make(self.path, self._mode)
-        _check_own(self.path)
-        if stat.S_IMODE(self.path.lstat().st_mode) != self._mode:
-            self.path.chmod(self._mode)
-        _check_parents(self.path.parent, strict=self._strict, shared=self._shared)
+        self._check()
+        mode = _mode(shared=self._shared)
+        _make(self.path.parent, mode)
+        _make(self.path, mode)
+        if stat.S_IMODE(self.path.lstat().st_mode) != mode:
+            self.path.chmod(mode)
+        # Now of all that is there.
+        self._check()
+
+    def _check(self) -> None:
+        directory, name = self.path.parent, self.path.name
+        check(directory, name, shared=self._shared, strict_parents=self._strict)
 
     def _take_lock(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.path / "lock", flags, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        fd = _open_lock(self.path, os.O_CREAT)
+        if not filelock.take(fd):
+            pid = _pid_in(fd)
             os.close(fd)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise StartError(f"cannot lock {self.path / 'lock'}: {error}") from error
-            raise StartError(
-                f"a sidecar (pid {owner}) already serves {self.path}; stop it first, or use it: "
-                "kvlake run joins it (another runtime.name is a cache of its own)"
-            ) from error
+            raise AlreadyServed(self.path, pid)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
@@ -149,8 +157,7 @@ class RuntimeDirectory:
         """
         if not self.held():
             return
-        everything = (self.attach_path, self.jobs_path, self.events_path, self.replay_path)
-        for path in paths or everything:
+        for path in paths or self._sockets:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -159,13 +166,67 @@ class RuntimeDirectory:
         os.close(self._lock_fd)
 
 
+def check(directory: Path, name: str, *, shared: bool, strict_parents: bool) -> None:
+    """Raise `StartError` where a sidecar could not have its sockets, or others could replace them.
+
+    Changes nothing: what is missing is taken to be as `RuntimeDirectory` makes it. `AlreadyServed`
+    comes last, so nothing but the other sidecar is in the way then.
+    """
+    home = directory / name
+    longest = len(os.fsencode(home / _SOCKETS[0]))
+    if longest > _SOCKET_PATH_BYTES_MAX:
+        raise StartError(
+            f"runtime.directory: {home / _SOCKETS[0]} has {longest} bytes and a Unix socket path "
+            f"at most {_SOCKET_PATH_BYTES_MAX}; choose a shorter directory or runtime.name"
+        )
+    _check_kind(directory)
+    _check_kind(home)
+    _check_own(home)
+    _check_parents(directory, strict=strict_parents, shared=shared)
+    _check_entries(home)
+
+
+def _mode(*, shared: bool) -> int:
+    return MODE_PASSABLE if shared else MODE_OWN
+
+
 def _make(path: Path, mode: int) -> None:
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        for place in missing(path):
+            place.mkdir(mode=0o700, exist_ok=True)
+            if place != path:
+                place.chmod(MODE_ABOVE)
         found = path.lstat()
+        # Only ever wider, and only our own: a directory that somebody made for us keeps its mode.
+        if found.st_uid == os.geteuid() and mode & ~stat.S_IMODE(found.st_mode) & 0o011:
+            path.chmod(stat.S_IMODE(found.st_mode) | mode)
     except OSError as error:
-        raise StartError(f"runtime.directory={path} cannot be made: {error}") from error
+        raise _unmakeable(path, error) from error
+
+
+def _unmakeable(path: Path, error: OSError) -> StartError:
+    return StartError(
+        f"runtime.directory={path} cannot be made: {error}; choose another, or make it for uid "
+        f"{os.geteuid()}"
+    )
+
+
+def _found(path: Path) -> os.stat_result | None:
+    """What is there; None where nothing is yet."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        found = _found(path)
+        if found is None:
+            require_creatable(missing(path)[0], directory=True)
+            return
+    except OSError as error:
+        raise _unmakeable(path, error) from error
     if stat.S_ISLNK(found.st_mode):
         raise StartError(
             f"runtime.directory={path} is a symbolic link, which can be turned elsewhere; write "
@@ -173,16 +234,13 @@ def _make(path: Path, mode: int) -> None:
         )
     if not stat.S_ISDIR(found.st_mode):
         raise StartError(f"runtime.directory={path} is not a directory; choose another")
-    # Only ever wider, and only our own: a directory that somebody made for us keeps its mode.
-    if found.st_uid == os.geteuid() and mode & ~stat.S_IMODE(found.st_mode) & 0o011:
-        path.chmod(stat.S_IMODE(found.st_mode) | mode)
 
 
 def _check_own(path: Path) -> None:
-    owner = path.lstat().st_uid
-    if owner != os.geteuid():
+    found = _found(path)
+    if found is not None and found.st_uid != os.geteuid():
         raise StartError(
-            f"runtime.directory={path} belongs to uid {owner}, not to uid {os.geteuid()}; "
+            f"runtime.directory={path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}; "
             "choose another, its sockets could be replaced"
         )
 
@@ -191,17 +249,20 @@ def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
     """Raise `StartError` where somebody else could put another directory in this one's place."""
     trusted = (os.geteuid(), 0)
     for place in (directory, *directory.parents):
-        found = place.lstat()
-        if stat.S_ISLNK(found.st_mode) and found.st_uid not in trusted:
+        found = _found(place)
+        if found is not None and stat.S_ISLNK(found.st_mode) and found.st_uid not in trusted:
             raise StartError(
                 f"runtime.directory={directory}: {place} is a symbolic link of uid "
                 f"{found.st_uid}, who can turn it elsewhere; choose another directory"
             )
     real = directory.resolve()
     for place in (real, *real.parents):
-        found = place.lstat()
+        found = _found(place)
+        if found is None:
+            continue
         mode = stat.S_IMODE(found.st_mode)
-        if shared and not mode & 0o011:
+        opened = place == real and found.st_uid == os.geteuid()  # by `_make`
+        if shared and not opened and not mode & 0o011:
             raise StartError(
                 f"runtime.allow_uids: other users cannot pass through {place} (mode {mode:04o}); "
                 "choose a runtime.directory such as /run/kvlake, or chmod o+x that one"
@@ -221,3 +282,54 @@ def _check_parents(directory: Path, *, strict: bool, shared: bool) -> None:
                 "trusted processes reach it (a volume of one pod), set runtime.strict_parents: "
                 "false"
             )
+
+
+def _check_entries(home: Path) -> None:
+    """Raise `StartError` where lock or sockets cannot be made, or a sidecar has them."""
+    there = _found(home)
+    if there is None or stat.S_IMODE(there.st_mode) & MODE_OWN != MODE_OWN:
+        # `_make` sees to that first.
+        return
+    for name in _SOCKETS:
+        found = _found(home / name)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            raise StartError(
+                f"{home / name} is a directory, and a socket has to be there; remove it"
+            )
+    if _found(home / "lock") is None:
+        try:
+            require_creatable(home / "lock")
+        except OSError as error:
+            raise _unlockable(home / "lock", error) from error
+        return
+    fd = _open_lock(home, 0)
+    try:
+        if filelock.taken(fd):
+            raise AlreadyServed(home, _pid_in(fd))
+    finally:
+        os.close(fd)
+
+
+def _open_lock(home: Path, flags: int) -> int:
+    """The lock's file, open. Raises `StartError` where it is something else."""
+    lock = home / "lock"
+    try:
+        fd = os.open(lock, _LOCK_FLAGS | flags, 0o600)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file")  # noqa: TRY301
+    except OSError as error:
+        raise _unlockable(lock, error) from error
+
+
+def _unlockable(lock: Path, error: OSError) -> StartError:
+    return StartError(
+        f"cannot lock {lock}: {error}; choose another runtime.name, or remove that file"
+    )
+
+
+def _pid_in(lock_fd: int) -> int:
+    """The process that a lock names; 0 where it names none."""
+    text = os.pread(lock_fd, 32, 0).strip()
+    return int(text) if text.isdigit() else 0

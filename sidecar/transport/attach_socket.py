@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from sidecar.errors import AttachRefused
+from sidecar.errors import AttachRefused, StartError
 from sidecar.protocol import FDS_PER_ATTACH_MAX, ProtocolError, frame_stream, stream_length
 
 if TYPE_CHECKING:
@@ -55,16 +55,18 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def listen(path: Path, mode: int) -> socket.socket:
-    """A non-blocking listening socket at `path`."""
+    """A non-blocking listening socket at `path`. Raises `StartError` where none can be made."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
         listener.bind(str(path))
         path.chmod(mode)
         listener.listen(QUEUED_MAX)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise StartError(
+            f"the socket {path} cannot be made: {error}; choose another runtime.directory"
+        ) from error
     return listener
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from sidecar.errors import StartError
 from sidecar.protocol import FRAME_BYTES_MAX
+from sidecar.transport.endpoints import bind
 from sidecar.transport.zap import ZapAuthenticator
 from sidecar.transport.zmq_reader import ZmqReader
 
@@ -103,25 +103,11 @@ class Router:
             self._authenticator.close()
 
     def _bind(self, curve: CurveSettings) -> None:
-        try:
-            self.public_key = zmq.curve_public(curve.secret_key)
-        except (ValueError, KeyError, zmq.ZMQError) as error:
-            raise StartError(
-                "runtime.curve_secret_key_file holds no CURVE key; make one with "
-                "`kvlake keygen --out FILE`"
-            ) from error
+        self.public_key = zmq.curve_public(curve.secret_key)
         self._authenticator = ZapAuthenticator(
             self._context, self._socket, curve.secret_key, curve.admitted, self._broke
         )
-        self._socket.setsockopt(zmq.IPV6, int("[" in curve.endpoint))
-        try:
-            self._socket.bind(curve.endpoint)
-        except zmq.ZMQError as error:
-            raise StartError(
-                f"runtime.endpoint={curve.endpoint} cannot be bound: {error}; it must be an "
-                "address of this machine, with a port that is free (or 0 for any)"
-            ) from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = bind(self._socket, "runtime.endpoint", curve.endpoint)
 
     @property
     def handshakes_refused(self) -> Mapping[str, int]:

@@ -10,8 +10,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.options import sockets_of
 from connector.vllm import KVLakeConnector
+from sidecar.protocol import sockets_of
 from tests.connector.configurations import kv_cache_config, vllm_config
 
 

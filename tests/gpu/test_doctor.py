@@ -93,7 +93,7 @@ def test_where_the_pool_goes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     off = loads(f"host: {{directory: {tmp_path}, numa: off}}")
     assert "not placed: host.numa is off" in str(numa_finding(off, root))
     named = loads(f"host: {{directory: {tmp_path}, numa: [5]}}")
-    assert str(numa_finding(named, root)).startswith("fail  NUMA: host.numa=[5]")
+    assert str(numa_finding(named, root)).startswith("fail  NUMA: host: host.numa=[5]")
     monkeypatch.undo()
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     refused = str(numa_finding(config, root))

@@ -166,6 +166,10 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
         ("xyzzy", "no command `xyzzy`; the commands are run, serve,"),
         ("pool shw", "no command `shw`; did you mean `show`?"),
         ("run vllm serve m", "write -- before the engine's command: kvlake run -- vllm serve m"),
+        ("run --config c vllm m", "kvlake run --config c -- vllm m"),
+        ("doctor vllm serve m", "command: kvlake doctor -- vllm serve m"),
+        ("ls", "the built-in defaults have no store; give the sidecar's own file"),
+        ("keygen --out /nope/key", "No such file or directory; make its folder first"),
         ("status --timeout 0", "'0' is no number of seconds above 0"),
         ("status --timeout nan", "'nan' is no number of seconds above 0"),
         ("status --url=", "'' is no address; write http://HOST:PORT"),
@@ -186,6 +190,15 @@ def test_a_wrong_word_is_named_with_the_remedy(
     told = capsys.readouterr()
     assert (code, told.out) == (2, "")
     assert said in told.err
+
+
+def test_a_file_without_a_store_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("{}")
+    code, _, err = kvlake(capsys, "du", "--config", str(file))
+    assert (code, f"{file} has no section store" in err) == (2, True), err
 
 
 # --- run -----------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
             "runtime.name=True: input should be a valid string; YAML reads yes",
         ),
         ("runtime: {name: 7}", "YAML reads it as a number: put it in quotes"),
+        ("host: {after_stop: yes}", "YAML reads yes, no, on and off as booleans"),
+        ("events: {enabled: yup}", "write true or false"),
         (
             "store: {url: 's3://b', endpoint: 'localhost:9000'}",
             "store.endpoint: 'localhost:9000' has no scheme; write http://HOST:PORT",
@@ -276,7 +278,7 @@ def test_a_socket_path_that_linux_cannot_take_is_refused() -> None:
 
 
 def test_the_default_file_says_the_defaults() -> None:
-    assert load(CONFIGS / "default.yaml") == Config()
+    assert load(CONFIGS / "default.yaml").model_dump() == Config().model_dump()
 
 
 def test_the_default_file_has_every_setting() -> None:

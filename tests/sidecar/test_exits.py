@@ -53,6 +53,7 @@ class Process:
         self.process = subprocess.Popen(
             [sys.executable, "-c", script_of(patch), *arguments],
             pass_fds=(writer,),
+            stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             cwd=places.ROOT,
@@ -88,6 +89,24 @@ def test_a_bad_configuration_is_2(short_directory: Path) -> None:
     assert (code, "did you mean `size`" in errors) == (Exit.USAGE, True)
 
 
+def test_a_hangup_while_it_starts_does_not_end_it(short_directory: Path) -> None:
+    patch = """
+        import os, signal
+        from tests import places
+        open_pool = places.find("open_pool").value
+
+        def hung_up(config):
+            os.kill(os.getpid(), signal.SIGHUP)
+            return open_pool(config)
+
+        places.replace("open_pool", hung_up)
+    """
+    one = Process(config_of(short_directory), patch)
+    assert json.loads(one.told)["attach"]
+    one.process.send_signal(signal.SIGTERM)
+    assert one.end()[0] == Exit.OK
+
+
 @pytest.mark.parametrize("what", ["port", "lock", "pool", "room", "directory"])
 def test_a_failed_start_is_3(short_directory: Path, what: str) -> None:
     with socket.socket() as taken:
@@ -104,7 +123,7 @@ def test_a_failed_start_is_3(short_directory: Path, what: str) -> None:
         }[what]
         code, errors = Process(config_of(short_directory, **config)).end()
         assert code == Exit.START, errors
-        assert errors.startswith("kvlake: "), "a sentence, not a traceback"
+        assert errors.splitlines()[-1].startswith("kvlake: "), "a sentence, not a traceback"
         if first is not None:
             first.process.send_signal(signal.SIGTERM)
             assert first.end()[0] == Exit.OK

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -20,6 +22,7 @@ import pytest
 from sidecar import cli
 from sidecar.config.model import ConfigError, load, loads
 from sidecar.errors import StartError
+from sidecar.observe.http import listen_on
 from tests import places
 from tests.sidecar.client import WAIT_SECONDS_MAX, RunningSidecar, config_in, open_fds
 
@@ -126,8 +129,8 @@ def test_a_token_that_is_none_is_refused(given: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "content", "said"),
     [
-        (0o644, TOKEN, "mode 0644 lets others"),
-        (0o620, TOKEN, "mode 0620 lets others"),
+        (0o644, TOKEN, "mode 0644 other users"),
+        (0o620, TOKEN, "mode 0620 other users"),
         (0o600, "", "is empty"),
         (0o600, "x" * 5000, "more than 4096"),
         (None, "", "cannot be read"),
@@ -372,3 +375,25 @@ def test_one_address_leaves_room_for_others(
             assert b"200 OK" in other.recv(65536)
             for sock in slow:
                 sock.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (errno.EACCES, "only root may take ports below 1024"),
+        (errno.EADDRINUSE, "choose another http.port, or 0"),
+        (errno.EADDRNOTAVAIL, "http.host must be an address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, error: int, remedy: str
+) -> None:
+    class Refused(socket.socket):
+        def bind(self, address: object) -> None:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(socket, "socket", Refused)
+    before = open_fds()
+    with pytest.raises(StartError, match=rf"http\.port=80 cannot be bound: .*{remedy}"):
+        listen_on("127.0.0.1", 80)
+    assert open_fds() == before

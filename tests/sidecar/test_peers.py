@@ -149,19 +149,19 @@ def test_the_lock_is_no_way_to_write_elsewhere(short_directory: Path) -> None:
     home = short_directory / "a"
     home.mkdir(mode=0o700)
     (home / "lock").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(StartError, match=r"symbolic links.*remove that file"):
         RuntimeDirectory(short_directory, "a")
     assert victim.read_text() == "kept"
 
 
 # --- users ---------------------------------------------------------------------------------------
 
-# Everything is imported as root, since the interpreter may lie where only root can read; numpy
-# imports its `ma` by itself later.
+# Everything is imported as root, since the interpreter may lie where only root can read.
 BECOME = """
 import os, socket, sys
 from pathlib import Path
-import numpy.ma, zmq
+import numpy.ma, numpy.random
+import zmq
 from tests.sidecar.client import RefusedError, Worker, key_of
 uid = int(sys.argv[1])
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests import places
 from tiers.errors import PoolError
+from tiers.pool.file import check_pool
 from tiers.pool.host_pool import HostPool
 from tiers.pool.lock import Owner, read_boot_id, read_owner
 from tiers.pool.table import PAGE_BYTES, VERSION, TableShape
@@ -296,6 +298,38 @@ def test_no_room_to_grow_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPat
     pool = open_pool(path)
     assert sorted(came_back(pool)) == sorted(offsets)
     pool.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("free_bytes", [0, 32 * PAGE, 1 << 30])
+def test_a_check_says_what_opening_would_and_changes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, damaged: bool
+) -> None:
+    left_pool(path)
+    if damaged:
+        with path.open("r+b") as file:
+            file.write(b"precious")
+    before = path.read_bytes(), sorted(path.parent.iterdir())
+    there_bytes = path.stat().st_blocks * 512
+
+    def statvfs(directory: Path) -> SimpleNamespace:
+        # What a pool takes is not free, and what is removed is.
+        gone = there_bytes - (path.stat().st_blocks * 512 if path.exists() else 0)
+        return SimpleNamespace(f_bavail=free_bytes + gone, f_frsize=1, f_blocks=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+    def error_of(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except PoolError as error:
+            return str(error)
+        return ""
+
+    checked = error_of(lambda: check_pool(path, PAGES * PAGE * 2))
+    assert (path.read_bytes(), sorted(path.parent.iterdir())) == before
+    assert checked == error_of(lambda: open_pool(path, PAGES * 2).close())
+    assert bool(checked) == (free_bytes < PAGES * PAGE)
 
 
 def test_file_longer_than_its_pool_is_cut(path: Path) -> None:

@@ -21,8 +21,10 @@ import numpy as np
 
 from tiers.errors import PoolError
 from tiers.kv.memfd import keep_out_of_dumps
+from tiers.pool.creating import require_creatable
 from tiers.pool.lock import (
     Owner,
+    check_lock,
     lock_path_of,
     owner_of,
     read_boot_id,
@@ -38,8 +40,10 @@ from tiers.pool.table import (
     read_superblock,
     superblock,
 )
+from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
     from tiers.pool.prefault import Backing
@@ -102,7 +106,7 @@ def remove_pool(path: Path) -> int:
             remove_files(path, lock_fd)
             return 0
         try:
-            require_ours(path, lock_fd)
+            require_ours(path, owner_of(lock_fd))
         except PoolError:
             if not os.fstat(lock_fd).st_size:
                 # Made by taking the lock: it must not vouch for a file that is not ours.
@@ -115,10 +119,47 @@ def remove_pool(path: Path) -> int:
         os.close(lock_fd)
 
 
-def require_ours(path: Path, lock_fd: int) -> None:
+def check_pool(path: Path, size_bytes: int) -> None:
+    """Raise the `PoolError` for lock, file or room with which a pool could not be opened.
+
+    Changes nothing, and keeps no lock.
+    """
+    size_bytes -= size_bytes % PAGE_BYTES
+    owner = check_lock(lock_path_of(path))
+    with as_pool_errors(path):
+        if not os.path.lexists(path):
+            require_creatable(path)
+            _require_room(path, TableShape.of(size_bytes), 0)
+            return
+        require_ours(path, owner)
+        fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
+        try:
+            found = os.fstat(fd)
+            shapes = _fitting(fd, found, size_bytes)
+        finally:
+            os.close(fd)
+        if isinstance(shapes, str):
+            # It would be removed, and made again.
+            _require_room(path, TableShape.of(size_bytes), 0, found.st_blocks * 512)
+        elif shapes[1].file_bytes > found.st_size:
+            _require_room(path, shapes[1], found.st_size)
+
+
+@contextlib.contextmanager
+def as_pool_errors(path: Path) -> Generator[None]:
+    """Make a `PoolError` of any `OSError` while a pool is opened."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(
+            f"cannot create the pool {path}: {error}; choose another host.directory"
+        ) from error
+
+
+def require_ours(path: Path, owner: Owner | None) -> None:
     """Raise `PoolError` for a file that no owner's record vouches for, or of another user."""
     found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or owner_of(lock_fd) is None:
+    if not stat.S_ISREG(found.st_mode) or owner is None:
         raise PoolError(
             f"{path} exists and was not made by kvlake (no owner in {path.name}.lock); choose "
             "another host.directory or runtime.name, or remove it yourself"
@@ -151,14 +192,10 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
     fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
     try:
         found = os.fstat(fd)
-        shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), found.st_size, read_boot_id())
-        if isinstance(shape, str):
-            return shape
-        if found.st_blocks * 512 < found.st_size:
-            return "it has holes: not all of it is backed by memory"
-        wanted = shape.resized(size_bytes)
-        if wanted is None:
-            return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
+        shapes = _fitting(fd, found, size_bytes)
+        if isinstance(shapes, str):
+            return shapes
+        shape, wanted = shapes
         if wanted.file_bytes > found.st_size:
             # Not mapped before it is backed: killed in between, the file would have holes, and all
             # that is in it would be lost.
@@ -176,6 +213,21 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
         return MappedPool(mapping, wanted, shape.size_bytes)
     finally:
         os.close(fd)
+
+
+def _fitting(
+    fd: int, found: os.stat_result, size_bytes: int
+) -> tuple[TableShape, TableShape] | str:
+    """The shape that a file has and the one that it gets, or why it cannot be taken over."""
+    shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), found.st_size, read_boot_id())
+    if isinstance(shape, str):
+        return shape
+    if found.st_blocks * 512 < found.st_size:
+        return "it has holes: not all of it is backed by memory"
+    wanted = shape.resized(size_bytes)
+    if wanted is None:
+        return f"it was made for a host.size of {shape.size_bytes} bytes, too far from this one"
+    return shape, wanted
 
 
 def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
@@ -205,22 +257,27 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
         os.close(fd)
 
 
-def _require_room(path: Path, shape: TableShape, had_bytes: int) -> None:
-    """Raise `PoolError` where there is no room for what the file has to grow by."""
+def _require_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0) -> None:
+    """Raise `PoolError` where there is no room for what the file has to grow by.
+
+    `freed_bytes` come free before it is made.
+    """
     file_system = os.statvfs(path.parent)
     # A tmpfs that is mounted without a limit reports no blocks at all.
     needed = shape.file_bytes - had_bytes
-    if file_system.f_bavail * file_system.f_frsize < needed and file_system.f_blocks:
-        raise _no_room(path, shape, had_bytes)
+    room = file_system.f_bavail * file_system.f_frsize + freed_bytes
+    if room < needed and file_system.f_blocks:
+        raise _no_room(path, shape, had_bytes, freed_bytes)
 
 
-def _no_room(path: Path, shape: TableShape, had_bytes: int) -> PoolError:
+def _no_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0) -> PoolError:
     file_system = os.statvfs(path.parent)
-    room = file_system.f_bavail * file_system.f_frsize
+    room = file_system.f_bavail * file_system.f_frsize + freed_bytes
     return PoolError(
-        f"size_bytes={shape.size_bytes} ({shape.file_bytes} with its table, {had_bytes} of them "
-        f"there): the file system of {path.parent} has {room} bytes left; lower host.size, choose "
-        f"another host.directory, or enlarge it (mount -o remount,size=... {path.parent})"
+        f"host.size={approximate_size(shape.size_bytes)} needs "
+        f"{approximate_size(shape.file_bytes - had_bytes)} more on the file system of "
+        f"{path.parent}, which has {approximate_size(room)} left; lower host.size, choose another "
+        f"host.directory, or enlarge it (mount -o remount,size=... {path.parent})"
     )
 
 

@@ -34,6 +34,7 @@ from tiers.errors import PoolError
 from tiers.pool.file import (
     CONTRADICTION,
     MappedPool,
+    as_pool_errors,
     create_mapping,
     map_existing,
     require_ours,
@@ -139,27 +140,22 @@ class HostPool:
         lock_path = lock_path_of(path)
         lock_fd = take_lock(lock_path)
         try:
-            pool = cls._open(path, size_bytes, lock_fd, backing)
-        except BaseException as error:
+            with as_pool_errors(path):
+                pool = cls._open(path, size_bytes, lock_fd, backing)
+        except BaseException:
             # A record without a pool, or an empty one, is of no use to anybody.
             if not os.path.lexists(path) or owner_of(lock_fd) is None:
                 lock_path.unlink(missing_ok=True)
             os.close(lock_fd)
-            if isinstance(error, OSError):
-                raise PoolError(
-                    f"cannot create the pool {path}: {error}; choose another host.directory"
-                ) from error
             raise
-
-        else:
-            pool.placement = placement
-            return pool
+        pool.placement = placement
+        return pool
 
     @classmethod
     def _open(cls, path: Path, size_bytes: int, lock_fd: int, backing: Backing) -> HostPool:
         there = os.path.lexists(path)
         if there:
-            require_ours(path, lock_fd)
+            require_ours(path, owner_of(lock_fd))
         # Before the file is made: memory without an owner's record would be nobody's.
         write_owner(lock_fd, Owner.current())
         emptied = ""

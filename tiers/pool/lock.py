@@ -10,20 +10,26 @@ write of constant length, so that an owner killed at any moment leaves the old o
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tiers.errors import PoolError
+from tiers.pool import file_lock as filelock
+from tiers.pool.creating import require_creatable
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 BOOT_ID_BYTES: Final = 16
 _RECORD_BYTES: Final = 128
 _ATTEMPTS_MAX: Final = 16
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without start and boot: as releases before the warm restart wrote it.
 _RECORD: Final = re.compile(
     rb"kvlake pool of pid (\d{1,10})(?: started (\d{1,20}) boot ([0-9a-f]{32}))?\s*"
@@ -106,8 +112,31 @@ def write_owner(lock_fd: int, owner: Owner) -> None:
 
 def take_lock(lock_path: Path) -> int:
     """Open and lock a record. Raises `PoolError` where another process has it."""
-    try:
+    with _worded(lock_path):
         return _lock(lock_path)
+
+
+def check_lock(lock_path: Path) -> Owner | None:
+    """Raise the `PoolError` that `take_lock` would; changes nothing. Returns whom it names."""
+    with _worded(lock_path):
+        try:
+            lock_fd = os.open(lock_path, _LOCK_FLAGS)
+        except FileNotFoundError:
+            require_creatable(lock_path)
+            return None
+        try:
+            _require_ours(os.fstat(lock_fd))
+            _require_free(lock_path, lock_fd, taken=filelock.taken(lock_fd))
+            _require_record(lock_fd)
+            return owner_of(lock_fd)
+        finally:
+            os.close(lock_fd)
+
+
+@contextlib.contextmanager
+def _worded(lock_path: Path) -> Generator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise PoolError(
             f"{lock_path.parent} does not exist; make that folder, or choose another host.directory"
@@ -121,21 +150,14 @@ def take_lock(lock_path: Path) -> int:
 
 def _lock(lock_path: Path) -> int:
     for _ in range(_ATTEMPTS_MAX):
-        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock_fd = os.open(lock_path, flags, 0o600)
+        lock_fd = os.open(lock_path, _LOCK_FLAGS | os.O_CREAT, 0o600)
         try:
             _require_ours(os.fstat(lock_fd))
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _require_free(lock_path, lock_fd, taken=not filelock.take(lock_fd))
             # An owner that closed in between removed the file that we have just locked.
-            record = os.fstat(lock_fd)
-            if os.path.samestat(record, os.stat(lock_path)):
-                if record.st_size and owner_of(lock_fd) is None:
-                    raise FileExistsError(errno.EEXIST, "it is no owner's record")  # noqa: TRY301
+            if os.path.samestat(os.fstat(lock_fd), os.stat(lock_path)):
+                _require_record(lock_fd)
                 return lock_fd
-        except BlockingIOError as error:
-            text = _in_use(lock_path, owner_of(lock_fd))
-            os.close(lock_fd)
-            raise PoolError(text) from error
         except FileNotFoundError:
             pass
         except BaseException:
@@ -143,6 +165,11 @@ def _lock(lock_path: Path) -> int:
             raise
         os.close(lock_fd)
     raise PoolError(f"pool is in use: {lock_path} changed owners {_ATTEMPTS_MAX} times")
+
+
+def _require_record(lock_fd: int) -> None:
+    if os.fstat(lock_fd).st_size and owner_of(lock_fd) is None:
+        raise FileExistsError(errno.EEXIST, "it is no owner's record")
 
 
 def _require_ours(found: os.stat_result) -> None:
@@ -156,12 +183,15 @@ def _require_ours(found: os.stat_result) -> None:
         )
 
 
-def _in_use(lock_path: Path, owner: Owner | None) -> str:
+def _require_free(lock_path: Path, lock_fd: int, *, taken: bool) -> None:
+    if not taken:
+        return
+    owner = owner_of(lock_fd)
     who = f"process {owner.pid}" if owner is not None and owner.pid else "an unknown process"
     if owner is not None and owner.pid and not owner.alive:
         # What holds the lock then is a process that it forked, or runs in another pid namespace.
         who += " (not to be seen from here: in another container, or ended and survived by a child)"
-    return (
+    raise PoolError(
         f"pool is in use: {lock_path} is locked by {who}; stop that sidecar, or give this one "
         "another runtime.name or host.directory"
     )

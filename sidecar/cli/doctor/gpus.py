@@ -1,0 +1,131 @@
+"""What of the GPUs a sidecar will stumble over.
+
+Owns the checks of the driver, the devices, and the limits and namespaces that GPU memory needs. A
+GPU is used for a moment, with a context of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sidecar.cli.doctor.findings import Check, CheckResult
+from tiers.cuda.calibration import describe_rates
+from tiers.cuda.device import Device
+from tiers.cuda.driver import Driver
+from tiers.cuda.errors import CudaFailed
+
+if TYPE_CHECKING:
+    from sidecar.config.model import Config
+
+_INFLIGHT_BYTES: Final = 32 << 20
+_SCRATCH_BYTES: Final = 1 << 20
+
+
+def gpu_findings(config: Config) -> list[Check]:
+    """Every check that matters to engines on GPUs."""
+    return [_locked_memory(config), _namespaces(), *_gpus()]
+
+
+def _locked_memory(config: Config) -> Check:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit in (resource.RLIM_INFINITY, -1) or limit >= config.host.size:
+        return Check(CheckResult.PASS, "locked memory", "the limit allows all of host.size")
+    return Check(
+        CheckResult.WARN,
+        "locked memory",
+        f"the limit is {limit} bytes, and GPUs need all {config.host.size} of host.size pinned",
+        "set ulimit -l unlimited (LimitMEMLOCK=infinity) if pinning fails; CPU engines need none",
+    )
+
+
+def _namespaces() -> Check:
+    # Which is right only the engine's side can say: the numbers are there to be compared.
+    names = [Path(f"/proc/self/ns/{kind}").readlink().name for kind in ("ipc", "pid")]
+    return Check(
+        CheckResult.PASS, "namespaces", f"{' '.join(names)}, and GPU engines must be in the same"
+    )
+
+
+def _gpus() -> list[Check]:
+    try:
+        driver = Driver()
+        count = int(driver.call("cuDeviceGetCount"))
+    except CudaFailed as error:
+        return [Check(CheckResult.WARN, "GPUs", str(error), "nothing to do for engines on CPUs")]
+    found = [
+        Check(CheckResult.PASS, "GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}")
+    ]
+    for ordinal in range(count):
+        try:
+            found += _gpu(driver, ordinal)
+        except CudaFailed as error:
+            found.append(Check(CheckResult.FAIL, f"GPU {ordinal}", str(error)))
+    if count > 1:
+        pairs = [
+            (one, other)
+            for one in range(count)
+            for other in range(count)
+            if one != other and not driver.call("cuDeviceCanAccessPeer", one, other)
+        ]
+        # For information: each worker's memory is mapped on its own device.
+        found.append(Check(CheckResult.PASS, "peer access", f"missing between {pairs or 'none'}"))
+    return found
+
+
+def _gpu(driver: Driver, ordinal: int) -> list[Check]:
+    about = f"GPU {ordinal} ({driver.name(ordinal)})"
+    if " MIG " in f" {driver.name(ordinal)} ":
+        return [Check(CheckResult.FAIL, about, "a slice (MIG) cannot be shared", "use a whole GPU")]
+    found: list[Check] = []
+    for attribute, what in (
+        ("CAN_USE_64_BIT_STREAM_MEM_OPS", "fences written by streams"),
+        ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "memory exported as descriptors (VMM)"),
+    ):
+        able = bool(driver.attribute(attribute, ordinal))
+        found.append(
+            Check(CheckResult.PASS, about, f"{what}: yes")
+            if able
+            else Check(CheckResult.WARN, about, f"{what}: no", "use a newer driver or device")
+        )
+    device = Device(
+        driver,
+        driver.uuid(ordinal),
+        to_device_bytes_max=_INFLIGHT_BYTES,
+        to_host_bytes_max=_INFLIGHT_BYTES,
+    )
+    try:
+        found.append(
+            Check(CheckResult.PASS, about, "batch copies: yes")
+            if device.batches
+            else Check(CheckResult.WARN, about, "batch copies: no", "use a driver of CUDA 12.8")
+        )
+        found.append(_strided(device, about))
+        found.append(_ipc(driver, about))
+    finally:
+        device.close()
+    return found
+
+
+def _strided(device: Device, about: str) -> Check:
+    rates = describe_rates(device.findings)
+    if not device.findings.planes:
+        reason = "; ".join(device.findings.reasons)
+        return Check(CheckResult.WARN, about, f"2D copies: no ({reason})", "nothing: batches do it")
+    told = "; ".join(
+        f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
+        for name, one in rates.items()
+    )
+    return Check(CheckResult.PASS, about, f"GB/s of runs at a distance, batch/2D: {told}")
+
+
+def _ipc(driver: Driver, about: str) -> Check:
+    address = driver.call("cuMemAlloc", _SCRATCH_BYTES)
+    try:
+        driver.call("cuIpcGetMemHandle", address)
+    except CudaFailed as error:
+        return Check(CheckResult.FAIL, about, f"IPC handles: {error}")
+    finally:
+        driver.call("cuMemFree", address)
+    return Check(CheckResult.PASS, about, "IPC handles: yes")
