@@ -1,0 +1,73 @@
+"""How the product is laid out: sizes of files and folders, and one class for one name.
+
+Import rules are contracts in `pyproject.toml`; `make check` verifies both.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests import places
+
+LINES_MAX: Final = 500
+MODULES_MAX: Final = 16
+CORE_MODULES_MAX: Final = 21
+
+LONGER: Final = {
+    "connector/scheduler.py": 650,
+    "sidecar/cli/launch.py": 520,
+    "sidecar/demo/engine.py": 660,
+    "tiers/kv/index.py": 511,
+    "tiers/store/errors.py": 535,
+    "tiers/store/fsspec_client.py": 515,
+}
+"""Files that are still to be cut, with the lines that they may have until then."""
+WIDER: Final = {"connector": 26, "tiers/catalog": 20}
+"""Folders with more modules than they should have, and how many until then."""
+
+
+def product() -> list[Path]:
+    return sorted(
+        path.relative_to(places.ROOT)
+        for package in places.PACKAGES
+        for path in (places.ROOT / package).rglob("*.py")
+    )
+
+
+def test_no_file_is_too_long() -> None:
+    for path in product():
+        lines = len((places.ROOT / path).read_text().splitlines())
+        assert lines <= LONGER.get(str(path), LINES_MAX), f"{path} has {lines} lines: cut it"
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    modules: defaultdict[str, int] = defaultdict(int)
+    for path in product():
+        modules[str(path.parent)] += path.name != "__init__.py"
+    for folder, count in modules.items():
+        allowed = CORE_MODULES_MAX if folder == "sidecar/core" else WIDER.get(folder, MODULES_MAX)
+        assert count <= allowed, f"{folder}/ has {count} modules: merge some, or make a package"
+
+
+@pytest.mark.parametrize("path", [*LONGER, *WIDER])
+def test_every_exception_is_one(path: str) -> None:
+    where = places.ROOT / path
+    if where.is_dir():
+        assert sum(one.name != "__init__.py" for one in where.glob("*.py")) > MODULES_MAX
+    else:
+        assert len(where.read_text().splitlines()) > LINES_MAX, f"{path} is an exception no more"
+
+
+def test_a_public_class_name_stands_for_one_class() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for path in product():
+        for node in ast.parse((places.ROOT / path).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert not twice, f"give these classes names of their own: {twice}"
