@@ -20,7 +20,7 @@ from connector.identity.eligibility import (
     unsupported_reason,
 )
 from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
-from connector.identity.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
 from connector.options import count_of, seconds_of
@@ -94,6 +94,8 @@ class ServedEngine:
         self.media_refusal = media_refusal(vllm_config)
         self.replicas = self.cut.tensors if self.groups[0].latent else 1
         self.topology = self.cut.topology(self.replicas)
+        model = vllm_config.model_config
+        self.model = served_as(model.model, str(model.served_model_name or model.model))
 
     def _group(
         self, vllm_config: Any, group: Any, chunk_tokens: int, *, alone: bool
@@ -145,6 +147,7 @@ class ServedEngine:
             block_tokens=first.geometry.block_tokens,
             blocks_per_chunk=first.geometry.blocks_per_chunk,
             pid=os.getpid(),
+            model=self.model,
             groups=tuple(
                 Group(
                     namespace=group.namespace,

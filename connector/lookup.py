@@ -115,6 +115,15 @@ class HitFinder:
             ends.append(state.request.num_tokens - 1)
         return aligned(self._geometries, min(ends))
 
+    def lacks(self, state: RequestState, local_tokens: int) -> int:
+        """Tokens behind the engine's own hit that a load could bring, were everything there.
+
+        None where that hit ends as far as the engine's own hits do: the last token is computed.
+        """
+        if local_tokens >= aligned(self._geometries, state.request.num_tokens - 1):
+            return 0
+        return max(0, self.longest(state) - local_tokens)
+
     def _first_chunks(self, local_tokens: int) -> list[int]:
         return [local_tokens // geometry.chunk_tokens for geometry in self._geometries]
 

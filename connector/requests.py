@@ -50,10 +50,7 @@ class Settings:
 class Stats:
     """Counted since the last call of `take_stats`; names are those of the exported metrics.
 
-    A request is a hit when its first load succeeded, and a miss when it was scheduled without.
-    Expired: the deadline passed first, on one rank; those are among the failed too. Stale: of an
-    earlier life of the sidecar. Pins skipped: chunks to be kept, but there was no sidecar to ask.
-    Expected late: requests for which another engine's chunks did not come in time.
+    What each counts is said in `connector/metrics.py`, in the words that Prometheus shows.
     """
 
     requests_hit: int = 0
@@ -142,7 +139,7 @@ class RequestState:
     expects_until: float | None = None
     """Until when it waits for what another engine is handing over to it."""
     counted: bool = False
-    """It is in the statistics as a hit or a miss."""
+    """It is in the statistics as a hit or a miss, or is neither."""
     hit_sources: tuple[int, int] = (0, 0)
     """Tokens of the last load from host memory, and through it from the object store."""
 

@@ -208,6 +208,13 @@ class SchedulerRole:
             and self.requests.adapters.confirmed(state.adapter_id, state.adapter.files)
         )
 
+    def _misses(self, state: RequestState) -> bool:
+        """Whether a request that begins without a load lacks what is worth one."""
+        reads = self._settings.reads and state.request_params.reads
+        if not reads or state.request.skip_reading_prefix_cache:
+            return False
+        return self._finder.lacks(state, state.local_tokens) >= self._settings.load_tokens_min
+
     def _engine_holds_start(self, state: RequestState) -> bool:
         """Whether the engine's own prefix cache has a request's first block."""
         first_tokens = state.groups[self._main].geometry.block_tokens
@@ -231,7 +238,7 @@ class SchedulerRole:
         state.void |= self._begins_stale(state)
         if external_tokens <= 0:
             state.begins_tokens = state.local_tokens
-            self.stats.requests_missed += not state.counted
+            self.stats.requests_missed += not state.counted and self._misses(state)
             state.counted = True
             # Its own hit has grown, for example, past what it had read.
             self.waits.give_back(state)
@@ -281,15 +288,22 @@ class SchedulerRole:
             state = self.requests.get(request_id)
             if state is None or state.load is None:
                 continue
-            state.load = None
+            load, state.load = state.load, None
             host, store = state.hit_sources
             if request_id in failed:
                 self.stats.loads_failed += 1
+                self._release(load)
             else:
                 self.stats.requests_hit += not state.counted
                 state.counted = True
                 self.stats.tokens_loaded_host += host
                 self.stats.tokens_loaded_store += store
+
+    def _release(self, load: Load) -> None:
+        """End the lease of a load that failed: where no rank sent it, the sidecar waits for it."""
+        session = self.client.session
+        if session is not None:
+            self.client.send(session, Release(session.epoch, [load.job_id], []))
 
     def blocks_failed(self, block_ids: Iterable[int]) -> None:
         """Another connector was to load these blocks, and did not: vLLM computes them again."""

@@ -11,6 +11,6 @@ def approximate_size(size_bytes: float) -> str:
     """A size for people to read, three digits or so: "1.25 GiB", "0 B"."""
     for name, factor in _UNITS:
         if (value := size_bytes / factor) >= 1:
-            # Three digits of 1023 would be 1.02e+03.
-            return f"{value:.0f} {name}" if value >= 1000 else f"{value:.3g} {name}"
+            # Three digits of 1023 would be 1.02e+03, and of 999.5 on 1e+03.
+            return f"{value:.0f} {name}" if value >= 999.5 else f"{value:.3g} {name}"
     return f"{size_bytes:.0f} B"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from connector.identity.fingerprint import adapter_settings, overrides_of, plain
 from connector.identity.mamba import recurrent, state_description, state_encoding, state_settings
 from connector.identity.weights import model_identity
 from connector.options import samples_weights
+from sidecar.protocol import MODEL_CHARACTERS_MAX
 from tiers.kv.packing import BY_TOKEN, regroups
 
 if TYPE_CHECKING:
@@ -100,6 +102,16 @@ def namespace_of(
     if drafter:
         description["drafter"] = dict(drafter)
     return canonical_json(description)
+
+
+def served_as(model: str, name: str) -> str:
+    """What people call a model that is files; empty for one of a hub, whose namespace has a name.
+
+    For people alone: the same files may have any name, and any files this one.
+    """
+    if not Path(model).exists():
+        return ""
+    return "".join(one if one.isprintable() else "?" for one in name[-MODEL_CHARACTERS_MAX:])
 
 
 def canonical_json(description: dict[str, Any]) -> bytes:

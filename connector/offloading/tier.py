@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
+from connector.identity.namespace import served_as
 from connector.keys import NO_PARENT
 from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
@@ -188,6 +189,7 @@ class KVLakeTier(SecondaryTierManager):
             for group in config.groups
         }
         self._namespace = namespace_of(config, namespace, self._row_bytes)
+        self._model = served_as(config.model.name, config.model.name)
         self._engine_id = str(config.engine_id)
         self._wants_events = bool(config.enable_kv_cache_events)
         self.names = ChunkNames(self._namespace, remembers=self._wants_events)
@@ -236,6 +238,7 @@ class KVLakeTier(SecondaryTierManager):
             block_tokens=BLOCK_TOKENS,
             blocks_per_chunk=1,
             pid=os.getpid(),
+            model=self._model,
             **parts,
         )
 

@@ -6,6 +6,8 @@ store. Does not own when to refresh or flush (`sync.py`), nor what rows mean (th
 Own writes are known to the engine at once; here they wait to be told to others, and count as what
 their tenant holds from the moment that they are done.
 
+What a namespace is, is written beside its first rows, for people who look into the store.
+
 Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
 be opened when another of its namespace has read the catalog already. What a tenant holds is an
 estimate between two compactions: rows add to it as they come, and a manifest sets it right. Own
@@ -17,9 +19,12 @@ may be 65,536, and the event loop does it.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from sidecar.logs import fields
+from tiers.catalog.about import About, write_about
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import NOTHING, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
@@ -27,6 +32,7 @@ from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.tally import LogUsage
 from tiers.catalog.usage import Usage
+from tiers.errors import TierError, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier
 
 NOTHING_HELD: Final = Usage()
+
+_logger = logging.getLogger("kvlake.store")
 
 
 class Catalogs:
@@ -54,6 +62,8 @@ class Catalogs:
         self._flush_seconds = flush_seconds
         self.writer = new_writer()
         self._logs: dict[bytes, LogWriter] = {}
+        self._abouts: dict[bytes, About] = {}
+        """What is still to be written of namespaces that have rows."""
         self._readers: dict[int, CatalogReader] = {}
         self._usage: dict[bytes, _Usage] = {}
         self.counts = Counts()
@@ -68,6 +78,11 @@ class Catalogs:
     def rows_waiting(self) -> int:
         """Rows that nobody else can know yet."""
         return sum(len(log) for log in self._logs.values())
+
+    @property
+    def undescribed(self) -> bool:
+        """Whether it is still to be written what some namespace is."""
+        return bool(self._abouts)
 
     @property
     def rows_lost(self) -> int:
@@ -103,6 +118,22 @@ class Catalogs:
         """Write what waits. Raises the tier's errors; what is left then waits on."""
         for log in list(self._logs.values()):
             await log.flush()
+        for digest in list(self._abouts):
+            await self._describe(digest)
+
+    async def _describe(self, digest: bytes) -> None:
+        """Write what a namespace is, once. Where the store refuses, it is only less readable."""
+        about = self._abouts.get(digest)
+        if about is None:
+            # Another flush has written it meanwhile.
+            return
+        try:
+            await write_about(self._store, namespace_prefix(digest), about)
+        except TierError as error:
+            _logger.debug("a namespace is not described", extra=fields(error=error))
+            if isinstance(error, TierUnavailable) and error.retryable:
+                return
+        self._abouts.pop(digest, None)
 
     def reader(self, realm: RealmLayout) -> CatalogReader:
         """The reader that feeds this realm."""
@@ -164,6 +195,7 @@ class Catalogs:
                 tally=self._usage_in(realm).own if self._reads else None,
             )
             self._logs[realm.namespace_digest] = log
+            self._abouts[realm.namespace_digest] = About(realm.namespace, realm.model)
         return log
 
 

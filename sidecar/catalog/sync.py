@@ -157,6 +157,8 @@ class StoreWatch:
         """Announce everything, and what comes meanwhile, as far as the store takes it."""
         while self._catalogs.rows_waiting and await self.flush():
             pass
+        if self._catalogs.undescribed:
+            await self.flush()
 
     async def _refresh(self) -> None:
         while True:

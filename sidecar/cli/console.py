@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
+    from sidecar.cli.status import Sidecar
     from sidecar.config.model import Config
 
 # argparse has no public names for what `add_subparsers` returns, nor for what takes options.
@@ -91,3 +92,35 @@ def address(text: str) -> str:
     if not re.match(r"https?://[^/]", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
     return text
+
+
+def add_sidecar_options(to: Options, *, where: Options) -> None:
+    """How a running sidecar is asked: `where` it is, the longest wait, and its token."""
+    where.add_argument(
+        "--url", type=address, help="address of the sidecar, such as http://127.0.0.1:9321"
+    )
+    to.add_argument(
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+    )
+    to.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the token of http.token_file (default: that of the configuration)",
+    )
+
+
+def sidecar_of(options: argparse.Namespace) -> Sidecar:
+    """The running sidecar that these options name. Raises `UsageError`, `StatusError`."""
+    from sidecar.cli.status import Sidecar, url_of
+    from sidecar.config.secret_files import SecretFileError, read_secret
+
+    try:
+        config = None if options.url else load_config(options.config)
+        url = options.url if config is None else url_of(config)
+        token = "" if config is None else config.http.secret_token()
+        if options.token_file is not None:
+            token = read_secret(options.token_file, "--token-file")
+    except SecretFileError as error:
+        raise UsageError(str(error)) from error
+    return Sidecar(url, options.timeout, token)

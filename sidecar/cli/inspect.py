@@ -112,8 +112,8 @@ def inspect_file(
     """Read and examine one file. `access` and `storage_options` are for URLs."""
     shown, options = mask_url(place), storage_options or {}
     try:
-        if "://" not in place:
-            image = _read_path(Path(place))
+        if provider_of(place) == "folder":
+            image = _read_path(Path(place.split("://", 1)[-1]).expanduser())
         elif provider_of(place) in ("s3", "gcs", "azure"):
             image = anyio.run(_read_object, place, access or Access(), options)
         else:

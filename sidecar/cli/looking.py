@@ -7,18 +7,17 @@ Owns their options and which of their answers is a no. What they tell is made el
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidecar.cli.console import (
     Commands,
     UsageError,
     add_config_option,
-    address,
+    add_sidecar_options,
     complain,
     load_config,
     say,
-    seconds,
+    sidecar_of,
 )
 from sidecar.exits import Exit
 
@@ -31,22 +30,11 @@ def add_looking(commands: Commands) -> None:
     status = commands.add_parser(
         "status",
         help="show what a running sidecar holds and does",
-        description="Ask a running sidecar for its tiers, hits, rates and attached engines.",
+        description="Ask a running sidecar for its tiers, traffic, loads and attached engines.",
     )
     where = status.add_mutually_exclusive_group()
     add_config_option(where)
-    where.add_argument(
-        "--url", type=address, help="address of the sidecar, such as http://127.0.0.1:9321"
-    )
-    status.add_argument(
-        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
-    )
-    status.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="the token of http.token_file (default: that of the configuration)",
-    )
+    add_sidecar_options(status, where=where)
     status.add_argument("--json", action="store_true", help="print it as JSON")
     status.set_defaults(command_function=_status)
 
@@ -103,18 +91,10 @@ def add_pool(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from sidecar.cli.status import StatusError, fetch, render, url_of
-    from sidecar.config.secret_files import SecretFileError, read_secret
+    from sidecar.cli.status import StatusError, render
 
     try:
-        config = None if options.url else load_config(options.config)
-        url = options.url if config is None else url_of(config)
-        token = "" if config is None else config.http.secret_token()
-        if options.token_file is not None:
-            token = read_secret(options.token_file, "--token-file")
-        document = fetch(url, options.timeout, token)
-    except SecretFileError as error:
-        raise UsageError(str(error)) from error
+        document = sidecar_of(options).ask("/status")
     except StatusError as error:
         complain(str(error))
         return Exit.NO

@@ -4,7 +4,8 @@ Owns which chunks of a namespace are listed, and writing them as a table or as J
 catalog is being read. Does not own reading it (`tiers/catalog/scan.py`), nor who has to go.
 
 Invariants: however many chunks there are, some files of the catalog are in memory, as columns, and
-a batch of chunks as text; of a listing that the store cut off, the JSON is not closed.
+a batch of chunks as text; of a listing that the store cut off, the JSON is not closed. What is told
+of an object's place is its name in the store, as `tiers/catalog/names.py` makes it.
 """
 
 from __future__ import annotations
@@ -87,15 +88,23 @@ class Listing:
         names: of tenants.
         as_json: one JSON object instead of a table.
         bounds: whether it is told what each chunk falls to.
+        place: URL of the namespace's folder: then each object is told as `kvlake inspect` takes it.
     """
 
     def __init__(
-        self, say: Callable[[str], None], names: TenantNames, *, as_json: bool, bounds: bool = False
+        self,
+        say: Callable[[str], None],
+        names: TenantNames,
+        *,
+        as_json: bool,
+        bounds: bool = False,
+        place: str = "",
     ) -> None:
         self._say = say
         self._names = names
         self._as_json = as_json
         self._bounds = bounds
+        self._place = place
         self._told = 0
 
     def open(self, head: Document, name: str) -> None:
@@ -129,6 +138,7 @@ class Listing:
         chunks, now = Chunks(rows), time.time()
         columns = zip(
             _keys(rows, chunks),
+            chunks.starts.tolist(),
             chunks.sizes.tolist(),
             chunks.counts.tolist(),
             rows.num_blocks[chunks.starts].tolist(),
@@ -137,7 +147,7 @@ class Listing:
             self._settings(chunks, whys),
             strict=True,
         )
-        for key, size_bytes, objects, num_blocks, written_at, word, setting in columns:
+        for key, first, size_bytes, objects, num_blocks, written_at, word, setting in columns:
             yield _line(
                 key,
                 approximate_size(size_bytes),
@@ -147,6 +157,16 @@ class Listing:
                 self._names.name(tenant_of(word)),
                 setting,
             )
+            for url in self._urls(rows, key, first, objects):
+                yield f"  {url}"
+
+    def _urls(self, rows: Rows, key: str, first: int, objects: int) -> list[str]:
+        if not self._place:
+            return []
+        return [
+            f"{self._place}/{key[:2]}/{key}/{rows.segments[one]}.arrow"
+            for one in rows.segment_ids[first : first + objects].tolist()
+        ]
 
     def _as_documents(self, rows: Rows, whys: Whys | None) -> Iterator[str]:
         chunks, ids = Chunks(rows), rows.segment_ids.tolist()
@@ -182,6 +202,8 @@ class Listing:
                 "objects": objects,
                 "segments": [rows.segments[one] for one in ids[first : first + objects]],
             }
+            if self._place:
+                document["urls"] = self._urls(rows, key, first, objects)
             if self._bounds:
                 document["bound"] = setting
             yield f"{',' if self._told else ' '} {json.dumps(document)}"

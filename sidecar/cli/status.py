@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from sidecar.sessions.model_names import model_name, printable
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 DOCUMENT_BYTES_MAX: Final = 16 << 20
+MESSAGE_BYTES_MAX: Final = 4096
 _TRAFFIC: Final = (
     ("stored", "engines to host"),
     ("loaded", "host to engines"),
@@ -35,7 +38,11 @@ Document = dict[str, Any]
 
 
 class StatusError(Exception):
-    """The sidecar's status cannot be had; the message says what to look at."""
+    """The sidecar's answer cannot be had; the message says what to look at."""
+
+
+class QuestionRefused(StatusError):
+    """The sidecar did not understand the question; the message is its own."""
 
 
 class StatusNotYet(StatusError):
@@ -58,13 +65,17 @@ def url_of(config: Config) -> str:
     return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
 
 
-def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
-    """The status document of the sidecar at `url`. Raises `StatusError`."""
+def fetch(url: str, timeout_seconds: float, token: str = "", *, path: str = "/status") -> Document:
+    """A document of the sidecar at `url`: its status, or what another path has.
+
+    Raises `StatusError`.
+    """
     if not url.startswith(("http://", "https://")):
         raise StatusError(f"{url!r} is no address; write http://HOST:PORT")
-    target = f"{url.rstrip('/').removesuffix('/status')}/status"
+    target = f"{url.rstrip('/').removesuffix('/status')}{path}"
+    asked, target = target, target.partition("?")[0]
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(target)  # noqa: S310 (the scheme was checked above)
+    request = urllib.request.Request(asked)  # noqa: S310 (the scheme was checked above)
     if token:
         # Unredirected: a server that sends us elsewhere must not send the token along.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -73,7 +84,11 @@ def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
             body: bytes = answer.read(DOCUMENT_BYTES_MAX)
         document: object = json.loads(body)
     except urllib.error.HTTPError as error:
+        said = error.read(MESSAGE_BYTES_MAX) if error.code == HTTPStatus.BAD_REQUEST else b""
         error.close()
+        if said:
+            text = said.decode(errors="replace").strip()
+            raise QuestionRefused(printable(text, MESSAGE_BYTES_MAX)) from error
         if error.code == HTTPStatus.UNAUTHORIZED:
             raise StatusError(
                 f"{target} needs a token, and "
@@ -82,6 +97,11 @@ def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
             ) from error
         if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
             raise StatusNotYet(f"{target}: the sidecar is starting or ending, ask again") from error
+        if error.code == HTTPStatus.NOT_FOUND and path != "/status":
+            raise StatusError(
+                f"{target} answered 404: that is no kvlake sidecar, or one of an earlier release, "
+                "which does not tell this; restart it with the release that is installed"
+            ) from error
         raise StatusError(f"{target} answered {error.code}; is that a kvlake sidecar?") from error
     except (OSError, ValueError) as error:
         reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -89,12 +109,25 @@ def fetch(url: str, timeout_seconds: float, token: str = "") -> Document:
             reason = "the answer is not JSON; is that a kvlake sidecar?"
         kind = StatusNotYet if isinstance(reason, TimeoutError) else StatusError
         raise kind(
-            f"no status from {target}: {reason}. Does the sidecar run, and are http.host and "
+            f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
             "http.port those of its configuration? (--config or --url)"
         ) from error
     if not isinstance(document, dict):
         raise StatusError(f"{target} answered something else; is that a kvlake sidecar?")
     return cast("Document", document)
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """A running sidecar, as commands ask it."""
+
+    url: str
+    timeout_seconds: float = 5.0
+    token: str = field(default="", repr=False)
+
+    def ask(self, path: str) -> Document:
+        """The document that a path has. Raises `StatusError`."""
+        return fetch(self.url, self.timeout_seconds, self.token, path=path)
 
 
 def render(document: Document) -> str:
@@ -140,10 +173,14 @@ def _tiers(document: Document) -> str:
         about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
         rows.append(("store", store.get("chunks", 0), "-", about))
     lines = [_table(rows)]
+    uptime = _duration(document.get("uptime_seconds", 0))
     if waiting := store.get("write_queue_bytes", 0):
-        lines.append(f"{approximate_size(waiting)} wait to be written to the store")
+        lines.append(f"{approximate_size(waiting)} of host memory wait to be written to the store")
     if bill := _section(store, "monthly_bill"):
-        lines.append(f"the store costs some {bill['total']:.2f} {bill['currency']} a month")
+        lines.append(
+            f"the store costs some {bill['total']:.2f} {bill['currency']} a month: what it holds, "
+            f"and requests of this sidecar as in the last {uptime}"
+        )
     return "\n".join(lines)
 
 
@@ -173,26 +210,35 @@ def _tenants(document: Document) -> str:
 
 
 def _traffic(document: Document) -> str:
-    counters = _section(document, "counters")
-    seconds = max(float(document.get("uptime_seconds", 0)), 1e-3)
-    rows: list[Sequence[object]] = [("TRAFFIC", "", "CHUNKS", "BYTES", "MEAN PER SECOND")]
+    counters, rates = _section(document, "counters"), _section(document, "rates")
+    per_second = _section(rates, "bytes_per_second")
+    over = f", LAST {_duration(rates['seconds']).upper()}" if rates else ""
+    rows: list[Sequence[object]] = [("SINCE START", "", "CHUNKS", "BYTES", f"PER SECOND{over}")]
     for name, way in _TRAFFIC:
-        num_bytes = counters.get(f"bytes_{name}", 0)
-        rate = f"{approximate_size(num_bytes / seconds)}"
         chunks = counters.get(f"chunks_{name}", 0)
-        rows.append((name, way, chunks, approximate_size(num_bytes), rate))
+        rate = approximate_size(per_second[name]) if name in per_second else "-"
+        # A chunk is counted when it is whole, but loaded by each rank for itself.
+        counted = f"{chunks} parts" if name == "loaded" else chunks
+        rows.append((name, way, counted, approximate_size(counters.get(f"bytes_{name}", 0)), rate))
     hits = _section(document, "hits")
-    loaded, missed = hits.get("chunks_loaded", 0), hits.get("loads_missed", 0)
-    asked = loaded + missed
-    found = f"{loaded} of {asked} chunks that engines asked for" if asked else "none asked for yet"
     lookups = f"{hits.get('lookups', 0)} ({hits.get('lookups_expired', 0)} too slow)"
     lines = [
-        # How many tokens of prompts that is, only the engines know.
-        f"loads            {found}",
+        f"loads            {_loads(hits)}",
         f"store lookups    {lookups}",
         f"evicted chunks   {counters.get('chunks_evicted', 0)}",
     ]
     return "\n".join([_table(rows), "", *lines])
+
+
+def _loads(hits: Document) -> str:
+    """How loads ended that engines began. Prompts that found nothing begin none."""
+    served = hits.get("loads_served")
+    if served is None:
+        return "-"
+    begun = served + hits.get("loads_missed", 0)
+    if not begun:
+        return "none begun yet"
+    return f"{served} of {begun} begun were served; engines count the tokens that hit and missed"
 
 
 def _engines(document: Document) -> str:
@@ -207,17 +253,12 @@ def _engines(document: Document) -> str:
                 f"{session.get('rank', 0)}/{session.get('world_size', 1)}",
                 session.get("pid", "?"),
                 _duration(session.get("attached_seconds", 0)),
-                _model(_section(realm, "namespace")),
+                realm.get("model") or model_name(_section(realm, "namespace")),
             )
         )
     if len(rows) == 1:
         return "no engine is attached"
     return _table(rows)
-
-
-def _model(namespace: Document) -> str:
-    model = _section(namespace, "model")
-    return str(model.get("name") or f"files {str(model.get('digest', '?'))[:12]}")
 
 
 def _section(document: Document, name: str) -> Document:

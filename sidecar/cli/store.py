@@ -32,6 +32,8 @@ from sidecar.cli.ls import Listing, ListingFilter, TenantNames, age, list_chunks
 from sidecar.config.units import format_duration
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
+from sidecar.sessions.model_names import UNKNOWN, layers_of, model_name
+from tiers.catalog.about import read_about
 from tiers.catalog.compaction import CompactionReport, Superseded, compact
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.leftovers import Leftovers, remove_leftovers
@@ -104,6 +106,34 @@ async def chosen(store: ObjectTier, namespace: str | None) -> list[str]:
     return prefixes
 
 
+async def described(store: ObjectTier, prefixes: Sequence[str]) -> list[Document]:
+    """Of each namespace its model, if the store says so. Raises the tier's errors.
+
+    Sidecars of before wrote nothing of it.
+    """
+    found: dict[str, Document] = {}
+
+    async def read(prefix: str) -> None:
+        about = await read_about(store, prefix)
+        namespace = {} if about is None else about.fields()
+        found[prefix] = {
+            "model": None if about is None else model_name(namespace, about.served_as),
+            "layers": layers_of(namespace) or None,
+            "about": None if about is None else namespace,
+        }
+
+    # As many at once as the store's own limit lets through.
+    async with anyio.create_task_group() as tasks:
+        for prefix in prefixes:
+            tasks.start_soon(read, prefix)
+    return [found[prefix] for prefix in prefixes]
+
+
+def model_text(one: Document) -> str:
+    """What a namespace is, for a table."""
+    return ", ".join(filter(None, (one["model"] or UNKNOWN, one["layers"])))
+
+
 # --- du ------------------------------------------------------------------------------------------
 
 
@@ -113,12 +143,15 @@ def du(config: Config, namespace: str | None) -> Document:
     async def command(store: ObjectTier) -> Document:
         told: list[Document] = []
         names = TenantNames(config)
-        for prefix in await chosen(store, namespace):
+        prefixes = await chosen(store, namespace)
+        models = await described(store, prefixes)
+        for prefix, model in zip(prefixes, models, strict=True):
             census = await census_of(store, prefix)
             tenants = census.largest(TENANTS_TOLD_MAX)
             told.append(
                 {
                     "namespace": prefix.rpartition("/")[2],
+                    **model,
                     **_held(census.whole),
                     "withdrawn": census.withdrawn,
                     "tenants": [
@@ -154,7 +187,7 @@ def _held(held: Usage) -> Document:
 def du_text(document: Document) -> str:
     """`du` as a table."""
     rows: list[Sequence[object]] = [
-        ("NAMESPACE", "TENANT", "CHUNKS", "OBJECTS", "SIZE", "WITHDRAWN", "OLDEST")
+        ("NAMESPACE", "MODEL", "TENANT", "CHUNKS", "OBJECTS", "SIZE", "WITHDRAWN", "OLDEST")
     ]
     now = time.time()
 
@@ -163,13 +196,14 @@ def du_text(document: Document) -> str:
 
     for one in document["namespaces"]:
         oldest = age(one["oldest_seconds"], now)
-        rows.append((one["namespace"], "all", *counted(one), one["withdrawn"], oldest))
+        name = (one["namespace"], model_text(one))
+        rows.append((*name, "all", *counted(one), one["withdrawn"], oldest))
         rows += [
-            ("", who["tenant"], *counted(who), "", age(who["oldest_seconds"], now))
+            ("", "", who["tenant"], *counted(who), "", age(who["oldest_seconds"], now))
             for who in one["tenants"]
         ]
         if one["tenants_left_out"]:
-            rows.append(("", f"and {one['tenants_left_out']} that hold less", *[""] * 5))
+            rows.append(("", "", f"and {one['tenants_left_out']} that hold less", *[""] * 5))
     return table(rows) if len(rows) > 1 else f"{document['url']} holds no chunks"
 
 
@@ -194,9 +228,14 @@ def ls(config: Config, wanted: ListingFilter, say: Callable[[str], None], *, as_
         prefixes = await chosen(store, wanted.namespace)
         found = [one.rpartition("/")[2] for one in prefixes]
         if wanted.namespace is None:
-            return {"url": store.url, "namespaces": found}
-        listing = Listing(say, names, as_json=as_json)
-        listing.open({"url": store.url, "namespace": found[0]}, "chunks")
+            models = dict(zip(found, await described(store, prefixes), strict=True))
+            return {"url": store.url, "namespaces": found, "models": models}
+        [model] = await described(store, prefixes)
+        place = f"{store.url.rstrip('/')}/{prefixes[0]}"
+        listing = Listing(say, names, as_json=as_json, place=place)
+        if not as_json:
+            say(f"{found[0]}: {model_text(model)}")
+        listing.open({"url": store.url, "namespace": found[0], **model}, "chunks")
         more = await list_chunks(store, prefixes[0], wanted, names, listing)
         listing.close({"more": more})
         if more and not as_json:
@@ -206,11 +245,13 @@ def ls(config: Config, wanted: ListingFilter, say: Callable[[str], None], *, as_
     document = run(config, command)
     if not document:
         return
-    namespaces_found: list[str] = document["namespaces"]
     if as_json:
         say(json.dumps(document, indent=2))
+    elif not document["models"]:
+        say(f"{document['url']} holds no chunks")
     else:
-        say("\n".join(namespaces_found) or f"{document['url']} holds no chunks")
+        rows = [(name, model_text(model)) for name, model in document["models"].items()]
+        say(table([("NAMESPACE", "MODEL"), *rows]))
 
 
 # --- gc ------------------------------------------------------------------------------------------

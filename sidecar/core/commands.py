@@ -403,7 +403,10 @@ Command = (
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine counted since it started; the metrics read it. Never decreases."""
+    """What the engine counted since it started; the metrics read it. Never decreases.
+
+    What each field counts is said in `observe/metric_help.py`, in the words that Prometheus shows.
+    """
 
     chunks_stored: int = 0
     chunks_loaded: int = 0
@@ -425,6 +428,7 @@ class Counters:
     stores_failed: int = 0
     stores_revoked: int = 0
     stores_expired: int = 0
+    loads_served: int = 0
     loads_dropped_full: int = 0
     loads_unverified: int = 0
     loads_missing: int = 0

@@ -404,6 +404,7 @@ class Jobs:
         outcome = job.outcome
         if job.loading:
             counters = self._counters
+            counters.loads_served += outcome is Outcome.OK
             counters.loads_missing += outcome is Outcome.MISSING
             counters.loads_corrupt += outcome is Outcome.CORRUPT
             counters.loads_failed += outcome is Outcome.FAILED

@@ -1,7 +1,7 @@
-"""HTTP: /metrics, /healthz, /readyz, /status. Read-only; on loopback, or with a token.
+"""HTTP: /metrics, /healthz, /readyz, /status, /host. Read-only; on loopback, or with a token.
 
 Owns the listening TCP socket, its connections and their limits, the routes, and who may ask. Does
-not own what they say (`report.py`, `service/watchdog.py`).
+not own what they say (`report.py`, `service/watchdog.py`, `host_contents.py`).
 
 Served by aiohttp's `AppRunner` on the sidecar's own loop. Chosen over uvicorn with starlette,
 which runs under anyio but replaces the process's signal handlers while it serves and ends the
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import web
 
 from sidecar.errors import StartError
+from sidecar.observe.host_contents import QueryError, wanted_in
 from sidecar.observe.metrics import HttpRefusals
 from sidecar.redaction import redacted
 
@@ -143,6 +144,8 @@ class HttpServer:
                 web.get("/healthz", self._health),
                 web.get("/readyz", self._readiness),
                 web.get("/status", self._guarded(self._status)),
+                web.get("/host", self._guarded(self._host_usage)),
+                web.get("/host/chunks", self._guarded(self._host_chunks)),
             ]
         )
         self._runner = web.AppRunner(
@@ -257,7 +260,7 @@ class HttpServer:
         return same and scheme.lower() == "bearer"
 
     def _guarded(
-        self, answer: Callable[[Reporter], web.Response]
+        self, answer: Callable[[Reporter, web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self._authorized(request):
@@ -269,16 +272,32 @@ class HttpServer:
                 )
             if self._reporter is None:
                 return _json(self._watchdog.readiness()[1], status=503)
-            return answer(self._reporter)
+            return await answer(self._reporter, request)
 
         return handler
 
-    def _metrics(self, reporter: Reporter) -> web.Response:
+    async def _metrics(self, reporter: Reporter, request: web.Request) -> web.Response:
+        del request  # the same for everybody, as below
         body = redacted(reporter.metrics().decode()).encode()
         return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
-    def _status(self, reporter: Reporter) -> web.Response:
+    async def _status(self, reporter: Reporter, request: web.Request) -> web.Response:
+        del request
         return _json(reporter.status())
+
+    async def _host_usage(self, reporter: Reporter, request: web.Request) -> web.Response:
+        try:
+            found = await reporter.host.usage(request.query.get("namespace", ""))
+        except QueryError as error:
+            return _misunderstood(error)
+        return _json(found, indent=None)
+
+    async def _host_chunks(self, reporter: Reporter, request: web.Request) -> web.Response:
+        try:
+            found = await reporter.host.chunks(wanted_in(request.query))
+        except QueryError as error:
+            return _misunderstood(error)
+        return _json(found, indent=None)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         del request  # the same for everybody
@@ -316,6 +335,11 @@ def listen_on(host: str, port: int) -> list[socket.socket]:
     return listening
 
 
-def _json(document: object, *, status: int = 200) -> web.Response:
-    text = redacted(json.dumps(document, indent=2)) + "\n"
+def _misunderstood(error: QueryError) -> web.Response:
+    return web.Response(status=400, text=f"{error}\n")
+
+
+def _json(document: object, *, status: int = 200, indent: int | None = 2) -> web.Response:
+    # A long one comes without indents, which take ten times as long.
+    text = redacted(json.dumps(document, indent=indent)) + "\n"
     return web.Response(text=text, status=status, content_type="application/json")

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER, TenantCounters
+from sidecar.observe import metric_help as metrichelp
 from sidecar.service.watchdog import PROBLEMS
 from tiers.catalog.retention import BOUNDS
 from tiers.catalog.usage import Usage
@@ -33,19 +34,6 @@ if TYPE_CHECKING:
     from sidecar.service.watchdog import Watchdog
 
 PREFIX: Final = "kvlake"
-
-_COUNTED: Final = {
-    "chunks_stored": "Chunks copied from engines to host memory, per rank",
-    "chunks_loaded": "Chunks copied from host memory to engines, per rank",
-    "chunks_evicted": "Chunks that made room in host memory",
-    "chunks_written": "Chunks written to the object store, complete over all ranks",
-    "chunks_read": "Chunks read from the object store, complete over all ranks",
-    "chunks_restored": "Chunks of an earlier run, complete over all ranks, that engines came for",
-    "slots_restored": "Slots that an earlier run had left in host memory",
-    "slots_unclaimed_dropped": "Of these, slots that made room before an engine came for them",
-    "loads_unverified": "Chunks loaded without comparing the checksum (integrity.verify_loads)",
-    "writes_unverified": "Objects written without comparing it first (integrity.verify_writes)",
-}
 
 
 def version() -> str:
@@ -76,11 +64,12 @@ class SidecarCollector(Collector):
     def _engine(self) -> Iterator[Metric]:
         engine = self._dispatcher.engine
         for name, value in dataclasses.asdict(engine.counters).items():
-            told = _COUNTED.get(name, f"Engine counter {name.replace('_', ' ')}")
-            yield _counter(name, told, {(): value})
+            yield _counter(name, metrichelp.COUNTERS[name], {(): value})
         now = engine.snapshot()
         chunks = {("host",): now.chunks_in_host, ("store",): now.chunks_in_store}
-        yield _gauge("chunks", "Chunks that can be loaded, by tier", chunks, ["tier"])
+        yield _gauge(
+            "chunks", "Chunks of which engines can load all parts, by tier", chunks, ["tier"]
+        )
         yield _gauge("leases", "Pins held for loads", {(): now.leases})
         yield _gauge("lookups_waiting", "Lookups that pin or wait for chunks", {(): now.lookups})
         pending = {(name,): value for name, value in dataclasses.asdict(now.pending).items()}
@@ -101,13 +90,15 @@ class SidecarCollector(Collector):
         told = self._dispatcher.engine.snapshot().tenants
         labels = ["tenant"]
         held = {(one.name,): one.host_bytes for one in told}
-        yield _gauge("tenant_host_bytes", "Bytes of slots, by named tenant", held, labels)
+        yield _gauge(
+            "tenant_host_bytes", "Bytes of slots that hold parts of a tenant", held, labels
+        )
         limits = {(one.name,): one.host_bytes_max or 0 for one in told}
         yield _gauge("tenant_host_bytes_max", "Limit of it for each, 0: none", limits, labels)
         yield from self._tenants_in_store(told)
         for count in dataclasses.fields(TenantCounters):
             values = {(one.name,): getattr(one.counters, count.name) for one in told}
-            about = f"Of each named tenant: {count.name.replace('_', ' ')}"
+            about = metrichelp.TENANT_COUNTERS[count.name]
             yield _counter(f"tenant_{count.name}", about, values, labels)
 
     def _tenants_in_store(self, told: tuple[TenantSnapshot, ...]) -> Iterator[Metric]:
@@ -115,9 +106,16 @@ class SidecarCollector(Collector):
             return
         labels, held = ["tenant"], held_in_store(self._dispatcher)
         sizes = {(name,): one.size_bytes for name, one in held.items()}
-        yield _gauge("tenant_store_bytes", "Bytes in the store, by named tenant", sizes, labels)
+        yield _gauge(
+            "tenant_store_bytes",
+            "Bytes of objects of a tenant that the catalogs offer",
+            sizes,
+            labels,
+        )
         objects = {(name,): one.objects for name, one in held.items()}
-        yield _gauge("tenant_store_objects", "Objects in the store, likewise", objects, labels)
+        yield _gauge(
+            "tenant_store_objects", "Objects of a tenant that the catalogs offer", objects, labels
+        )
         about = "Limit of it in a namespace for each, 0: none"
         limits = {(one.name,): one.store_bytes_max or 0 for one in told}
         yield _gauge("tenant_store_bytes_max", about, limits, labels)
@@ -146,18 +144,25 @@ class SidecarCollector(Collector):
         store, watch = self._dispatcher.store, self._dispatcher.watch
         if store is None or watch is None:
             return
-        yield _gauge("store_well", "1 if the last probe succeeded", {(): int(watch.health.well)})
+        told = "1 while the store answers: what was last asked of it has not failed"
+        yield _gauge("store_well", told, {(): int(watch.health.well)})
         breakers = self._dispatcher.engine.breakers
         paused = {
             (way,): int(one.state is not BreakerState.CLOSED) for way, one in breakers.items()
         }
-        yield _gauge("store_paused", "1 while the store is left alone", paused, ["way"])
+        yield _gauge("store_paused", "1 while reads or writes of the store pause", paused, ["way"])
         opened = {(way,): one.opened for way, one in breakers.items()}
-        yield _counter("store_pauses", "How often the store was left alone", opened, ["way"])
+        yield _counter(
+            "store_pauses", "How often a pause of reads or writes began", opened, ["way"]
+        )
         queued = self._dispatcher.engine.snapshot().write_queue_bytes
-        yield _gauge("write_queue_bytes", "Bytes that wait to be written", {(): queued})
-        yield _counter("store_listings", "Refreshes of the catalog", {(): watch.listings})
-        yield _counter("store_listings_failed", "Failed refreshes", {(): watch.listings_failed})
+        yield _gauge(
+            "write_queue_bytes", "Bytes of parts that wait to be written to the store", {(): queued}
+        )
+        told = "Catalogs refreshed, for each namespace and way of cutting the model"
+        yield _counter("store_listings", told, {(): watch.listings})
+        told = "Of these refreshes, those that the store failed"
+        yield _counter("store_listings_failed", told, {(): watch.listings_failed})
         yield from self._catalog()
         if store.billed is not None:
             sent = {(name,): store.billed.requests[name] for name in OPERATIONS}
@@ -172,7 +177,7 @@ class SidecarCollector(Collector):
         seconds = {(verb,): counts.seconds for verb, counts in verbs.items()}
         yield _counter("store_seconds", "Seconds spent in calls to the store", seconds, labels)
         num_bytes = {(verb,): counts.num_bytes for verb, counts in verbs.items()}
-        yield _counter("store_bytes", "Payload of calls that succeeded", num_bytes, labels)
+        yield _counter("store_bytes", "Bytes of objects of calls that succeeded", num_bytes, labels)
         inflight = {(verb,): counts.inflight for verb, counts in verbs.items()}
         yield _gauge("store_inflight", "Calls that run now", inflight, labels)
         failures = {
@@ -191,24 +196,30 @@ class SidecarCollector(Collector):
         if catalogs is None:
             return
         for name, value in dataclasses.asdict(catalogs.counts).items():
-            told = f"Catalog {name.replace('_', ' ')}"
-            yield _counter(f"catalog_{name}", told, {(): value})
-        yield _counter("catalog_files_written", "Logs written", {(): catalogs.files_written})
-        yield _counter("catalog_rows_lost", "Rows never announced", {(): catalogs.rows_lost})
+            yield _counter(f"catalog_{name}", metrichelp.CATALOG[name], {(): value})
+        told = "Log files that this sidecar added to catalogs"
+        yield _counter("catalog_files_written", told, {(): catalogs.files_written})
+        told = "Rows not announced because too many waited; reconciliation finds their objects"
+        yield _counter("catalog_rows_lost", told, {(): catalogs.rows_lost})
         sweeps = self._dispatcher.watch.reconciler if self._dispatcher.watch is not None else None
         if sweeps is not None:
-            yield _counter("catalog_sweeps", "Namespaces looked through", {(): sweeps.sweeps})
-            yield _counter("catalog_found", "Objects it did not know", {(): sweeps.found})
+            yield _counter(
+                "catalog_sweeps", "Namespaces listed whole because of a doubt", {(): sweeps.sweeps}
+            )
+            yield _counter(
+                "catalog_found", "Objects that were listed and no row had named", {(): sweeps.found}
+            )
         collector = self._dispatcher.collector
         if collector is not None:
             for name, value in dataclasses.asdict(collector.collected).items():
-                told = f"Collection: {name.replace('_', ' ')}"
-                yield _counter(f"collection_{name}", told, {(): value})
+                yield _counter(f"collection_{name}", metrichelp.COLLECTION[name], {(): value})
             fallen = {(why.setting,): collector.withdrawn_by[why.setting] for why in BOUNDS}
             yield _counter(
                 "collection_withdrawn_by_bound", "Objects withdrawn, by bound", fallen, ["bound"]
             )
-        yield _gauge("catalog_rows_waiting", "Rows to announce", {(): catalogs.rows_waiting})
+        yield _gauge(
+            "catalog_rows_waiting", "Rows that wait to be announced", {(): catalogs.rows_waiting}
+        )
 
     def _sockets(self) -> Iterator[Metric]:
         dispatcher = self._dispatcher
@@ -220,15 +231,23 @@ class SidecarCollector(Collector):
         yield _counter(
             "sessions_opened", "Clients that attached", {(): socket_stats.sessions_opened}
         )
-        yield _counter("sockets_renewed", "Sockets made again", {(): socket_stats.sockets_renewed})
-        yield _counter("connections_cut", "Ended unattached", {(): socket_stats.connections_cut})
+        yield _counter(
+            "sockets_renewed", "Removed socket files made again", {(): socket_stats.sockets_renewed}
+        )
+        yield _counter(
+            "connections_cut",
+            "Connections that ended before they attached",
+            {(): socket_stats.connections_cut},
+        )
         expired = {(): socket_stats.attaches_expired}
         yield _counter("attaches_expired", "Clients that took too long to attach", expired)
         yield _counter(
             "frames_received", "Messages from clients", {(): socket_stats.frames_received}
         )
         yield _counter(
-            "replies_dropped", "Answers without a taker", {(): socket_stats.replies_dropped}
+            "replies_dropped",
+            "Answers that their engine could not be sent",
+            {(): socket_stats.replies_dropped},
         )
         refused = {(why,): count for why, count in dispatcher.handshakes_refused().items()}
         yield _counter(
@@ -301,12 +320,19 @@ class WatchdogCollector(Collector):
         yield _gauge("ready", "1 while engines can attach and be served", {(): int(ready)})
         found = {(code,): 0 for code in PROBLEMS} | {(one.code,): 1 for one in now.problems()}
         yield _gauge("problem", "1 while this is wrong, by code", found, ["code"])
-        yield _gauge("loop_lag_seconds", "How late the event loop was", {(): now.lag_seconds})
+        yield _gauge(
+            "loop_lag_seconds", "How late the event loop was, twice a second", {(): now.lag_seconds}
+        )
         most = {(): now.lag_seconds_max}
-        yield _gauge("loop_lag_seconds_max", "The latest that the event loop ever was", most)
+        yield _gauge("loop_lag_seconds_max", "The most that the event loop was ever late", most)
         refused = {("connection",): self._http_refusals.connections}
         refused["token",] = self._http_refusals.requests
-        yield _counter("http_refused", "HTTP connections and requests refused", refused, ["why"])
+        yield _counter(
+            "http_refused",
+            "HTTP connections refused, or ended for another, and requests refused",
+            refused,
+            ["why"],
+        )
 
 
 def held_in_store(dispatcher: Dispatcher) -> dict[str, Usage]:

@@ -1,6 +1,7 @@
 """What the sidecar says of itself when it is asked: metrics, and the status document.
 
-Owns the names of status fields. Does not own those of metrics (`metrics.py`), nor what is counted:
+Owns the names of status fields. Does not own those of metrics (`metrics.py`), what host memory
+holds chunk by chunk (`host_contents.py`), nor what is counted:
 that lives with what counts it, and is read when somebody asks.
 
 Invariant: reading changes nothing and costs no more than the number of sessions, realms and slot
@@ -18,8 +19,11 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from sidecar.observe.host_contents import HostContents
 from sidecar.observe.metrics import SidecarCollector, WatchdogCollector, held_in_store, version
+from sidecar.observe.rates import Rates
 from sidecar.protocol import PROTOCOL_VERSION
+from sidecar.sessions.model_names import model_name
 from tiers.store.middleware.billing import monthly
 
 if TYPE_CHECKING:
@@ -40,8 +44,11 @@ class Reporter:
         self, dispatcher: Dispatcher, watchdog: Watchdog, http_refusals: HttpRefusals
     ) -> None:
         self._dispatcher = dispatcher
+        self.host = HostContents(dispatcher)
         self._watchdog = watchdog
         self._started = time.monotonic()
+        self._rates = Rates(dispatcher.engine.counters)
+        watchdog.each_beat(self._rates.note)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(SidecarCollector(dispatcher))
         self._registry.register(WatchdogCollector(watchdog, http_refusals))
@@ -70,12 +77,14 @@ class Reporter:
             "hits": {
                 "chunks_loaded": counters["chunks_loaded"],
                 "bytes_loaded": counters["bytes_loaded"],
+                "loads_served": counters["loads_served"],
                 "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
                 "lookups": counters["lookups"],
                 "lookups_expired": counters["lookups_expired"],
                 "chunks_read": counters["chunks_read"],
             },
             "counters": counters,
+            "rates": self._rates.document(),
             "pending": dataclasses.asdict(now.pending),
             "leases": now.leases,
             "lookups": now.lookups,
@@ -251,9 +260,11 @@ def _tenant(tenant: TenantSnapshot) -> dict[str, object]:
 
 
 def _realm(realm: RealmLayout) -> dict[str, object]:
+    namespace = json.loads(realm.namespace)
     return {
         "realm_id": realm.realm_id,
-        "namespace": json.loads(realm.namespace),
+        "model": model_name(namespace, realm.model),
+        "namespace": namespace,
         "namespace_digest": realm.namespace_digest.hex(),
         "topology": realm.topology,
         "world_size": realm.world_size,

@@ -53,7 +53,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: KVLayout | None = None
 
 
-class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True):
+class Attach(
+    msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """First and only message of a client on the Unix socket.
 
     `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
@@ -85,6 +87,9 @@ class Attach(msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=Tr
     events_replay: str = ""
     """Where it replays them."""
     replicas: int = 1
+    model: str = ""
+    """What the engine calls a model that is files, to be shown to people. Empty where the namespace
+    has a name: sidecars of before this field do not take it."""
 
     @property
     def segment_number(self) -> int:

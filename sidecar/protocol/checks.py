@@ -17,6 +17,7 @@ from sidecar.protocol.limits import (
     KEYS_PER_MESSAGE_MAX,
     KIND_CUDA_IPC,
     KIND_CUDA_VMM,
+    MODEL_CHARACTERS_MAX,
     NAMESPACE_BYTES_MAX,
     TENANT_BYTES,
     UUID_BYTES,
@@ -102,6 +103,12 @@ def check_attach(message: Attach) -> None:
         0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
     )
     _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
+    _require(
+        len(message.model) <= MODEL_CHARACTERS_MAX and (message.model or "-").isprintable(),
+        "model",
+        message.model[:MODEL_CHARACTERS_MAX],
+        f"at most {MODEL_CHARACTERS_MAX} printable characters",
+    )
     for field, place in (
         ("events_endpoint", message.events_endpoint),
         ("events_replay", message.events_replay),

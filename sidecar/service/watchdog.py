@@ -72,6 +72,7 @@ class Watchdog:
         """Told of an error of its own, which is a bug."""
         self._checks: list[Callable[[], Iterable[Problem]]] = []
         self._cures: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], None]] = []
         self._phase = Phase.STARTING
         self._loop = asyncio.get_running_loop()
         self._seconds = BEAT_SECONDS
@@ -114,6 +115,10 @@ class Watchdog:
         """Call `cure` with each beat of the serving phase: it puts right what it can."""
         self._cures.append(cure)
 
+    def each_beat(self, call: Callable[[], None]) -> None:
+        """Call this with each beat, whatever the phase."""
+        self._calls.append(call)
+
     def problems(self) -> list[Problem]:
         """Everything that is wrong now, the serious first."""
         found = [problem for check in self._checks for problem in check()]
@@ -153,6 +158,8 @@ class Watchdog:
         self.lag_seconds = max(0.0, now - self._due)
         self.lag_seconds_max = max(self.lag_seconds, self.lag_seconds_max)
         try:
+            for call in self._calls:
+                call()
             if self._phase is Phase.SERVING:
                 for cure in self._cures:
                     cure()

@@ -28,6 +28,7 @@ import msgspec
 
 from sidecar.core.stored_table import FOREIGN_MAX
 from sidecar.errors import AttachRefused
+from tiers.catalog.about import NAMESPACE_DEPTH_MAX, deeper_than
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
 from tiers.kv.index import IndexWriter
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 REALMS_MAX: Final = 256
-NAMESPACE_DEPTH_MAX: Final = 16
 INDEX_ENTRIES_FIRST: Final = 1 << 16
 """Entries of a new realm's index; it doubles whenever it gets full."""
 
@@ -112,6 +112,8 @@ class RealmLayout:
     block_tokens: int
     blocks_per_chunk: int
     index_salt: bytes
+    model: str
+    """What the first engine that said so calls the model, where it is files."""
     index: IndexWriter
     """Its home's, where it has one: then this is the home's first, and nobody asks for it."""
     home: RealmLayout | None = None
@@ -218,6 +220,7 @@ class Realms:
                     realm = self._make(part, joined[0] if joined else None, group)
                     self._by_identity[identity] = self._by_id[realm.realm_id] = realm
                     made.append(realm)
+                realm.model = realm.model or part.model
                 joined.append(realm)
         except BaseException:
             self.forget(made)
@@ -261,6 +264,7 @@ class Realms:
             world_size=attach.num_segments,
             block_tokens=attach.block_tokens,
             blocks_per_chunk=attach.blocks_per_chunk,
+            model=attach.model,
             index_salt=(
                 hashlib.sha256(salted.encode()).digest()[:_SALT_BYTES]
                 if home is None
@@ -304,17 +308,8 @@ def _require_json_object(namespace: bytes) -> None:
             "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
         )
     # /status shows it, further down the stack than here: what is only just read here is not there.
-    layer: list[object] = [cast("object", decoded)]
-    for _ in range(NAMESPACE_DEPTH_MAX):
-        layer = [inner for value in layer for inner in _inside(value)]
-    if layer:
+    if deeper_than(cast("object", decoded), NAMESPACE_DEPTH_MAX):
         raise AttachRefused(
             "namespace",
             f"namespace is nested more than {NAMESPACE_DEPTH_MAX} deep: make it flatter",
         )
-
-
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(cast("dict[str, object]", value).values())
-    return cast("list[object]", value) if isinstance(value, list) else []

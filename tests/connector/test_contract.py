@@ -39,8 +39,9 @@ from vllm.v1.request import Request
 from connector import plugin
 from connector.identity.eligibility import SLEEP_IS_TOLD, unsupported_reason
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
-from connector.metrics import KVLakeStats
+from connector.metrics import HELP, KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
+from connector.requests import Stats
 from connector.vllm import KVLakeConnector
 from tests import places
 from tests.connector.configurations import kv_cache_config, vllm_config
@@ -222,6 +223,10 @@ class TestAggregation:
         assert KVLakeStats(data={"requests_hit": 0}).is_empty()
         stats.reset()
         assert stats.is_empty()
+
+    def test_each_count_says_what_it_is_of(self) -> None:
+        assert list(HELP) == [field.name for field in dataclasses.fields(Stats)]
+        assert len(set(HELP.values())) == len(HELP)
 
 
 def modules_of_the_connector() -> set[str]:

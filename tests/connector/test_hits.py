@@ -143,6 +143,35 @@ class TestHits:
         assert not engine.client.sent
         assert engine.computed["a"] == len(PROMPT) - CACHED
 
+    @pytest.mark.parametrize(
+        ("held", "asked", "missed"),
+        [
+            pytest.param(PROMPT, PROMPT, 0, id="all of it"),
+            pytest.param(PROMPT[:-50], PROMPT, 0, id="all but less than a load"),
+            pytest.param(PROMPT[:CHUNK_TOKENS], PROMPT[:CHUNK_TOKENS], 0, id="whole blocks"),
+            pytest.param(PROMPT[:-130], PROMPT, 1, id="all but a load"),
+            pytest.param([5] * 300, PROMPT, 1, id="nothing"),
+            pytest.param([5] * 300, PROMPT[:BLOCK_TOKENS], 0, id="nothing of a short one"),
+        ],
+    )
+    def test_what_the_engine_holds_is_no_miss(
+        self, make: Callable[..., Engine], held: list[int], asked: list[int], missed: int
+    ) -> None:
+        engine = make(load_tokens_min=64)
+        engine.sidecar.detach()
+        engine.run(request_of("earlier", held, max_tokens=1))
+        engine.sidecar.attach()
+        taken = counted(engine)
+        engine.run(request_of("a", asked, max_tokens=1))
+        assert total(taken, "requests_missed") == missed
+        assert total(taken, "requests_hit") == 0
+
+    def test_an_engine_that_only_stores_misses_nothing(self, make: Callable[..., Engine]) -> None:
+        engine = make(kv_role="kv_producer")
+        taken = counted(engine)
+        engine.run(request_of("a", PROMPT, max_tokens=1))
+        assert total(taken, "requests_missed") == 0
+
     def test_a_gain_that_is_not_worth_a_step(self, make: Callable[..., Engine]) -> None:
         engine = make(load_tokens_min=3 * CHUNK_TOKENS)
         seen(engine, PROMPT[: 2 * CHUNK_TOKENS + 1])

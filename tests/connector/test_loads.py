@@ -8,7 +8,9 @@ import pytest
 from vllm.v1.request import Request
 
 from sidecar.protocol import (
+    Lease,
     Outcome,
+    Release,
     Submit,
 )
 from tests.connector.configurations import (
@@ -47,6 +49,18 @@ class TestLoads:
         assert total(taken, "requests_hit") == 0
         assert total(taken, "requests_missed") == 2
         engine.check_idle()
+
+    def test_one_that_no_rank_sends_gives_its_lease_back(self, engine: Engine) -> None:
+        """A worker that has lost its session, or its weights, fails a load without a message."""
+        seen(engine)
+        engine.ranks[0].client.attach(None)
+        request = engine.add(request_of("a", PROMPT, max_tokens=1))
+        engine.finish(request)
+        engine.settle()
+        assert engine.computed["a"] == len(PROMPT)
+        (lease,) = engine.client.sent_of(Lease)
+        released = [one.lease_ids for one in engine.client.sent_of(Release)]
+        assert [lease.lease_id] in released
 
     def test_one_rank_failing_fails_it(self, make: Callable[..., Engine]) -> None:
         engine = make(ranks=2)

@@ -15,7 +15,7 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.identity.fingerprint import adapter_settings
-from connector.identity.namespace import digest_of, encoding_of, namespace_of
+from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
 from connector.identity.weights import (
     WeightsUnknown,
     adapter_identity,
@@ -55,6 +55,14 @@ class TestFolders:
         other = write_weights(tmp_path / "elsewhere" / "other")
         assert folder_digest(one) == folder_digest(other)
         assert model_identity(str(one), None, None) == model_identity(str(other), "main", None)
+
+    def test_only_files_are_called_as_they_are_served(self, tmp_path: Path) -> None:
+        place = str(write_weights(tmp_path / "one"))
+        assert served_as(place, "llama") == "llama"
+        assert served_as(place, "a\nb" + "x" * 300) == "x" * 256
+        assert served_as(place, "a\nb") == "a?b"
+        # Its namespace has the name.
+        assert served_as("org/model", "llama") == ""
 
     def test_other_weights_under_one_path_are_another(self, tmp_path: Path) -> None:
         before = folder_digest(write_weights(tmp_path, fill=1))

@@ -65,6 +65,7 @@ def config_of(
             is_diffusion=False,
             enable_sleep_mode=False,
             model="org/model",
+            served_model_name="org/model",
             revision=revision,
             quantization=None,
             hf_overrides={},

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
     from sidecar.demo.engine import Generation
 
-pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-changed-weights")]
+pytestmark = [
+    pytest.mark.engine,
+    # What of it every change must keep is shown by `test_requests.py`, on an engine less.
+    pytest.mark.nightly,
+    pytest.mark.promise("connector", "suite-changed-weights"),
+]
 
 ENGINE_ARGS: Final[dict[str, Any]] = {**SMALL, **adapters.ENGINE_ARGS, "max_loras": 1}
 """With memory for one adapter: the next one pushes it out."""

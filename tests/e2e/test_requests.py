@@ -1,19 +1,20 @@
 """Requests that are more than a prompt: adapters, outputs that are constrained, guessed tokens.
 
 One engine has it all switched on at once: LoRA, structured outputs, and speculative decoding by
-n-grams, whose drafts are rejected more often than not.
+n-grams, whose drafts are rejected more often than not. At its end its weights are replaced.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.model import WORDS
+from sidecar.demo.model import WORDS, write_model
 from tests.e2e import adapters
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -109,6 +110,27 @@ def test_an_adapter_has_its_own_chunks(
     again = Call(prompt, options=first).generate(engine, salt)
     assert again.cached_tokens == with_first.cached_tokens
     assert again.logprobs == with_first.logprobs
+
+
+@pytest.mark.promise("adapters", "lora", "suite-changed-weights")
+def test_an_adapter_whose_files_are_replaced(
+    engine: DemoEngine, folder: Path, loras: list[tuple[str, int, str]]
+) -> None:
+    """vLLM reads them again once others have pushed it out. The rest of this runs nightly."""
+    place = folder / "replaced"
+    adapters.write_adapter(place, 3)
+    call, salt = Call(words(700, 9), options={"adapter": ("replaced", 3, str(place))}), fresh_salt()
+    before = call.generate(engine, salt)
+    empty(engine)
+    assert call.generate(engine, salt).cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS
+    shutil.rmtree(place)
+    adapters.write_adapter(place, 4)
+    for one in loras:
+        Call(words(64, 8), options={"adapter": one}).generate(engine, fresh_salt())
+    empty(engine)
+    replaced = call.generate(engine, salt)
+    assert replaced.cached_tokens == 0
+    assert replaced.logprobs[0] != before.logprobs[0]
 
 
 @pytest.mark.promise("abort-of-load", "lora", "preemption")
@@ -225,3 +247,18 @@ def test_drafts_are_stored_once_they_are_known(engine: DemoEngine) -> None:
     # The last generated token was never computed.
     assert generation.cached_tokens == (400 + 197) // BLOCK_TOKENS * BLOCK_TOKENS
     assert generation.cached_tokens > 2 * CHUNK_TOKENS
+
+
+@pytest.mark.promise("suite-changed-weights", "weights-replaced")
+def test_weights_that_are_replaced_at_last(engine: DemoEngine, folder: Path) -> None:
+    """From then on the engine is by itself, so this is its last test. The rest runs nightly."""
+    other = write_model(folder / "other-model", layers=6, hidden=256, heads=4, kv_heads=4, seed=9)
+    call, salt = Call(words(700, 10)), fresh_salt()
+    before = call.generate(engine, salt)
+    empty(engine)
+    assert call.generate(engine, salt).cached_tokens == 700 // BLOCK_TOKENS * BLOCK_TOKENS
+    engine.rpc("reload_weights", weights_path=str(other))
+    empty(engine)
+    replaced = call.generate(engine, salt)
+    assert replaced.cached_tokens == 0
+    assert replaced.logprobs[0] != before.logprobs[0]

@@ -10,6 +10,8 @@ finds damage, and keeps nobody out.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import random
 import re
@@ -22,8 +24,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from sidecar.protocol import MODEL_CHARACTERS_MAX
+from sidecar.sessions.model_names import model_name
 from tests.fuzz.mutation import INPUT_BYTES_MAX, change, damage
+from tiers.catalog import about as abouts
 from tiers.catalog import manifest as manifests
+from tiers.catalog.about import About
 from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -31,6 +37,7 @@ from tiers.catalog.names import (
     lease_name,
     log_name,
     manifest_name,
+    namespace_prefix,
     parse_lease,
     parse_log,
     parse_manifest,
@@ -256,6 +263,58 @@ def damage_manifest(data: bytes, chooser: random.Random, others: Sequence[bytes]
     if chooser.random() < 0.1:
         return damage(data, chooser, others)
     return digest_of(_bytes(text)).encode() + b"\n" + text
+
+
+# --- what a namespace is ---------------------------------------------------------------------
+
+
+class _Claimed(msgspec.Struct):
+    namespace: msgspec.Raw = msgspec.Raw(b"")
+
+
+def feed_about(data: bytes) -> None:
+    """What a namespace is, in its own folder, which can be shown, or `CatalogCorrupt`."""
+    namespace = b""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
+        namespace = bytes(msgspec.json.decode(data, type=_Claimed).namespace)
+    prefix = namespace_prefix(hashlib.sha256(namespace).digest())
+    try:
+        about = abouts.decode(_bytes(data), prefix)
+    except CatalogCorrupt as error:
+        assert str(error), "an error says what is wrong"
+        assert len(str(error)) < 10_000, "an error is for people"
+        return
+    assert abouts.decode(abouts.encode(about), prefix) == about
+    json.dumps(about.fields(), indent=2).encode()
+    name = model_name(about.fields(), about.served_as)
+    assert name
+    assert name.isprintable()
+    assert len(name) <= MODEL_CHARACTERS_MAX
+
+
+def about_seeds() -> list[bytes]:
+    """A model of a hub, one that is files, and one of vLLM's own offloading."""
+    namespaces: list[dict[str, Any]] = [
+        {"model": {"name": "org/model", "revision": "1"}, "group": ["a", "b"], "layers": 30},
+        {"model": {"digest": "ab" * 32}},
+        {"model": "", "identity": {"model": {"sampled": "cd" * 32}}},
+    ]
+    return [
+        abouts.encode(About(msgspec.json.encode(one), served_as)).tobytes()
+        for one, served_as in zip(namespaces, ("", "/models/llama", ""), strict=True)
+    ]
+
+
+def damage_about(data: bytes, chooser: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """As `damage`; mostly of the values."""
+    try:
+        value = msgspec.json.decode(data)
+        for _ in range(chooser.randint(1, 3)):
+            value = change(value, chooser)
+        data = msgspec.json.encode(value)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError, ValueError):
+        return damage(data, chooser, others)
+    return damage(data, chooser, others) if chooser.random() < 0.3 else data
 
 
 # --- names -----------------------------------------------------------------------------------

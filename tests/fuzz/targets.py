@@ -447,6 +447,12 @@ TARGETS: Final = {
             catalog_targets.manifest_seeds,
             catalog_targets.damage_manifest,
         ),
+        Target(
+            "catalog-about",
+            catalog_targets.feed_about,
+            catalog_targets.about_seeds,
+            catalog_targets.damage_about,
+        ),
         Target("catalog-name", catalog_targets.feed_name, catalog_targets.name_seeds),
         Target(
             "catalog-folder",

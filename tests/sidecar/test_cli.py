@@ -249,8 +249,14 @@ STATUS: dict[str, Any] = {
             "monthly_bill": {"currency": "EUR", "total": 12.345},
         },
     },
-    "hits": {"chunks_loaded": 99, "loads_missed": 1, "lookups": 3, "lookups_expired": 1},
-    "counters": {"chunks_stored": 20, "bytes_stored": 3 << 30, "chunks_evicted": 8},
+    "hits": {"loads_served": 3, "loads_missed": 1, "lookups": 3, "lookups_expired": 1},
+    "rates": {"seconds": 62.5, "bytes_per_second": {"stored": 3 << 20, "loaded": 0}},
+    "counters": {
+        "chunks_stored": 20,
+        "bytes_stored": 3 << 30,
+        "chunks_loaded": 99,
+        "chunks_evicted": 8,
+    },
     "realms": [{"realm_id": 1, "namespace": {"model": {"name": "org/model"}}}],
     "sessions": [
         {
@@ -301,9 +307,13 @@ def test_status_is_asked_for_and_shown(capsys: pytest.CaptureFixture[str], addre
         "object store is unwell: no such bucket",
         "2 GiB of 8 GiB (25%)",
         "s3://b/kv  write through, read on",
-        "loads            99 of 100 chunks that engines asked for",
-        "1.5 GiB wait to be written to the store",
-        "the store costs some 12.35 EUR a month",
+        "SINCE START                   CHUNKS    BYTES  PER SECOND, LAST 1M2S",
+        "stored       engines to host  20        3 GiB  3 MiB",
+        "loaded       host to engines  99 parts  0 B    0 B",
+        "written      host to store    0         0 B    -",
+        "loads            3 of 4 begun were served; engines count the tokens that hit and missed",
+        "1.5 GiB of host memory wait to be written to the store",
+        "12.35 EUR a month: what it holds, and requests of this sidecar as in the last 1h1m",
         "e1",
         "1/2",
         "org/model",
@@ -319,7 +329,7 @@ def test_status_as_json_is_the_document(capsys: pytest.CaptureFixture[str], addr
 def test_no_sidecar_is_told_with_what_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = kvlake(capsys, "status", "--url", "http://127.0.0.1:1")
     assert (code, out) == (1, "")
-    assert "no status from http://127.0.0.1:1/status" in err
+    assert "no answer from http://127.0.0.1:1/status" in err
     assert "Does the sidecar run" in err
 
 
@@ -342,7 +352,7 @@ def test_another_server_is_not_taken_for_a_sidecar(
 
 def test_an_empty_document_is_shown_too() -> None:
     assert "no engine is attached" in render({})
-    assert "none asked for yet" in render({})
+    assert "loads            -\n" in render({})
 
 
 def test_the_address_comes_from_the_configuration(tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ def test_load_scatters_every_chunk() -> None:
     world.copied(scatters[0].copy_id)
     assert messages(world.copied(scatters[1].copy_id), worker) == done(2, Outcome.OK)
     assert world.engine.counters.chunks_loaded == 2
+    # In the same unit as the loads that fail: one for each request and rank.
+    assert world.engine.counters.loads_served == 1
 
 
 def test_load_of_a_missing_chunk_copies_nothing() -> None:
@@ -198,6 +200,8 @@ def test_load_of_a_missing_chunk_copies_nothing() -> None:
     commands = world.load(worker, 2, [1, 2])
     assert messages(commands, worker) == done(2, Outcome.MISSING)
     assert not only(commands, Scatter)
+    counters = world.engine.counters
+    assert (counters.loads_served, counters.loads_missing) == (0, 1)
 
 
 def test_load_past_the_end_of_a_partial_chunk_fails() -> None:

@@ -398,6 +398,8 @@ def test_a_list_is_measured_before_it_is_made() -> None:
         ({"engine_id": "x" * 257}, "engine_id"),
         ({"topology": ""}, "topology"),
         ({"topology": "x" * 257}, "topology"),
+        ({"model": "x" * 257}, "model"),
+        ({"model": "llama\n"}, "model"),
         ({"segment": None}, "segment/layout/memory"),
         ({"layout": None}, "segment/layout/memory"),
         ({"memory": None}, "segment/layout/memory"),
@@ -407,6 +409,15 @@ def test_an_attach_outside_its_bounds(changes: dict[str, Any], field: str) -> No
     code, text = refused(decode_attach, encode(replace(WORKER, **changes)))
     assert code == "field"
     assert text.startswith(f"{field}=")
+
+
+def test_only_a_model_that_is_files_is_named_beside_its_namespace() -> None:
+    """Sidecars of before refuse the field, so it is sent only where it says something."""
+    sent = msgspec.msgpack.decode(encode(WORKER))
+    assert "model" not in sent
+    assert decode_attach(encode(WORKER)).model == ""
+    named = decode_attach(encode(replace(WORKER, model="/models/llama")))
+    assert {part.model for part in named.parts} == {"/models/llama"}
 
 
 def test_an_impossible_layout_is_refused() -> None:

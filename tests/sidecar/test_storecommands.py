@@ -20,7 +20,14 @@ from sidecar.config.store import StoreSettings
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from sidecar.service.store_stack import WrapStore, open_store
 from tests import places
-from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
+from tests.sidecar.client import (
+    NAMESPACE,
+    RunningSidecar,
+    Scheduler,
+    Worker,
+    config_in,
+    key_of,
+)
 from tiers.kv.index import FLAG_STORE
 from tiers.store.middleware.metering import Metered
 from tiers.store.object_tier import UrlObjects
@@ -94,20 +101,30 @@ def test_du_and_ls_tell_what_is_there(
     assert told["size_bytes"] > 5 * 4096
     assert [one["tenant"] for one in told["tenants"]] == ["unsalted"]
     assert told["namespace"] in kvlake(store, "du")
-    assert kvlake(store, "ls").split() == [told["namespace"]]
+    assert kvlake(store, "ls").split() == ["NAMESPACE", "MODEL", told["namespace"], "tests/tiny"]
+    assert kvlake.json(store, "ls")["namespaces"] == [told["namespace"]]
     listed = kvlake.json(store, "ls", told["namespace"][:4])
     assert {one["key"] for one in listed["chunks"]} == {key_of(n).hex() for n in range(5)}
     assert not listed["more"]
     page = kvlake(store, "ls", told["namespace"], "--limit", "2")
     assert "more than --limit" in page
-    assert len(page.splitlines()) == 4
-    assert all(len(line) < 120 for line in page.splitlines())
+    model, head, *rows, _ = page.splitlines()
+    assert model == f"{told['namespace']}: tests/tiny"
+    assert head.split() == ["KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT"]
+    assert [row.startswith("  file:///") for row in rows] == [False, True] * 2
+    assert all(len(line) < 120 for line in (model, head, *rows[::2]))
     one = kvlake.json(store, "ls", told["namespace"], "--key", key_of(3).hex()[:9].upper())
     assert [chunk["key"] for chunk in one["chunks"]] == [key_of(3).hex()]
     assert len(one["chunks"][0]["segments"]) == one["chunks"][0]["objects"] == 1
     assert kvlake.json(store, "ls", told["namespace"], "--limit", "0") == {
-        "url": listed["url"], "namespace": told["namespace"], "chunks": [], "more": True
-    }  # fmt: skip
+        "url": listed["url"],
+        "namespace": told["namespace"],
+        "model": "tests/tiny",
+        "layers": None,
+        "about": json.loads(NAMESPACE),
+        "chunks": [],
+        "more": True,
+    }
     empty = "0" * 15 + "1"
     assert kvlake.json(store, "ls", told["namespace"], "--tenant", empty)["chunks"] == []
     for nobody in ("team-a", "00"):
@@ -116,6 +133,42 @@ def test_du_and_ls_tell_what_is_there(
     for unsalted in ("unsalted", "0" * 16):
         found = kvlake.json(store, "ls", told["namespace"], "--tenant", unsalted)
         assert len(found["chunks"]) == 5
+
+
+def test_inspect_takes_what_ls_prints(
+    short_directory: Path, store: dict[str, Any], kvlake: Command
+) -> None:
+    fill(short_directory, store, 3)
+    [namespace] = kvlake.json(store, "ls")["namespaces"]
+    urls = [url for one in kvlake.json(store, "ls", namespace)["chunks"] for url in one["urls"]]
+    page = kvlake(store, "ls", namespace)
+    assert [line.strip() for line in page.splitlines() if line.startswith("  ")] == urls
+    found = kvlake.json(store, "inspect", *urls)
+    assert [one["intact"] for one in found] == [True] * 3
+    assert {one["key"] for one in found} == {key_of(number).hex() for number in range(3)}
+    # As of a sidecar of before, or a file that somebody damaged: the digest is all that is known.
+    about = short_directory / "bucket" / "v1" / namespace / "namespace.json"
+    for text in (None, "", "{}", about.read_text().replace("tiny", "other")):
+        about.unlink() if text is None else about.write_text(text)
+        assert kvlake(store, "ls").split() == ["NAMESPACE", "MODEL", namespace, "-"]
+        [told] = kvlake.json(store, "du")["namespaces"]
+        assert (told["model"], told["about"], told["chunks"]) == (None, None, 3)
+
+
+def test_a_model_that_is_files_is_called_as_it_is_served(
+    short_directory: Path, store: dict[str, Any], kvlake: Command
+) -> None:
+    namespace = json.dumps({"model": {"digest": "ab" * 32}, "group": ["x"], "layers": 3}).encode()
+    config = config_in(short_directory, store=store)
+    with (
+        RunningSidecar(config) as sidecar,
+        Worker(sidecar.path, namespace=namespace, model="/models/llama") as worker,
+    ):
+        assert worker.store(1, key_of(1), [1]) is Outcome.OK
+        now = sidecar.wait_until(lambda now: now["counters"]["chunks_written"] == 1)
+        assert [realm["model"] for realm in now["realms"]] == ["/models/llama"]
+    assert "/models/llama, 1 of 3 layers" in kvlake(store, "ls")
+    assert "/models/llama, 1 of 3 layers" in kvlake(store, "du")
 
 
 @pytest.mark.slow
@@ -163,7 +216,7 @@ def test_gc_removes_leftovers_once_they_are_old(
     assert sorted(bucket.rglob("*")) == there
     ever = {**store, "gc": {"quarantine_keep": None}}
     assert kvlake.json(ever, "gc", "--dry-run")["leftovers"]["quarantined"] == 0
-    [namespace] = kvlake(store, "ls").split()
+    [namespace] = kvlake.json(store, "ls")["namespaces"]
     told = kvlake.json(store, "gc", "--namespace", namespace)["leftovers"]
     assert (told["quarantined"], told["probes"]) == (1, 0)
     assert not (bucket / "quarantine" / old).exists()
@@ -298,7 +351,7 @@ def test_each_bound_withdraws_and_deletes_the_oldest(
 @pytest.mark.parametrize(
     ("words", "sections", "said"),
     [
-        (["du"], {}, "has no section store"),
+        (["gc"], {}, "has no store"),
         (["ls", "ffff"], {"store": {"url": "file:///nowhere/at/all"}}, "0 of the store's"),
         (["gc"], {"store": {"url": "file:///proc/nowhere"}}, "store.url"),
         (["gc", "--list"], {"store": {"url": "file:///tmp"}}, "give it together with --dry-run"),

@@ -81,3 +81,4 @@ def test_written_for_people() -> None:
     assert approximate_size(1.25 * (1 << 30)) == "1.25 GiB"
     assert approximate_size(0) == "0 B"
     assert approximate_size(1023 << 10) == "1023 KiB"
+    assert approximate_size(999.7 * 1024) == "1000 KiB"

@@ -85,8 +85,8 @@ SITUATIONS = [
 RARE = {
     "STORING + DETACHED", "abort while loading", "attach refused: engine", "client does not read",
     "copy expired: was not reached", "counter reads_dropped_full", "damage outlives a sidecar",
-    "lookup CORRUPT", "read missing", "scatter expired", "store: answer to read lost",
-    "store: object missing", "store: read damaged",
+    "lookup CORRUPT", "read missing", "scatter expired", "scatter failed",
+    "store: answer to read lost", "store: object missing", "store: read damaged",
 }  # fmt: skip
 """Those that fewer than four of the lives of `make test` reached when this was written.
 

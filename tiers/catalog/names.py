@@ -3,6 +3,7 @@
 Owns every object name below a store's prefix, written and read back:
 
 * `v1/<namespace>/<kk>/<key>/<segment>.arrow`: one segment of a chunk
+* `v1/<namespace>/namespace.json`: what the namespace is
 * `v1/<namespace>/catalog/log/<writer>/<number>-<digest>.arrow`: rows that one writer announced
 * `v1/<namespace>/catalog/snapshot/<generation>-<part>-<digest>.arrow`: rows, merged
 * `v1/<namespace>/catalog/manifest/<generation>`: which snapshots and logs make up the catalog
@@ -102,6 +103,11 @@ def parse_namespace(folder: str) -> str | None:
     """A namespace's folder without a slash at its end, or None where it is none."""
     match = _NAMESPACE.fullmatch(folder)
     return f"{FORMAT}/{match[1]}" if match else None
+
+
+def about_name(prefix: str) -> str:
+    """Name of the file that says what the namespace in folder `prefix` is."""
+    return f"{prefix}/namespace.json"
 
 
 def catalog_folder(prefix: str) -> str:
