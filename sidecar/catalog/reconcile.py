@@ -84,6 +84,8 @@ class Reconciler:
         self._retry_at: dict[bytes, float] = {}
         self._left: dict[bytes, list[int]] = {}
         """Slices that are still to be gone through, the next one last, where the store failed."""
+        self._sweeping: set[bytes] = set()
+        """The doubted namespace that is gone through, until it is forgotten."""
         self._wake = anyio.Event()
         self._one = anyio.Lock()
         self.sweeps = 0
@@ -95,6 +97,13 @@ class Reconciler:
         """The catalog of this realm may lack something: go through its objects soon."""
         self._doubted[realm.namespace_digest] = None
         self._wake.set()
+
+    def forget(self, digest: bytes) -> None:
+        """No realm is of this namespace any more."""
+        self._doubted.pop(digest, None)
+        self._retry_at.pop(digest, None)
+        self._left.pop(digest, None)
+        self._sweeping.discard(digest)
 
     async def run(self) -> None:
         """Go through what is doubted at once, and through everything slowly, for ever."""
@@ -112,15 +121,32 @@ class Reconciler:
                     await self._wake.wait()
                 continue
             del self._doubted[digest]
-            if await self._sweep(digest):
+            self._sweeping.add(digest)
+            done = await self._sweep(digest)
+            if digest not in self._sweeping:
+                # Forgotten meanwhile. Whoever has come back since doubts it, and has it all to do.
+                self._left.pop(digest, None)
+                continue
+            self._sweeping.remove(digest)
+            if done:
                 self._retry_at.pop(digest, None)
-                self._swept[digest] = anyio.current_time()
+                self._note_swept(digest)
                 continue
             if digest in self._doubted:
                 # Doubted again meanwhile, so what was gone through counts no more.
                 self._left.pop(digest, None)
             self._doubted[digest] = None
             self._retry_at[digest] = anyio.current_time() + RECONCILE_RETRY_SECONDS
+
+    def _note_swept(self, digest: bytes) -> None:
+        now = anyio.current_time()
+        self._swept.pop(digest, None)
+        while self._swept:
+            oldest = next(iter(self._swept))
+            if self._swept[oldest] + SWEEP_PAUSE_SECONDS > now:
+                break
+            del self._swept[oldest]
+        self._swept[digest] = now
 
     def _due(self, digest: bytes) -> float:
         """When a doubted namespace is gone through."""
@@ -138,7 +164,9 @@ class Reconciler:
                 return False
             left = self._left[digest] = there[::-1]
         before = self.found
-        while left and await self._slice(digest, left[-1], slowly=False):
+        while (
+            left and digest in self._sweeping and await self._slice(digest, left[-1], slowly=False)
+        ):
             left.pop()
         if self.found > before:
             _logger.info(
@@ -147,7 +175,7 @@ class Reconciler:
             )
         if left:
             return False
-        del self._left[digest]
+        self._left.pop(digest, None)
         self.sweeps += 1
         return True
 
@@ -204,6 +232,10 @@ class Reconciler:
                 if lacks:
                     unknown.append(index)
             await anyio.lowlevel.checkpoint()
+            if not all(map(self._realms.knows, realms)):
+                # What was known of it is not known any more, and would count as unknown.
+                await self._compare(digest, rows, slowly=slowly)
+                return
         if not unknown:
             return
         self.found += len(unknown)

@@ -8,13 +8,14 @@ their tenant holds from the moment that they are done.
 
 What a namespace is, is written beside its first rows, for people who look into the store.
 
-Invariants: a sidecar's life has one writer's name. A realm has a reader of its own, because it may
+Invariants: each log has a writer's name of its own, and a log that was closed does not go on. When
+a namespace comes back after its realms were forgotten, its catalog is read from the start, and what
+was written here before counts as what others wrote. A realm has a reader of its own, because it may
 be opened when another of its namespace has read the catalog already. What a tenant holds is an
 estimate between two compactions: rows add to it as they come, and a manifest sets it right. Own
 rows count once, and never too little (`tiers/catalog/tally.py`); those of others from when they are
-read. What is
-noted costs in proportion to the tenants of the new rows, not to those that a manifest names: they
-may be 65,536, and the event loop does it.
+read. What is noted costs in proportion to the tenants of the new rows, not to those that a manifest
+names: they may be 65,536, and the event loop does it.
 """
 
 from __future__ import annotations
@@ -60,19 +61,22 @@ class Catalogs:
         self._reads = reads
         self._rows_max = rows_max
         self._flush_seconds = flush_seconds
-        self.writer = new_writer()
         self._logs: dict[bytes, LogWriter] = {}
         self._abouts: dict[bytes, About] = {}
         """What is still to be written of namespaces that have rows."""
         self._readers: dict[int, CatalogReader] = {}
         self._usage: dict[bytes, _Usage] = {}
+        self._given_up: set[bytes] = set()
+        """Namespaces without a realm, whose log is closed when its last row is written."""
+        self._files_before = 0
+        self._rows_lost_before = 0
         self.counts = Counts()
         """What all readers read."""
 
     @property
     def files_written(self) -> int:
         """Log files that this sidecar wrote."""
-        return sum(log.files for log in self._logs.values())
+        return self._files_before + sum(log.files for log in self._logs.values())
 
     @property
     def rows_waiting(self) -> int:
@@ -87,7 +91,7 @@ class Catalogs:
     @property
     def rows_lost(self) -> int:
         """Rows that found the buffer full; reconciliation finds their objects."""
-        return sum(log.rows_lost for log in self._logs.values())
+        return self._rows_lost_before + sum(log.rows_lost for log in self._logs.values())
 
     @property
     def crowd(self) -> int:
@@ -116,10 +120,13 @@ class Catalogs:
 
     async def flush(self) -> None:
         """Write what waits. Raises the tier's errors; what is left then waits on."""
-        for log in list(self._logs.values()):
-            await log.flush()
-        for digest in list(self._abouts):
-            await self._describe(digest)
+        try:
+            for log in list(self._logs.values()):
+                await log.flush()
+            for digest in list(self._abouts):
+                await self._describe(digest)
+        finally:
+            self._close_logs()
 
     async def _describe(self, digest: bytes) -> None:
         """Write what a namespace is, once. Where the store refuses, it is only less readable."""
@@ -139,10 +146,43 @@ class Catalogs:
         """The reader that feeds this realm."""
         reader = self._readers.get(realm.realm_id)
         if reader is None:
+            self._given_up.discard(realm.namespace_digest)
             folder = catalog_folder(namespace_prefix(realm.namespace_digest))
             reader = CatalogReader(self._store, folder, self.counts)
             self._readers[realm.realm_id] = reader
         return reader
+
+    def writer_of(self, realm: RealmLayout) -> str | None:
+        """The name of the log that this realm's rows go to; None where there was none yet."""
+        log = self._logs.get(realm.namespace_digest)
+        return None if log is None else log.writer
+
+    def forget(self, realm: RealmLayout, *, last: bool) -> None:
+        """A realm is forgotten; with `last`, no other one is of its namespace."""
+        digest = realm.namespace_digest
+        self._readers.pop(realm.realm_id, None)
+        usage = self._usage.get(digest)
+        if usage is not None and usage.realm_id == realm.realm_id:
+            # The next one that reads goes on. What both read counts twice until a manifest comes.
+            usage.realm_id = None
+        if last:
+            self._given_up.add(digest)
+            if usage is not None:
+                usage.go_by(NOTHING)
+            self._close_logs()
+
+    def _close_logs(self) -> None:
+        """Forget namespaces without a realm of which nothing waits to be announced."""
+        for digest in list(self._given_up):
+            log = self._logs.get(digest)
+            if log is not None and len(log):
+                continue
+            if log is not None:
+                del self._logs[digest]
+                self._files_before += log.files
+                self._rows_lost_before += log.rows_lost
+            self._usage.pop(digest, None)
+            self._given_up.remove(digest)
 
     def note(self, realm: RealmLayout, held: Mapping[bytes, Usage]) -> None:
         """Count what rows say of tenants; those of a namespace are counted for one realm only."""
@@ -154,7 +194,9 @@ class Catalogs:
         manifest = self.reader(realm).manifest
         if manifest.generation != usage.manifest.generation:
             usage.go_by(manifest)
-            if (merged := manifest.merged.get(self.writer)) is not None:
+            writer = self.writer_of(realm)
+            merged = None if writer is None else manifest.merged.get(writer)
+            if merged is not None:
                 usage.own.merged(merged.number)
         for tenant, own in held.items():
             usage.add(tenant, own)
@@ -181,15 +223,17 @@ class Catalogs:
             yield self._usage[namespace_digest]
 
     def _usage_in(self, realm: RealmLayout) -> _Usage:
+        self._given_up.discard(realm.namespace_digest)
         return self._usage.setdefault(realm.namespace_digest, _Usage())
 
     def _log(self, realm: RealmLayout) -> LogWriter:
+        self._given_up.discard(realm.namespace_digest)
         log = self._logs.get(realm.namespace_digest)
         if log is None:
             log = LogWriter(
                 self._store,
                 catalog_folder(namespace_prefix(realm.namespace_digest)),
-                self.writer,
+                new_writer(),
                 rows_max=self._rows_max,
                 seconds_max=self._flush_seconds,
                 tally=self._usage_in(realm).own if self._reads else None,

@@ -13,6 +13,7 @@ in threads, and rows are handed on a few at a time, so that engines are answered
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -120,6 +121,13 @@ class StoreWatch:
         self._due.add(realm.realm_id)
         self._wake.set()
 
+    def forget(self, realm: RealmLayout, *, last: bool) -> None:
+        """A realm is forgotten; with `last`, no other one is of its namespace."""
+        self._due.discard(realm.realm_id)
+        self._caught_up.discard(realm.realm_id)
+        if last:
+            self.reconciler.forget(realm.namespace_digest)
+
     def failed(self, error: Exception) -> None:
         """A read or write failed: the store is unwell until a probe says otherwise."""
         self._judge(str(error))
@@ -205,15 +213,20 @@ class StoreWatch:
 
     async def _list(self, realm: RealmLayout) -> str | None:
         """Tell the engine what is new in the store for a realm; what is wrong, or None."""
-        if not self._reads or not realm.complete:
+        if not self._reads or not realm.complete or not self._realms.knows(realm):
             return None
         try:
             reader = self._catalogs.reader(realm)
-            async for rows in reader.changes():
-                # Its own were counted when they were written.
-                if reader.writer != self._catalogs.writer:
-                    await self._note(realm, rows)
-                await self._feed_rows(realm, rows)
+            async with contextlib.aclosing(reader.changes()) as changes:
+                async for rows in changes:
+                    # Its own were counted when they were written.
+                    if reader.writer != self._catalogs.writer_of(realm):
+                        await self._note(realm, rows)
+                    await self._feed_rows(realm, rows)
+                    if not self._realms.knows(realm):
+                        return None
+            if not self._realms.knows(realm):
+                return None
             # A manifest that came with no rows behind it counts all the same.
             self._catalogs.note(realm, {})
             if reader.take_doubt():
@@ -233,6 +246,8 @@ class StoreWatch:
         for first in range(0, len(cells), TENANTS_PER_SLICE):
             if first:
                 await anyio.lowlevel.checkpoint()
+            if not self._realms.knows(realm):
+                return
             part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))
             self._catalogs.note(realm, holdings(cells.take(part)))
 
@@ -245,6 +260,8 @@ class StoreWatch:
         listed = await anyio.to_thread.run_sync(_lines, rows, masks)
         size = ROWS_PER_SLICE if len(listed) >= DENSE_ROWS else ROWS_PER_SLICE_SPARSE
         for first in range(0, len(listed), size):
+            if not self._realms.knows(realm):
+                return
             part = listed.take(slice(first, first + size))
             self._feed(Listed(realm.realm_id, part, foreign))
             await anyio.lowlevel.checkpoint()

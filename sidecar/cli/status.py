@@ -174,6 +174,12 @@ def _tiers(document: Document) -> str:
         rows.append(("store", store.get("chunks", 0), "-", about))
     lines = [_table(rows)]
     uptime = _duration(document.get("uptime_seconds", 0))
+    if index := _section(document, "index"):
+        lines.append(
+            f"shared index     {approximate_size(index.get('size_bytes', 0))} for "
+            f"{index.get('realms', '?')} namespaces and topologies, at most "
+            f"{index.get('realms_max', '?')}"
+        )
     if waiting := store.get("write_queue_bytes", 0):
         lines.append(f"{approximate_size(waiting)} of host memory wait to be written to the store")
     if bill := _section(store, "monthly_bill"):

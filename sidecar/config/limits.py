@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from sidecar.config.section import Section
 from sidecar.config.types import Count, Duration, Size
 from sidecar.config.units import format_duration
+from sidecar.protocol import GROUPS_MAX
 
 
 class LimitsSettings(Section):
@@ -46,6 +47,8 @@ class LimitsSettings(Section):
     """Answers that may wait for one client; one that does not read more is cut off."""
     sessions_max: Count = Field(default=256, ge=1, le=65_536)
     """Attached clients: one scheduler and one worker per rank for each engine."""
+    realms_max: Count = Field(default=256, ge=GROUPS_MAX, le=65_536)
+    """Namespaces and topologies that are known at a time; unused ones give way to new ones."""
     drain_seconds_max: Duration = Field(default=30.0, le=3600)
     """Longest that a stopping sidecar goes on writing to the store."""
 

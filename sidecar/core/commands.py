@@ -234,6 +234,16 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetRealms:
+    """No session is of these realms: give up some of their chunks or, with the last, all of them.
+
+    Come again until they are gone; passed over while anything runs or is pinned in one of them.
+    """
+
+    realm_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: leases and lookups past their deadline end."""
 
@@ -262,6 +272,7 @@ Event = (
     | ReadDone
     | Listed
     | CaughtUp
+    | ForgetRealms
     | Tick
     | Resumed
     | Draining

@@ -25,6 +25,8 @@ import numpy as np
 from sidecar.core.stored_table import SegmentSources, StoredChunks, distinct, widened
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from sidecar.core.listed_rows import StoredColumns
@@ -224,6 +226,12 @@ class Realm:
         mask = self.stored.get(key)
         return self.segment_sources.obtainable(mask) if mask else 0
 
+    def stored_names(self) -> Iterator[bytes]:
+        """First halves of the keys of all chunks that can be read from the store, in no order."""
+        for name, mask in self.stored.names():
+            if self.readable and self.segment_sources.obtainable(mask) == self.full_mask:
+                yield name
+
     def readable_in(self, masks: Masks) -> Flags:
         """Of which of these masks every rank's segment can be read; shape [n]."""
         values, places = distinct(masks)
@@ -265,8 +273,8 @@ class Directory:
         self._story: deque[tuple[int, bytes, int, SegmentState, Cause]] = deque(
             maxlen=STORY_LINES_MAX
         )
-        # (realm_id, key) -> flags and chunk before this event.
-        self._touched: dict[tuple[int, bytes], tuple[tuple[bool, bool], Chunk | None]] = {}
+        # (realm_id, key) -> realm, and flags and chunk before this event.
+        self._touched: dict[tuple[int, bytes], tuple[Realm, tuple[bool, bool], Chunk | None]] = {}
 
     def open_realm(self, realm_id: int, world_size: int) -> Realm:
         """The realm, made at its first use."""
@@ -275,6 +283,11 @@ class Directory:
             realm = Realm(realm_id, world_size, readable=self._readable)
             self.realms[realm_id] = realm
         return realm
+
+    def forget_realm(self, realm: Realm) -> None:
+        """Forget a realm that has no chunk any more, and what the store holds of it."""
+        assert not realm.chunks, "a chunk would be lost"
+        del self.realms[realm.realm_id]
 
     def open_chunk(self, realm: Realm, key: bytes, tenant: bytes = b"") -> Chunk:
         """The chunk's object, made where it has none. `settle` drops it when it is not needed."""
@@ -344,13 +357,12 @@ class Directory:
     def _touch(self, realm: Realm, key: bytes) -> None:
         touched = (realm.realm_id, key)
         if touched not in self._touched:
-            self._touched[touched] = (realm.flags(key), realm.chunks.get(key))
+            self._touched[touched] = (realm, realm.flags(key), realm.chunks.get(key))
 
     def take_changes(self) -> list[FlagChange]:
         """Chunks whose flags changed since the last call, oldest first; each is told once."""
         changes: list[FlagChange] = []
-        for (realm_id, key), (was, holder) in self._touched.items():
-            realm = self.realms[realm_id]
+        for (_, key), (realm, was, holder) in self._touched.items():
             now = realm.flags(key)
             if was != now:
                 realm.hosted_chunks += now[0] - was[0]

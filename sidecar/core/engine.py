@@ -30,6 +30,7 @@ from sidecar.core.commands import (
     Counters,
     Draining,
     Event,
+    ForgetRealms,
     IndexOffer,
     IndexSet,
     LeaseTaken,
@@ -53,6 +54,7 @@ from sidecar.core.directory import Directory, FlagChange, Realm
 from sidecar.core.event_feeds import EventFeeds
 from sidecar.core.fair_share import FairShares, Pins, ShareLimits
 from sidecar.core.host_tier import HostChange, HostTier
+from sidecar.core.idle_realms import IdleRealms, Loss
 from sidecar.core.jobs import Job, Jobs
 from sidecar.core.leases import Leases
 from sidecar.core.lookups import Lookups
@@ -65,7 +67,7 @@ from sidecar.core.writes import WritePolicy, Writes
 from sidecar.protocol import Error, JobOutcome, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from sidecar.core.listed_rows import Keys
     from sidecar.core.restored import SlotAllocator
@@ -200,6 +202,9 @@ class Engine:
         )
         self.leases = Leases(self.pins, self.bounds, ttl_seconds_max=limits.lease_ttl_seconds_max)
         self.kept = RequestPins(parts, self.pins)
+        self._idle_realms = IdleRealms(
+            self.directory, self.host, self.store, self.writes, self.leases
+        )
         self.jobs = Jobs(
             parts,
             verify_loads=limits.verify_loads,
@@ -237,8 +242,8 @@ class Engine:
                 self.lookups.read_ended(event, now)
             case Listed():
                 self.store.listed(event)
-            case CaughtUp():
-                self.writes.caught_up(event.realm_id)
+            case CaughtUp() | ForgetRealms():
+                self._handle_realms(event)
             case Tick():
                 self.counters.leases_expired += self.leases.expire(now)
                 self.lookups.expire(now)
@@ -276,6 +281,15 @@ class Engine:
                 case HostChange.REMOVED:
                     self.writes.removed(chunk)
                     self.lookups.removed(chunk)
+
+    def _handle_realms(self, event: CaughtUp | ForgetRealms) -> None:
+        if isinstance(event, ForgetRealms):
+            if self._used_realms.isdisjoint(event.realm_ids):
+                self._idle_realms.forget(event.realm_ids)
+        elif event.realm_id in self.directory.realms:
+            self.writes.caught_up(event.realm_id)
+        else:
+            self.counters.stale_messages += 1
 
     def refusal(self, event: SessionOpened) -> str | None:
         """Why a session cannot be served: its geometry contradicts what its realm holds."""
@@ -429,6 +443,18 @@ class Engine:
             if self._tell is not None:
                 self._tell(changes)
             self._event_feeds.changed(changes)
+
+    @property
+    def _used_realms(self) -> set[int]:
+        return {group.realm_id for one in self.sessions.values() for group in one.groups}
+
+    def loss(self, realm_ids: Collection[int]) -> Loss:
+        """What forgetting these realms would cost."""
+        return self._idle_realms.loss(realm_ids)
+
+    def needs(self, realm_ids: Collection[int]) -> bool:
+        """Whether a session is of one of these realms, or something runs or is pinned there."""
+        return not self._used_realms.isdisjoint(realm_ids) or self._idle_realms.busy(realm_ids)
 
     def clear(self) -> list[Command]:
         """Give up every chunk that nothing pins or runs on: after a drain, all of them."""

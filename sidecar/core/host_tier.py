@@ -136,7 +136,11 @@ class HostTier:
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Bytes of the slots of all ranks that are known."""
-        classes = chunk.realm.slot_classes
+        return self.full_bytes(chunk.realm)
+
+    def full_bytes(self, realm: Realm) -> int:
+        """Bytes of one chunk's slots, of all ranks that are known."""
+        classes = realm.slot_classes
         return sum(self._slots.slot_bytes(class_id) for class_id in classes if class_id >= 0)
 
     def reserve(self, segment: HostSegment, cause: Cause, retention: Retention = FOR_EVER) -> bool:
@@ -217,6 +221,23 @@ class HostTier:
         chunk.kept -= 1
         if chunk.hosted and not chunk.detached:
             self._orders.enter(chunk)
+
+    def holds(self, realm: Realm) -> bool:
+        """Whether a realm has slots beside those of its chunks: zombies, or some to adopt."""
+        return any(zombie.chunk.realm is realm for zombie in self.zombies) or any(
+            adopting is realm for adopting, _, _ in self._adoptions
+        )
+
+    def give_up(self, realm: Realm, chunks_max: int) -> int:
+        """Evict up to so many chunks of a realm; returns how many that were."""
+        victims = [
+            chunk
+            for chunk in islice(realm.chunks.values(), chunks_max)
+            if chunk.pins == 0 and not chunk.busy
+        ]
+        for chunk in victims:
+            self._evict(chunk)
+        return len(victims)
 
     # --- after a restart -----------------------------------------------------------------------
 

@@ -150,6 +150,11 @@ class Leases:
         """
         self._early.pop(engine, None)
 
+    def forget_realm(self, realm_id: int) -> None:
+        """A realm without sessions is forgotten."""
+        for engine in [engine for engine in self._early if engine[0] == realm_id]:
+            self.forget_early(engine)
+
     def expire(self, now: float) -> int:
         """End the leases past their deadline; returns how many."""
         expired = 0

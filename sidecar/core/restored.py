@@ -165,6 +165,11 @@ class Backfill:
         self._caught_up.add(realm_id)
         self._ready.update(self._unread.pop(realm_id, {}))
 
+    def forget_realm(self, realm_id: int) -> None:
+        """A realm without chunks is forgotten."""
+        self._caught_up.discard(realm_id)
+        self._unread.pop(realm_id, None)
+
     def take(self) -> Chunk | None:
         """The newest chunk that can be judged; it is no longer offered."""
         return self._ready.popitem()[0] if self._ready else None

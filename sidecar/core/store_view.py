@@ -101,6 +101,11 @@ class StoreView:
         self._counters.quarantined_store += 1
         self._emit(Quarantine(realm.realm_id, bit, key))
 
+    def forget_realm(self, realm_id: int) -> None:
+        """A realm is forgotten: what was withdrawn in it is learnt from the catalog again."""
+        for name in [name for name in self._gone if name[0] == realm_id]:
+            del self._gone[name]
+
     def _remember(self, realm: Realm, key: bytes, mask: int, time: int) -> None:
         name = (realm.realm_id, key)
         # Taken out first, so that it is the newest again.

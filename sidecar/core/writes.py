@@ -171,6 +171,14 @@ class Writes:
         """What the store holds of a realm is known."""
         self._offers.caught_up(realm_id)
 
+    def forget_realm(self, realm_id: int) -> None:
+        """A realm without chunks is forgotten."""
+        self._offers.forget_realm(realm_id)
+
+    def waits(self, realm_ids: Collection[int]) -> bool:
+        """Whether a chunk of one of these realms waits to be written."""
+        return any(account[0] in realm_ids for account in self._outstanding)
+
     def wanted(self, chunk: Chunk) -> None:
         """A chunk of the host tier was asked for again."""
         if self._policy is WritePolicy.ON_REUSE and chunk.loadable and not self._draining:
@@ -216,7 +224,8 @@ class Writes:
             if num_bytes <= 0 or self._pending_bytes >= self._queue_bytes_max:
                 # More in the queue would only push out what is colder.
                 break
-            num_bytes -= sum(map(self._host.slot_bytes, chunk.segments))
+            # Of ranks that have not attached since a restart nothing is known.
+            num_bytes -= self._host.chunk_bytes(chunk)
             self._enqueue(chunk)
 
     def _missing(self, chunk: Chunk) -> list[int]:

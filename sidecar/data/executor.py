@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from tiers.kv.slot_image import SegmentMeta
     from tiers.store.object_tier import ObjectTier
 
-C = TypeVar("C", Write, Read, Quarantine)
+C = TypeVar("C", Write, Read, str)
 
 VERIFY_THREADS: Final = 1
 """Threads that hash what the store's own did not, and what goes to it; copies have their own."""
@@ -153,7 +153,7 @@ class Executor:
                 case Read():
                     self._start(self._read, command)
                 case Quarantine():
-                    self._start(self._quarantine, command)
+                    self._start_quarantine(command)
                 case Withdraw():
                     self._withdraw(command)
                 case Resume():
@@ -165,6 +165,11 @@ class Executor:
     def _start(self, verb: Callable[[C], Coroutine[Any, Any, None]], command: C) -> None:
         assert self._tasks is not None, "commands come only while run() runs"
         self._tasks.start_soon(verb, command)
+
+    def _start_quarantine(self, command: Quarantine) -> None:
+        # Named now: its realm may be forgotten before the task begins.
+        _, name = self._object(command.realm_id, command.bit, command.key)
+        self._start(self._quarantine, name)
 
     def _copy(self, commands: list[Gather | Scatter]) -> None:
         first = commands[0]
@@ -352,8 +357,7 @@ class Executor:
         if self._store_failed is not None:
             self._store_failed(error)
 
-    async def _quarantine(self, command: Quarantine) -> None:
-        _, name = self._object(command.realm_id, command.bit, command.key)
+    async def _quarantine(self, name: str) -> None:
         try:
             if self._store is not None:
                 await self._store.quarantine(name)

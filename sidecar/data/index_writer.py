@@ -5,8 +5,9 @@ small one at once, a large one a few slots at a time, so that the event loop is 
 milliseconds and no longer. Does not own the tables (`tiers/kv/index.py`), nor who reads them.
 
 Invariants: until the larger one takes its place, the smaller one is what readers have, and is true
-but for entries that found no room in it; one growth of a realm runs at a time. Without memory for a
-larger one the smaller one stays, and the next entry after a pause tries again.
+but for entries that found no room in it; one growth of a realm runs at a time, and ends at its next
+step if the realm is forgotten. Without memory for a larger one the smaller one stays, and the next
+entry after a pause tries again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from sidecar.logs import fields
-from tiers.kv.index import FLAG_HOST, FLAG_STORE, IndexWriter, tag_of, tags_in
+from tiers.kv.index import FLAG_HOST, FLAG_STORE, KEY_BYTES, IndexWriter, tag_of, tags_in, tags_of
 from tiers.kv.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sidecar.core.commands import IndexOffer, IndexSet
     from sidecar.sessions.namespaces import RealmLayout
@@ -50,6 +51,8 @@ class Indexing:
         self._start = start
         # realm_id -> set when the growth that runs has ended.
         self._growing: dict[int, anyio.Event] = {}
+        self.growing_bytes = 0
+        """Of larger indexes that are being filled; readers have the smaller ones."""
 
     def set(self, realm: RealmLayout, command: IndexSet) -> None:
         """Say what is true of one chunk."""
@@ -61,6 +64,12 @@ class Indexing:
         """Say of many chunks that the store holds them."""
         realm.index.set_many(tags_in(command.keys, realm.index_salt), FLAG_STORE)
         self._see_to_room(realm)
+
+    def withdraw(self, realm: RealmLayout, names: Sequence[bytes]) -> None:
+        """Say of many chunks, by the first halves of their keys, that they are nowhere."""
+        # The other halves are in no tag.
+        keys = [name.ljust(KEY_BYTES) for name in names]
+        realm.index.set_many(tags_of(keys, realm.index_salt), 0)
 
     async def settled(self, realm: RealmLayout) -> None:
         """Wait until a growth that runs has ended."""
@@ -82,14 +91,18 @@ class Indexing:
             await anyio.sleep(INDEX_RETRY_SECONDS)
             del self._growing[realm.realm_id]
             return
+        self.growing_bytes += larger.size_bytes
         try:
-            growth = IndexGrowth(smaller, larger)
-            while not growth.step():
-                await anyio.lowlevel.checkpoint()
+            filled = await _filled(realm, larger)
         except BaseException:
             larger.close()
             raise
-        self._replace(realm, growth.finish())
+        finally:
+            self.growing_bytes -= larger.size_bytes
+        if filled:
+            self._replace(realm, larger)
+        else:
+            larger.close()
         self._growing.pop(realm.realm_id).set()
 
     def _see_to_room(self, realm: RealmLayout) -> None:
@@ -112,3 +125,15 @@ class Indexing:
         self._moved(realm)
         # Readers of the old mapping miss until they take the new one; that is what `close` says.
         smaller.close()
+
+
+async def _filled(realm: RealmLayout, larger: IndexWriter) -> bool:
+    """Copy a realm's index into a larger one. False where the realm was forgotten meanwhile."""
+    growth: IndexGrowth | None = None
+    while not realm.forgotten:
+        growth = growth or IndexGrowth(realm.index, larger)
+        if growth.step():
+            growth.finish()
+            return True
+        await anyio.lowlevel.checkpoint()
+    return False

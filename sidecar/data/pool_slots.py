@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tiers.kv.layout import ChunkLayout
     from tiers.pool.host_pool import HostPool
 
@@ -25,6 +27,12 @@ class PoolSlots:
         """Register the slot size of a geometry. Raises `PoolError` where no slot of it fits."""
         if layout not in self._classes:
             self._classes[layout] = self._pool.register_class(slot_bytes)
+
+    def keep(self, layouts: Collection[ChunkLayout]) -> None:
+        """Forget all other geometries, and sizes of which nobody has a slot."""
+        for layout in [layout for layout in self._classes if layout not in layouts]:
+            del self._classes[layout]
+        self._pool.keep_classes(set(self._classes.values()))
 
     def slot_class(self, layout: ChunkLayout) -> int:
         """See `SlotAllocator.slot_class`."""

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from sidecar.core.directory import Realm as Held
     from sidecar.core.listed_rows import Keys
     from sidecar.events.records import CacheEvent
-    from sidecar.sessions.namespaces import Realms
+    from sidecar.sessions.namespaces import RealmLayout, Realms
 
 T = TypeVar("T")
 
@@ -161,6 +161,22 @@ class EventStream:
             names = map(name_of, key_list(keys))
             self.tell(self._listed(realm, part) for part in _parts(names, HASHES_PER_EVENT_MAX))
 
+    def forgotten(self, realm: RealmLayout, names: list[bytes]) -> None:
+        """Tell of chunks that were in the store for a realm of which nothing is known any more."""
+        self._owners.pop(realm.realm_id, None)
+        medium, locality = _TIERS[1]
+        owner = tiers_owner(realm.namespace_digest, realm.topology)
+        self.tell(
+            BlockRemoved(
+                block_hashes=[*part],
+                medium=medium,
+                locality=locality,
+                ownership=owner,
+                group_idx=realm.group,
+            )
+            for part in _parts(names, HASHES_PER_EVENT_MAX)
+        )
+
     def follow(self, session_id: int, engine_id: str, endpoint: str, replay_endpoint: str) -> None:
         """Join an engine's own stream with this one; where it cannot be, it is told once."""
         blocks = EngineBlocks(engine_id)
@@ -197,11 +213,19 @@ class EventStream:
             yield from self._payload(feed.blocks.snapshot(), feed.blocks.data_parallel_rank)
         for realm in list(self._directory.realms.values()):
             if realm.readable:
-                for names in _parts(self._stored_names(realm), HASHES_PER_EVENT_MAX):
+                for names in _parts(realm.stored_names(), HASHES_PER_EVENT_MAX):
+                    if not self._knows(realm):
+                        break
                     yield from self._payload([self._listed(realm, names)])
             # Behind the names alone, so that what is known of a chunk in both tiers is said last.
             for keys in _parts(list(realm.chunks), EVENTS_PER_BATCH_MAX):
+                if not self._knows(realm):
+                    break
                 yield from self._payload(self._hosted(realm, keys))
+
+    def _knows(self, realm: Held) -> bool:
+        """Whether a realm was not forgotten while the cache was walked."""
+        return self._directory.realms.get(realm.realm_id) is realm
 
     def _payload(
         self, events: Iterable[CacheEvent], data_parallel_rank: int | None = None
@@ -217,11 +241,6 @@ class EventStream:
                 tiers = (0, 1) if realm.in_store(key) else (0,)
                 events += [self._stored(realm, chunk, tier) for tier in tiers]
         return events
-
-    def _stored_names(self, realm: Held) -> Iterator[bytes]:
-        for name, mask in realm.stored.names():
-            if realm.segment_sources.obtainable(mask) == realm.full_mask:
-                yield name
 
     # --- changes into events -------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class SidecarCollector(Collector):
         yield from self._host()
         yield from self._store()
         yield from self._sockets()
+        yield from self._realms()
         yield from self._events()
 
     def _engine(self) -> Iterator[Metric]:
@@ -257,6 +258,16 @@ class SidecarCollector(Collector):
         yield _counter("frames_refused", "Messages that were refused, by code", refused, ["code"])
         refused = {(code,): count for code, count in socket_stats.attaches_refused.items()}
         yield _counter("attaches_refused", "Clients refused, by code", refused, ["code"])
+
+    def _realms(self) -> Iterator[Metric]:
+        dispatcher = self._dispatcher
+        yield _gauge(
+            "realms", "Namespaces and topologies that are known", {(): len(dispatcher.realms)}
+        )
+        yield _gauge("realms_max", "Limit of it", {(): dispatcher.realms.realms_max})
+        forgotten = {(): dispatcher.realms.forgotten}
+        yield _counter("realms_forgotten", "Realms that gave way to others", forgotten)
+        yield _gauge("index_bytes", "Shared memory of all indexes", {(): dispatcher.index_bytes})
 
     def _events(self) -> Iterator[Metric]:
         stream, sockets = self._dispatcher.events, self._dispatcher.event_sockets

@@ -104,6 +104,12 @@ class Reporter:
                 | {"chunks_in_host": one.chunks_in_host, "chunks_in_store": one.chunks_in_store}
                 for one in now.realms
             ],
+            "index": {
+                "size_bytes": dispatcher.index_bytes,
+                "realms": len(dispatcher.realms),
+                "realms_max": dispatcher.realms.realms_max,
+                "realms_forgotten": dispatcher.realms.forgotten,
+            },
             "waiting": {
                 name: {
                     "used": share.used,

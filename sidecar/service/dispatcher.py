@@ -95,7 +95,7 @@ class Dispatcher:
         self.pool = pool
         self.store = store
         self.socket_stats = SocketStats()
-        self.realms = Realms()
+        self.realms = Realms(config.limits.realms_max)
         self.sessions = Sessions(config.limits.sessions_max)
         self.slots = PoolSlots(pool)
         self.engine = Engine(
@@ -293,6 +293,7 @@ class Dispatcher:
             # One that left by itself is hung up on once its memory is unmapped (`handshake.py`).
             session.connection.hang_up()
         self.sessions.close(session)
+        self.realms.use(session.realms)
         if self._router is not None:
             self._router.forget(session.token)
         if self.events is not None:
@@ -304,6 +305,16 @@ class Dispatcher:
         else:
             self.feed(closed)
         self.copies.drop(session)
+
+    @property
+    def index_bytes(self) -> int:
+        """Shared memory of all indexes, those that are being filled to take a place included."""
+        return self.realms.index_bytes + self.executor.indexing.growing_bytes
+
+    def forget_layouts(self) -> None:
+        """Forget geometries of slots that no realm has."""
+        realms = self.realms.all()
+        self.slots.keep({rank.layout for realm in realms for rank in realm.ranks.values()})
 
     # --- messages --------------------------------------------------------------------------
 

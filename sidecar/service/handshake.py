@@ -37,6 +37,7 @@ from sidecar.protocol import (
     encode,
     frame_stream,
 )
+from sidecar.service.forgetting import Forgetting
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import take_memory
 from sidecar.transport.attach_socket import BACKLOG_CONNECTIONS_MAX, Connection, close_fds, peer_of
@@ -92,6 +93,7 @@ class Handshakes:
 
     def __init__(self, dispatcher: Dispatcher, endpoint: str, public_key: bytes = b"") -> None:
         self._dispatcher = dispatcher
+        self._forgetting = Forgetting(dispatcher)
         self._endpoint = endpoint
         self._public_key = public_key
         self._connections = 0
@@ -240,6 +242,9 @@ class Handshakes:
                 for gone in self._dispatcher.sessions.gone_beside(attach):
                     self._dispatcher.end_session(gone, "end of file")
                 with _in_words(connection):
+                    self._check(attach)
+                await self._forgetting.make_room(attach.parts)
+                with _in_words(connection):
                     session = self._attach(connection, attach, fds)
                 self._dispatcher.open_session(session)
             finally:
@@ -290,10 +295,8 @@ class Handshakes:
     def _attach(self, connection: Connection, attach: Attach, fds: list[int]) -> Session:
         """Check everything, cheap and stateless first; what is made here is made last."""
         dispatcher = self._dispatcher
-        user = self._user(attach)
-        if dispatcher.draining:
-            raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
-        dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
+        # Again: others had their turn while room was made.
+        user = self._check(attach)
         memory = take_memory(attach, fds, dispatcher.gpus)
         try:
             return self._join(attach, connection, memory, user)
@@ -301,6 +304,18 @@ class Handshakes:
             if memory is not None:
                 memory.end()
             raise
+
+    def _check(self, attach: Attach) -> str:
+        """Refuse what can be refused before anything is made, or forgotten, for it.
+
+        Returns the key that its frames must come with.
+        """
+        dispatcher = self._dispatcher
+        user = self._user(attach)
+        if dispatcher.draining:
+            raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
+        dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
+        return user
 
     def _user(self, attach: Attach) -> str:
         """The key that this client's frames must come with; none where jobs use a Unix socket."""
@@ -335,6 +350,7 @@ class Handshakes:
                 del realm.ranks[attach.segment_number]
             # There are only so many realms: refused clients must not use them up.
             dispatcher.realms.forget(realm for realm in realms if realm not in known)
+            dispatcher.forget_layouts()
             raise
         if dispatcher.watch is not None:
             for realm in learnt:

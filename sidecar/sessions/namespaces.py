@@ -11,8 +11,8 @@ Invariants:
 * An engine of several KV cache groups is of several realms: one for each group, with chunks,
   templates and objects of its own. They share the index of the first one, their home, so that a
   scheduler reads one mapping; a key is of one group, so they never meet in it.
-* A realm lives as long as the sidecar: its chunks outlive its clients. Clients cannot make more
-  than `REALMS_MAX` of them.
+* A realm outlives its clients, and so do its chunks. There are at most `realms_max`; which one is
+  forgotten for another is decided in `service/forgetting.py`. An id is never used again.
 * A rank's geometry never changes within a realm; a worker that disagrees is refused.
 * Ranks that hold copies of one segment are one rank here, and an engine of more of them, or of
   none, is of the same realm if its topology has the same name.
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 REALMS_MAX: Final = 256
-INDEX_ENTRIES_FIRST: Final = 1 << 16
-"""Entries of a new realm's index; it doubles whenever it gets full."""
+INDEX_ENTRIES_FIRST: Final = 1 << 12
+"""Entries of a new realm's index (200 KiB of shared memory); it doubles whenever it gets full."""
 
 _SALT_BYTES: Final = 16
 
@@ -123,6 +123,10 @@ class RealmLayout:
     ranks: dict[int, RankLayout] = field(default_factory=dict[int, RankLayout])
     foreign: list[RankLayout] = field(default_factory=list[RankLayout])
     """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
+    last_used: int = 0
+    """Grows with every use of any realm: by the attach, and by the end, of a client."""
+    forgotten: bool = False
+    """Nothing is known of it any more. Tasks that hold it across a wait look here."""
 
     @property
     def indexed_in(self) -> RealmLayout:
@@ -185,11 +189,24 @@ class RealmLayout:
 
 
 class Realms:
-    """All realms of this sidecar, by what makes them."""
+    """All realms of this sidecar, by what makes them; `realms_max` at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, realms_max: int = REALMS_MAX) -> None:
+        self.realms_max = realms_max
         self._by_identity: dict[tuple[object, ...], RealmLayout] = {}
         self._by_id: dict[int, RealmLayout] = {}
+        self._last_id = 0
+        self._uses = 0
+        self.forgotten = 0
+        """How many gave way to others. Never decreases."""
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def index_bytes(self) -> int:
+        """Shared memory of all indexes."""
+        return sum(one.index.size_bytes for one in self._by_id.values() if one.home is None)
 
     def __getitem__(self, realm_id: int) -> RealmLayout:
         return self._by_id[realm_id]
@@ -197,6 +214,27 @@ class Realms:
     def all(self) -> list[RealmLayout]:
         """Every realm, oldest first."""
         return list(self._by_id.values())
+
+    def get(self, realm_id: int) -> RealmLayout | None:
+        """The realm with this id, if it is known."""
+        return self._by_id.get(realm_id)
+
+    def knows(self, realm: RealmLayout) -> bool:
+        """Whether a realm was not forgotten."""
+        return self._by_id.get(realm.realm_id) is realm
+
+    def families(self) -> list[tuple[RealmLayout, ...]]:
+        """Realms that share an index, the home of each first."""
+        found: dict[RealmLayout, list[RealmLayout]] = {}
+        for realm in self._by_id.values():
+            found.setdefault(realm.indexed_in, []).append(realm)
+        return [tuple(family) for family in found.values()]
+
+    def use(self, realms: Iterable[RealmLayout]) -> None:
+        """A client of these realms attached, or left."""
+        self._uses += 1
+        for realm in realms:
+            realm.last_used = self._uses
 
     def find(self, parts: Sequence[Attach]) -> tuple[RealmLayout | None, ...]:
         """The realm of each group of a client, where there is one already."""
@@ -225,10 +263,11 @@ class Realms:
         except BaseException:
             self.forget(made)
             raise
+        self.use(joined)
         return tuple(joined)
 
     def forget(self, realms: Iterable[RealmLayout]) -> None:
-        """Undo the `join` that made these; no session, and so no chunk, may be of them.
+        """Forget realms of which there is no session and no chunk; of a home, all its groups'.
 
         Those that are forgotten already are passed over.
         """
@@ -237,17 +276,15 @@ class Realms:
                 continue
             identity = next(key for key, one in self._by_identity.items() if one is realm)
             del self._by_identity[identity], self._by_id[realm.realm_id]
+            realm.forgotten = True
             if realm.home is None:
                 realm.index.close()
 
     def _make(self, attach: Attach, home: RealmLayout | None, group: int | None) -> RealmLayout:
-        _require_json_object(attach.namespace)
-        if len(self._by_id) >= REALMS_MAX:
-            raise AttachRefused(
-                "realms",
-                f"{REALMS_MAX} namespaces and topologies are known already; restart the sidecar "
-                "to forget those that are no longer used",
-            )
+        require_json_object(attach.namespace)
+        if len(self._by_id) >= self.realms_max:
+            raise full(self.realms_max)
+        self._last_id += 1
         salted = "|".join(
             (
                 attach.topology,
@@ -257,7 +294,7 @@ class Realms:
             )
         )
         return RealmLayout(
-            realm_id=max(self._by_id, default=0) + 1,
+            realm_id=self._last_id,
             namespace=attach.namespace,
             namespace_digest=hashlib.sha256(attach.namespace).digest(),
             topology=attach.topology,
@@ -298,7 +335,17 @@ def _of_group(home: tuple[object, ...], part: Attach) -> tuple[object, ...]:
     return own if own == home else (*home, *own)
 
 
-def _require_json_object(namespace: bytes) -> None:
+def full(realms_max: int) -> AttachRefused:
+    """Why a client is refused for which no realm can be forgotten."""
+    return AttachRefused(
+        "realms",
+        f"limits.realms_max={realms_max} namespaces and topologies are in use by engines that are "
+        "attached; stop some of them, or raise the limit",
+    )
+
+
+def require_json_object(namespace: bytes) -> None:
+    """Raise `AttachRefused` unless a namespace is a JSON object that `/status` can show."""
     try:
         decoded: object = msgspec.json.decode(namespace)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -362,6 +362,31 @@ class EngineModel(RuleBasedStateMachine):
         )
         self.absorb(commands)
 
+    # --- realms that nobody uses ----------------------------------------------------------------
+
+    def forget_realms(self, unit: Sequence[int]) -> None:
+        """All that nobody uses, and nothing else, is forgotten."""
+        world = self.world
+        sessions = {group.realm_id for one in world.sessions.values() for group in one.groups}
+        used = sessions | {operation.realm_id for operation in world.running()}
+        known = world.engine.directory.realms.keys() & set(unit)
+        there = {name for name in self.held if name[0] in unit}
+        gone: set[int] = set()
+        for _ in range(2):
+            # Chunks go with the first, realms with the second.
+            gone = world.forget_realms(*unit)
+        if used.isdisjoint(unit):
+            assert world.engine.host.adopting or gone.issuperset(unit), "it stays for nobody"
+        else:
+            assert not known & gone, "a realm was forgotten that is in use"
+        if not sessions.isdisjoint(unit):
+            lost = there - world.in_host() - world.forgotten
+            assert not lost, "a chunk of a realm with a session was given up"
+        for name in [name for name in {*self.stored, *self.gone} if name[0] in gone]:
+            self.set_stored(name, set(), 0)
+            self.gone.pop(name, None)
+        self.absorb([])
+
     def start_draining(self) -> None:
         self.draining = True
         self.kept.clear()

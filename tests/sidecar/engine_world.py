@@ -15,6 +15,7 @@ from sidecar.core.commands import (
     Copied,
     CopyOutcome,
     Draining,
+    ForgetRealms,
     Gather,
     LeaseTaken,
     Listed,
@@ -227,6 +228,18 @@ class World(Watched):
             for number, ranks in numbers.items()
         ]
         return self.send(Listed(realm_id, listed_rows(rows)))
+
+    def forget_realms(self, *realm_ids: int) -> set[int]:
+        """Have realms forgotten, as far as they may be; returns which of them are gone."""
+        self.send(ForgetRealms(realm_ids))
+        gone = {one for one in realm_ids if one not in self.engine.directory.realms}
+        for name, (in_host, _) in list(self.index.items()):
+            if name[0] in gone:
+                assert not in_host, "forgotten with what host memory holds"
+                del self.index[name]
+        for realm_id in gone:
+            self.world_sizes.pop(realm_id, None)
+        return gone
 
     def stored(self, session_id: int, job_id: int, numbers: Sequence[int], **options: Any) -> None:
         """Store chunks of one rank, to the end, and write none of them."""

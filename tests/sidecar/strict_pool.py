@@ -82,6 +82,7 @@ class SlabSlots:
         return slab_class
 
     def slot_bytes(self, class_id: int) -> int:
+        assert class_id >= 0, "the class of a rank that is not known"
         return self._classes[class_id]
 
     @property

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import zmq
 
+from sidecar.core.directory import Directory
 from sidecar.events import records as kvevents
 from sidecar.events.engine_mirror import EngineBlocks, event_of_block
-from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream
+from sidecar.events.publisher import EVENTS_PER_BATCH_MAX, EventStream, Told
 from sidecar.events.records import name_of
-from sidecar.protocol import HITS_OWNER, Outcome
+from sidecar.protocol import HITS_OWNER, Outcome, Role
+from sidecar.sessions.namespaces import Realms
 from tests import places
 from tests.sidecar.client import (
     WAIT_SECONDS_MAX,
@@ -29,7 +31,9 @@ from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
     Worker,
+    attach_message,
     key_of,
+    layout_of,
     with_events,
 )
 from tests.sidecar.subscriber import Place, Subscriber, kv_events
@@ -357,3 +361,42 @@ def test_a_late_subscriber_is_told_of_an_engines_blocks_part_by_part(
         next(payloads)
         assert len(made) == parts * EVENTS_PER_BATCH_MAX
     assert not list(payloads)
+
+
+def test_a_realm_that_is_forgotten_while_a_late_subscriber_is_told_of_it_ends_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The walk went on, and looked its realm up where it was no more."""
+    package = places.find("EventStream").module.__name__
+    monkeypatch.setattr(f"{package}.HASHES_PER_EVENT_MAX", 2)
+    realms, directory = Realms(), Directory(readable=True)
+    [known] = realms.join(attach_message(Role.SCHEDULER).parts)
+    held = directory.open_realm(known.realm_id, 1)
+    for number in range(6):
+        directory.set_stored(held, bytes([number]) * 32, 1, 1)
+    held.segment_sources.learn(0, layout_of().segment)
+    told: list[Told] = []
+    stream = EventStream(
+        cast("Any", SimpleNamespace(publish=told.append)),
+        realms,
+        directory,
+        np.empty(0, np.uint8),
+        first_number=1,
+        batches_max=8,
+        bytes_max=1 << 20,
+    )
+    payloads = stream.snapshot()
+    assert isinstance(kvevents.decode(next(payloads)).events[0], kvevents.AllBlocksCleared)
+    assert isinstance(kvevents.decode(next(payloads)).events[0], kvevents.BlockStored)
+    directory.forget_realm(held)
+    realms.forget([known])
+    stream.forgotten(known, list(held.stored_names()))
+    assert not list(payloads)
+    gone = [
+        name
+        for event in kvevents.decode(told[-1].payload).events
+        if isinstance(event, kvevents.BlockRemoved)
+        for name in event.block_hashes
+    ]
+    assert sorted(gone) == [bytes([number]) * 16 for number in range(6)]
+    realms.close()

@@ -378,6 +378,15 @@ class EngineMachine(EngineModel):
     def catalog_read_to_its_end(self, realm_id: int) -> None:
         self.absorb(self.world.send(CaughtUp(realm_id)))
 
+    # --- realms that nobody uses ----------------------------------------------------------------
+
+    @rule(unit=st.sampled_from([(MAIN, WINDOW), (OTHER,), (WINDOW,)]), leave=st.booleans())
+    def forget_what_nobody_uses(self, unit: tuple[int, ...], leave: bool) -> None:
+        if leave and unit != (OTHER,):
+            for session_id in list(self.world.sessions):
+                self.close_session(session_id)
+        self.forget_realms(unit)
+
     # --- another life ---------------------------------------------------------------------------
 
     @rule(sure=st.integers(0, 3), attach=st.booleans())

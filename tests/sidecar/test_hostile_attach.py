@@ -118,8 +118,11 @@ def test_realms_may_be_forgotten_twice() -> None:
     assert known.find(message.parts) == (None,)
 
 
-def test_an_index_that_cannot_be_had_is_told(sidecar: RunningSidecar) -> None:
+def test_an_index_that_cannot_be_had_is_told(
+    sidecar: RunningSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client saw its connection end, and nobody was told why."""
+    places.patch(monkeypatch, "INDEX_ENTRIES_FIRST", 1 << 16)
     serves(sidecar)
     before = open_fds()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

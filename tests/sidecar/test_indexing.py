@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ Keys = npt.NDArray[np.uint8]
 SMALL_ENTRIES, LARGE_ENTRIES = 10_000, 40_000
 SLOTS_AT_ONCE_MAX = 2 * SLOTS_PER_PASS
 """As if so many took 10 ms: the large one has twice as many, the small one half."""
+FDS_PER_INDEX = 2
 
 
 @dataclass
@@ -223,3 +225,28 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
     assert bench.realm.index.slots == 2 * smaller.slots
     assert bench.flags(keys[:1]) == [FLAG_HOST | FLAG_STORE]
     assert bench.flags(keys[1:]) == [FLAG_STORE]
+
+
+async def test_a_growth_ends_when_its_realm_is_forgotten(bench: Bench) -> None:
+    gc.collect()
+    before = mappings()
+    indexed(bench, LARGE_ENTRIES)
+    filled(bench)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bench.indexing.grow, bench.realm)
+            while not bench.indexing.growing_bytes:
+                await anyio.lowlevel.checkpoint()
+            bench.realms.forget([bench.realm])
+    assert not bench.moved
+    assert (mappings(), bench.indexing.growing_bytes) == (before - FDS_PER_INDEX, 0)
+    await bench.indexing.settled(bench.realm)
+
+
+def test_chunks_are_withdrawn_by_the_first_halves_of_their_keys(bench: Bench) -> None:
+    keys = keys_of(100)
+    bench.offer(keys)
+    bench.indexing.withdraw(bench.realm, [key[:16].tobytes() for key in keys[:60]])
+    assert bench.flags(keys[:60]) == [0]
+    assert bench.flags(keys[60:]) == [FLAG_STORE]
+    assert len(bench.realm.index) == 40

@@ -131,3 +131,25 @@ async def test_one_that_is_doubted_again_while_it_fails_is_gone_through_from_the
         doubt(reconciler, ONE)
         await until(lambda: reconciler.sweeps == 1)
     assert store.of(ONE) == [3, 3, 5, 8]
+
+
+async def test_one_that_is_forgotten_while_it_is_gone_through_begins_from_the_start(
+    store: Store, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [5]
+
+    def forget_once(_: str, number: int) -> None:
+        if number in left:
+            left.remove(number)
+            reconciler.forget(ONE)
+
+    monkeypatch.setattr(store, "_fail", forget_once)
+    async with running(reconciler):
+        doubt(reconciler, ONE)
+        await until(lambda: not left)
+        await anyio.wait_all_tasks_blocked()
+        assert (store.of(ONE), reconciler.sweeps) == ([3, 5], 0)
+        # Its model's engine is back.
+        doubt(reconciler, ONE)
+        await until(lambda: reconciler.sweeps == 1)
+    assert store.of(ONE) == [3, 5, 3, 5, 8]

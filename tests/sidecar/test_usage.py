@@ -88,7 +88,9 @@ async def test_what_was_written_here_counts_at_once_and_once() -> None:
     assert catalogs.held(A).size_bytes == 200
     # A manifest counts the file that was sent, and whatever others did.
     tenants = {A.hex(): Usage(150, 2, 50, 2)}
-    merged = {catalogs.writer: Merged(0, 4)}
+    writer = catalogs.writer_of(realm)
+    assert writer is not None
+    merged = {writer: Merged(0, 4)}
     goes_by(catalogs, realm, replace(NOTHING, generation=4, tenants=tenants, merged=merged))
     catalogs.note(realm, {})
     assert catalogs.held(A).size_bytes == 250
@@ -123,3 +125,53 @@ def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
         catalogs.note(realm, {A: ONE})
     assert catalogs.held(A) == Usage(30, 3, 500, 3)
     assert tenants.asked == {A.hex()}
+
+
+async def test_a_forgotten_namespace_is_counted_from_the_start_when_it_comes_back() -> None:
+    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+    realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
+    catalogs.wrote(realm, row, later_than=0)
+    await catalogs.flush()
+    before = catalogs.writer_of(realm)
+    catalogs.note(realm, {A: ONE})
+    catalogs.forget(realm, last=True)
+    assert catalogs.held(A) == catalogs.stored == Usage()
+    assert (catalogs.files_written, catalogs.writer_of(realm)) == (1, None)
+    again = realm_of()
+    # What was written before comes as what another sidecar wrote does.
+    catalogs.note(again, {A: Usage(110, 2, 500, 2)})
+    catalogs.wrote(again, row._replace(key=b"l" * 32), later_than=0)
+    assert catalogs.held(A).size_bytes == 210
+    assert catalogs.writer_of(again) not in (None, before)
+    await catalogs.flush()
+    assert catalogs.files_written == 2
+
+
+async def test_what_waits_to_be_announced_outlives_its_realms() -> None:
+    catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
+    realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
+    catalogs.wrote(realm, row, later_than=0)
+    catalogs.note(realm, {A: ONE})
+    catalogs.forget(realm, last=True)
+    assert (catalogs.rows_waiting, catalogs.held(A).size_bytes) == (1, 100)
+    # The namespace is back before its rows are written: its log goes on.
+    writer = catalogs.writer_of(realm)
+    again = realm_of()
+    catalogs.note(again, {A: ONE})
+    await catalogs.flush()
+    assert (catalogs.writer_of(again), catalogs.held(A).size_bytes) == (writer, 110)
+    catalogs.wrote(again, row._replace(key=b"l" * 32), later_than=0)
+    catalogs.forget(again, last=True)
+    await catalogs.flush()
+    assert (catalogs.rows_waiting, catalogs.files_written) == (0, 2)
+    assert (catalogs.writer_of(again), catalogs.stored) == (None, Usage())
+
+
+def test_another_realm_of_a_namespace_goes_on_counting(catalogs: Catalogs) -> None:
+    realms = Realms()
+    [first] = realms.join(attach_message(Role.SCHEDULER).parts)
+    [second] = realms.join(attach_message(Role.SCHEDULER, topology="another").parts)
+    catalogs.note(first, {A: ONE})
+    catalogs.forget(first, last=False)
+    catalogs.note(second, {A: ONE})
+    assert catalogs.held(A) == Usage(20, 2, 500, 2)

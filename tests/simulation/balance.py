@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sidecar.core.commands import Event, Gather, Read, RestoredSlot, Tick
+from sidecar.core.commands import Event, ForgetRealms, Gather, Read, RestoredSlot, Tick
 from sidecar.core.directory import Chunk, Directory, SegmentState
 from sidecar.core.lookups import OpenLookup
 from sidecar.core.tenants import TenantRules
@@ -53,6 +53,8 @@ class Balance:
         """Whose each slot is."""
         self._models: dict[int, Model] = {}
         self._short = False
+        self._giving_up: set[int] = set()
+        """Realms that are to be forgotten."""
         self._held: dict[Chunk, int] = {}
         self._answered: set[OpenLookup] = set()
         self._readers: dict[int, tuple[Any, IndexReader]] = {}
@@ -74,9 +76,16 @@ class Balance:
 
     # --- slots ---------------------------------------------------------------------------------
 
-    def begins(self, process: SidecarProcess) -> None:
+    def begins(self, process: SidecarProcess, event: Event) -> None:
         """An event is about to be handled."""
         self._short = False
+        self._giving_up = set(event.realm_ids) if isinstance(event, ForgetRealms) else set()
+        if self._giving_up.intersection(
+            group.realm_id
+            for one in process.dispatcher.engine.sessions.values()
+            for group in one.groups
+        ):
+            raise Violation("a realm with a session is not given up", f"{event}")
         for realm in process.dispatcher.realms.all():
             if realm.realm_id not in self._models:
                 self._models[realm.realm_id] = self._model_of(realm)
@@ -96,7 +105,8 @@ class Balance:
 
     def evicted(self, chunk: Chunk) -> None:
         """A chunk leaves for another. Where slots are left, only for its tenant's own."""
-        if not self._short and self._limit_of(chunk.tenant) is None:
+        forgotten = chunk.realm.realm_id in self._giving_up
+        if not (self._short or forgotten) and self._limit_of(chunk.tenant) is None:
             raise Violation("a tenant at its limit pushes out nobody else", chunk.key.hex()[:12])
 
     def _limit_of(self, tenant: bytes) -> int | None:
@@ -209,6 +219,7 @@ class Balance:
             ("all lookups", asked.total(), limits.bounds.lookups_max),
             ("copies", work.copies_running, limits.bounds.copies_queued_max),
             ("sessions", len(process.dispatcher.sessions), process.config.limits.sessions_max),
+            ("realms", len(process.dispatcher.realms), process.config.limits.realms_max),
         ):
             if value > most:
                 raise Violation("queues are bounded", f"{name}: {value} of {most}")

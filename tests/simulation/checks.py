@@ -15,6 +15,7 @@ from sidecar.core.commands import (
     Copied,
     CopyOutcome,
     Event,
+    ForgetRealms,
     Gather,
     LookedUp,
     PinAsked,
@@ -152,7 +153,7 @@ class Checks:
 
     def _before(self, process: SidecarProcess, event: Event) -> Work | None:
         work: Work | None = None
-        self.balance.begins(process)
+        self.balance.begins(process, event)
         match event:
             case Copied():
                 work = self._ended("copy", event.copy_id)
@@ -245,6 +246,10 @@ class Checks:
                     self._begin(process, "read", command.read_id, command)
                 case _:
                     pass
+        if isinstance(event, ForgetRealms):
+            known = process.dispatcher.engine.directory.realms
+            left = any(realm_id in known for realm_id in event.realm_ids)
+            self.world.saw("chunks of a realm given up" if left else "realm forgotten")
         self.conduct.after(process, event, work, commands, now)
         self.retained.after(process.dispatcher.engine, event, commands, now)
         self._ticks += 1

@@ -321,7 +321,8 @@ class Conduct:
             if name[0] == event.realm_id and written.get(name[2], 0) > newest:
                 del self._quarantined[name]
         for realm_id, bit, key in self._quarantined:
-            if process.dispatcher.engine.directory.realms[realm_id].stored_rank(key, bit):
+            realm = process.dispatcher.engine.directory.realms.get(realm_id)
+            if realm is not None and realm.stored_rank(key, bit):
                 raise Violation("what is in quarantine is not offered again", key.hex()[:12])
 
     def _work_ended(

@@ -74,6 +74,9 @@ class Faults:
                 (1, "objects under wrong names", self._misplace),
             ]
 
+        if life.tight:
+            self._kinds.append((60, "models take turns", self._take_turns))
+
     def plan(self) -> None:
         """Draw faults over the life's length."""
         often = self._life.often
@@ -240,6 +243,20 @@ class Faults:
         # A supervisor may be quicker than the kernel.
         delay = self._random.choice((0.0, 0.1, 0.5))
         self._world.after(delay, lambda: self._new_engine(engine.model, name))
+
+    def _take_turns(self) -> None:
+        """The engines of the model that has a place end, so that another model's get it."""
+        process = self._life.process
+        served = [] if process is None or process.dead else process.dispatcher.sessions.all()
+        if not served:
+            return
+        model_of = self._life.checks.images.model_of
+        home = model_of(served[0].realm)
+        for engine in self._living():
+            if engine.model.groups[0] == home:
+                engine.die()
+                delay = self._random.uniform(0.3, 0.8)
+                self._world.after(delay, functools.partial(self._new_engine, engine.model, None))
 
     def _new_engine(self, model: Model, name: str | None) -> None:
         if not self._life.healing:

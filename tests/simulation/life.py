@@ -36,6 +36,8 @@ MODELS = (
 SEVERAL_GROUPS = "several groups"
 """Among what comes often: every model then has a second KV cache group."""
 SEVERAL_GROUPS_RATE = 0.25
+TIGHT_REALMS_RATE = 0.4
+"""Of lives with several models: how many have room for one of them only."""
 WINDOWS = (6, 10, 24)
 """Tokens that a second group reads: less than a chunk of the first one, and more."""
 SALTS = (None, None, None, "team-a", "team-b")
@@ -93,6 +95,8 @@ class Life:
         ]
         self.horizon = START_SECONDS + self.random.uniform(1.0, 3.5)
         self.healing = False
+        self.tight: bool
+        """Whether the sidecar has room for the realms of one model only."""
         self._names = 0
         self._requests = 0
 
@@ -160,8 +164,16 @@ class Life:
         size_bytes = chance.choice((6, 10, 16, 32)) * 16384
         host = config.host.model_copy(update={"size": size_bytes})
         memory_bytes = chance.choice((16_000, 40_000, 1 << 20))
-        limits = config.limits.model_copy(update={"memory_max": memory_bytes})
+        changes = {"memory_max": memory_bytes, "realms_max": self._realms_max()}
+        limits = config.limits.model_copy(update=changes)
         return config.model_copy(update={"host": host, "limits": limits})
+
+    def _realms_max(self) -> int:
+        """Nothing else that is drawn depends on it."""
+        own = random.Random(f"the realms of {self.world.seed}")
+        groups = [len(model.groups) for model in self.models]
+        self.tight = len(groups) > 1 and own.random() < TIGHT_REALMS_RATE
+        return max(groups) if self.tight else sum(groups)
 
     def _tenants(self) -> dict[str, Any]:
         if self.random.random() < 0.5:

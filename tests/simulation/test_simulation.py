@@ -65,10 +65,11 @@ SITUATIONS = [
             "memory damaged, then loaded", "one rank is late", "loads without a lookup",
             "store goes down", "store full", "store slow", "store fails", "store damages",
             "another cluster writes", "object vanishes", "object damaged",
-            "objects under wrong names",
+            "objects under wrong names", "models take turns",
         )
     ),
     "abort", "abort while loading", "attach not answered in time", "attach refused: engine",
+    "attach refused: realms", "chunks of a realm given up", "realm forgotten",
     "client does not read", "damage of a chunk that is not complete", "damage outlives a sidecar",
     "damage under a write",
     "drain with work left", "end of file at a client", "copy expired: was not reached",

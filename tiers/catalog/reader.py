@@ -41,7 +41,7 @@ from tiers.catalog.rows import FILE_BYTES_MAX, CatalogCorrupt, Rows, decode
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from tiers.catalog.rows import Bytes
     from tiers.store.client import Found, Listing
@@ -191,7 +191,7 @@ class CatalogReader:
         """Of its manifest; -1 before the first."""
         return self._manifest.generation
 
-    async def changes(self) -> AsyncIterator[Rows]:
+    async def changes(self) -> AsyncGenerator[Rows]:
         """Rows that are new since the last call, file by file. Raises `TierUnavailable`."""
         contents = await self._list()
         listed_all = not self._paged

@@ -61,6 +61,7 @@ from tiers.pool.table import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     import numpy.typing as npt
@@ -98,7 +99,8 @@ class HostPool:
         self.extents = Extents(size_bytes)
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
-        self._classes: list[SlotClass] = []
+        self._classes: dict[int, SlotClass] = {}
+        self._next_class_id = 0
         self._class_ids: dict[int, int] = {}
         self._slab_bytes = 0
         self._sequence = 1
@@ -243,17 +245,24 @@ class HostPool:
         if len(self._classes) == CLASSES_MAX:
             raise PoolError(
                 f"slot_bytes={slot_bytes}: the pool has CLASSES_MAX={CLASSES_MAX} slot sizes "
-                "already; restart the sidecar to forget those that are no longer used"
+                "already; stop engines whose sizes are not needed"
             )
-        class_id = self._class_ids[rounded] = len(self._classes)
-        self._classes.append(SlotClass(class_id, rounded))
+        class_id = self._class_ids[rounded] = self._next_class_id
+        self._next_class_id += 1
+        self._classes[class_id] = SlotClass(class_id, rounded)
         return class_id
+
+    def keep_classes(self, class_ids: Collection[int]) -> None:
+        """Forget all other classes that have no slab. Ids are not used again."""
+        for slot_class in list(self._classes.values()):
+            if not slot_class.slabs and slot_class.class_id not in class_ids:
+                del self._classes[slot_class.class_id], self._class_ids[slot_class.slot_bytes]
 
     def allocate(self, class_id: int) -> int | None:
         """Byte offset of a free slot of a class, its bytes undefined; None if there is none."""
-        if not 0 <= class_id < len(self._classes):
-            raise PoolError(f"class_id={class_id} was never registered")
-        slot_class = self._classes[class_id]
+        slot_class = self._classes.get(class_id)
+        if slot_class is None:
+            raise PoolError(f"class_id={class_id} was never registered, or forgotten")
         slab = next(iter(slot_class.open.values()), None) or self._add_slab(slot_class)
         if slab is None:
             return None
@@ -313,7 +322,7 @@ class HostPool:
 
     def stats(self) -> PoolStats:
         """What is used now."""
-        classes = tuple(one.stats() for one in self._classes)
+        classes = tuple(one.stats() for one in self._classes.values())
         used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
         return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
 
