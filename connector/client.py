@@ -22,7 +22,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from sidecar.protocol import (
@@ -67,8 +66,6 @@ class SidecarSession:
     limits: Limits
     index_salt: bytes
     index: IndexReader | None
-    curve: tuple[bytes, bytes, bytes] | None = field(default=None, repr=False)
-    """Sidecar's public key, our public key, our secret key, where jobs travel over TCP."""
     context: object = None
     """What the attempt's maker wants to keep with the session (a worker's fence page)."""
     wants_events: bool = False
@@ -254,11 +251,6 @@ class Client:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
             dealer.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
-            if session.curve is not None:
-                server, public, secret = session.curve
-                dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
-                dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
-                dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
             dealer.connect(session.endpoint)
         except (zmq.ZMQError, ValueError) as error:
             # We are in the middle of an engine's step. Without its jobs channel a session is none.
@@ -338,10 +330,7 @@ class Client:
         return connection
 
     def _attach(self, connection: socket.socket, attempt: Attempt) -> SidecarSession:
-        # A key for this session only: who attached may send jobs over TCP, and nobody else.
-        public, secret = zmq.curve_keypair() if zmq.has("curve") else (b"", b"")
-        message = msgspec.structs.replace(attempt.message, curve_key=public)
-        payload = frame_stream(encode(message))
+        payload = frame_stream(encode(attempt.message))
         sent = socket.send_fds(connection, [payload[:4]], attempt.fds) if attempt.fds else 0
         connection.sendall(payload[sent:])
         reply, received = self._receive(connection)
@@ -366,7 +355,6 @@ class Client:
             index=index,
             context=attempt.context,
             wants_events=attempt.message.want_events,
-            curve=(reply.curve_key, public, secret) if reply.curve_key else None,
         )
 
     def _watch(self, connection: socket.socket, session: SidecarSession) -> None:

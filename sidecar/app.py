@@ -45,14 +45,13 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.self_checks import SelfChecks
-from sidecar.service.start_secrets import events_key, http_token, jobs_key
+from sidecar.service.start_secrets import events_key, http_token
 from sidecar.service.store_stack import WrapStore, open_store
 from sidecar.service.surroundings import shortages
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import Phase, Watchdog
 from sidecar.transport.attach_socket import listen
 from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.router import CurveSettings, Router
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class Server:
             async with anyio.create_task_group() as tasks:
                 await self.start(tasks)
                 accepting = anyio.CancelScope()
-                handshakes = Handshakes(self.dispatcher, jobs.endpoint, jobs.public_key)
+                handshakes = Handshakes(self.dispatcher, jobs.endpoint)
                 self_checks = SelfChecks(self.dispatcher, self._directory, handshakes, jobs)
                 self._watchdog.add(self_checks.check)
                 self._watchdog.mend(self_checks.mend)
@@ -258,18 +257,7 @@ class Server:
         self.dispatcher.publish(sockets, self._directory.first_number(self.dispatcher.epoch))
         return sockets
 
-    def _open_jobs(self) -> Router | JobSocket:
-        runtime, limits = self._config.runtime, self._config.limits
-        if runtime.endpoint.startswith("tcp://"):
-            return Router(
-                CurveSettings(
-                    runtime.endpoint, jobs_key(self._config), self.dispatcher.sessions.has_user
-                ),
-                self.dispatcher.received,
-                self._break,
-                frames_queued_max=limits.frames_queued_max,
-                replies_queued_max=limits.replies_queued_max,
-            )
+    def _open_jobs(self) -> JobSocket:
         return JobSocket(
             self._directory.jobs_path,
             self.dispatcher.received,
@@ -277,8 +265,8 @@ class Server:
             self.dispatcher.stranger,
             self._break,
             mode=self._directory.socket_mode,
-            uids=runtime.served_uids,
-            replies_queued_max=limits.replies_queued_max,
+            uids=self._config.runtime.served_uids,
+            replies_queued_max=self._config.limits.replies_queued_max,
         )
 
     def _break(self, error: BaseException) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-import zmq
 
 from sidecar.exits import Exit
 from sidecar.service.watchdog import PROBLEMS
@@ -28,12 +27,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def test_every_alert_asks_for_a_metric_that_there_is(short_directory: Path) -> None:
-    key = short_directory / "key"
-    key.write_bytes(zmq.curve_keypair()[1])
-    key.chmod(0o600)
     config = config_in(
         short_directory,
-        runtime={"endpoint": "tcp://127.0.0.1:0", "curve_secret_key_file": key},
         store={"url": f"file://{short_directory}/bucket"},
     )
     with RunningSidecar(config) as sidecar, Worker(sidecar.path) as worker:

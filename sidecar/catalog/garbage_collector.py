@@ -5,7 +5,9 @@ all rounds came to. Does not own a round (`tiers/catalog/compaction.py`) or the 
 (`tiers/catalog/lease.py`).
 
 Every sidecar looks now and then. One that finds that the lease has moved on since its last look
-leaves it at that: somebody else has just done it.
+leaves it at that: somebody else has just done it, or is doing it. In the second case it looks again
+when that lease is over unless it was renewed: a collector that was killed in a round keeps nobody
+from it for longer than its lease.
 
 Invariants: nothing is done where the store cannot create without replacing; a round that fails is
 logged, counted and tried again at the next look, and keeps nothing else from being done; the lease
@@ -18,6 +20,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -162,6 +165,7 @@ class Collector:
         config: of this sidecar; it has a store.
         health: whether the store can create.
         crowd: log files to be merged that a catalog had at the last refresh, the one with most.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -170,6 +174,7 @@ class Collector:
         config: Config,
         health: StoreHealth,
         crowd: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.store is not None, "a store was opened"
         self._store = store
@@ -178,7 +183,7 @@ class Collector:
         self._health = health
         self._crowd = crowd
         self._holder = holder_name(config.runtime.name)
-        self._lease = CatalogLease(store, self._holder, seconds=LEASE_SECONDS)
+        self._lease = CatalogLease(store, self._holder, seconds=LEASE_SECONDS, clock=clock)
         self._failing = False
         # The newest lease at the last look; None before the first.
         self._last_seen: int | None = None
@@ -215,12 +220,20 @@ class Collector:
                     break
             due_in = every
             if self.state == "on":
-                await self.look()
+                due_in = await self.look()
 
-    async def look(self) -> None:
-        """Look at the lease once, and collect where it is ours or free."""
+    async def look(self) -> float:
+        """Look at the lease once, and collect where it is ours or free; seconds to the next look.
+
+        Where somebody else holds it, that is when it is over unless it is renewed.
+        """
+        await self._look()
+        # Where it is over and could not be taken, the store is asked again in its turn.
+        return min(self._settings.gc.every, self._lease.over_in or self._settings.gc.every)
+
+    async def _look(self) -> None:
         try:
-            before, self._last_seen = self._last_seen, await self._lease.newest()
+            before, self._last_seen = self._last_seen, await self._lease.look()
             moved = before is not None and before != self._last_seen
             if moved or not await self._lease.take():
                 self.collected.rounds_left += 1
@@ -232,7 +245,7 @@ class Collector:
             finally:
                 with anyio.move_on_after(GIVE_BACK_SECONDS_MAX, shield=True):
                     await self._lease.give_back()
-                    self._last_seen = await self._lease.newest()
+                    self._last_seen = await self._lease.look()
         except Superseded as error:
             self.collected.rounds_left += 1
             _logger.info("a round of collection is left to another", extra=fields(reason=error))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from sidecar.logs import fields
@@ -39,10 +40,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from sidecar.sessions.namespaces import RealmLayout
+    from tiers.catalog.names import LogName
     from tiers.catalog.rows import Row
     from tiers.store.object_tier import ObjectTier
 
 NOTHING_HELD: Final = Usage()
+HEARD_MAX: Final = 4096
+"""Files of others' logs that no manifest has merged, each with what its tenants have in it."""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -184,8 +188,13 @@ class Catalogs:
             self._usage.pop(digest, None)
             self._given_up.remove(digest)
 
-    def note(self, realm: RealmLayout, held: Mapping[bytes, Usage]) -> None:
-        """Count what rows say of tenants; those of a namespace are counted for one realm only."""
+    def note(
+        self, realm: RealmLayout, held: Mapping[bytes, Usage], file: LogName | None = None
+    ) -> None:
+        """Count what rows say of tenants; those of a namespace are counted for one realm only.
+
+        `file` is the log file that they are in: they count until a manifest has merged it.
+        """
         usage = self._usage_in(realm)
         if usage.realm_id is None:
             usage.realm_id = realm.realm_id
@@ -198,8 +207,8 @@ class Catalogs:
             merged = None if writer is None else manifest.merged.get(writer)
             if merged is not None:
                 usage.own.merged(merged.number)
-        for tenant, own in held.items():
-            usage.add(tenant, own)
+        if held:
+            usage.add(held, file)
 
     @property
     def stored(self) -> Usage:
@@ -208,6 +217,11 @@ class Catalogs:
         for usage in self._usage.values():
             whole = whole.plus(usage.whole)
         return whole
+
+    def held_in(self, namespace_digest: bytes) -> Usage:
+        """What all tenants of a namespace are known to hold in the store."""
+        usage = self._usage.get(namespace_digest)
+        return NOTHING_HELD if usage is None else usage.whole
 
     def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
         """What a tenant is known to hold in the store: in one namespace, or in all together."""
@@ -255,16 +269,33 @@ class _Usage:
         self._since = NOTHING_HELD
         self._since_by: dict[bytes, Usage] = {}
         """What rows of others added to what the manifest says, in all and by tenant."""
+        self._heard: deque[tuple[LogName, Mapping[bytes, Usage]]] = deque()
+        """The same by the file that they are in, the newest."""
 
     def go_by(self, manifest: Manifest) -> None:
-        """Start again from what a manifest says. It is looked at where it is, tenant by tenant."""
+        """Start again from what a manifest says. It is looked at where it is, tenant by tenant.
+
+        A round takes its time: what was written meanwhile is in no manifest, and counts on.
+        """
         self.manifest = manifest
         self._since, self._since_by = NOTHING_HELD, {}
+        heard, self._heard = self._heard, deque()
+        for file, held in heard:
+            self.add(held, file)
 
-    def add(self, tenant: bytes, others: Usage) -> None:
-        """Count what rows of others say of one tenant."""
-        self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
-        self._since = self._since.plus(others)
+    def add(self, held: Mapping[bytes, Usage], file: LogName | None) -> None:
+        """Count what rows of others say of tenants, unless the manifest does."""
+        if file is not None:
+            merged = self.manifest.merged.get(file.writer)
+            if merged is not None and file.number <= merged.number:
+                return
+            self._heard.append((file, held))
+            if len(self._heard) > HEARD_MAX:
+                # It counts to the next manifest.
+                self._heard.popleft()
+        for tenant, others in held.items():
+            self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
+            self._since = self._since.plus(others)
 
     @property
     def whole(self) -> Usage:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from sidecar.catalog.service import Catalogs
     from sidecar.sessions.namespaces import RealmLayout, Realms
+    from tiers.catalog.names import LogName
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
@@ -221,7 +222,7 @@ class StoreWatch:
                 async for rows in changes:
                     # Its own were counted when they were written.
                     if reader.writer != self._catalogs.writer_of(realm):
-                        await self._note(realm, rows)
+                        await self._note(realm, rows, reader.file)
                     await self._feed_rows(realm, rows)
                     if not self._realms.knows(realm):
                         return None
@@ -240,7 +241,7 @@ class StoreWatch:
             self._feed(CaughtUp(realm.realm_id))
         return None
 
-    async def _note(self, realm: RealmLayout, rows: Rows) -> None:
+    async def _note(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:
         """Count what the rows say of their tenants."""
         cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
         for first in range(0, len(cells), TENANTS_PER_SLICE):
@@ -249,7 +250,7 @@ class StoreWatch:
             if not self._realms.knows(realm):
                 return
             part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))
-            self._catalogs.note(realm, holdings(cells.take(part)))
+            self._catalogs.note(realm, holdings(cells.take(part)), file)
 
     async def _feed_rows(self, realm: RealmLayout, rows: Rows) -> None:
         realm.meet(rows.segments)

@@ -21,9 +21,9 @@ def add_keygen(commands: Commands) -> None:
     """`keygen`."""
     keygen = commands.add_parser(
         "keygen",
-        help="make a secret: a key for jobs over TCP, or a token for HTTP",
+        help="make a secret: a key for KV events over TCP, or a token for HTTP",
         description="Write a new random secret to a file that only its owner can read, for "
-        "runtime.curve_secret_key_file or http.token_file. A file that is there is not replaced.",
+        "events.curve_secret_key_file or http.token_file. A file that is there is not replaced.",
     )
     keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it")
     keygen.set_defaults(command_function=_keygen)

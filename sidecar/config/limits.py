@@ -41,8 +41,6 @@ class LimitsSettings(Section):
     """Lookups that may wait or keep what they brought; beyond it they are answered as full."""
     leases_max: Count = Field(default=4096, ge=2, le=1_000_000)
     """Leases that may be held; beyond it a load goes without one."""
-    frames_queued_max: Count = Field(default=16, ge=1, le=65_536)
-    """Messages of one client over TCP that may wait; beyond it, and over ipc, they wait in it."""
     replies_queued_max: Count = Field(default=1024, ge=16, le=65_536)
     """Answers that may wait for one client; one that does not read more is cut off."""
     sessions_max: Count = Field(default=256, ge=1, le=65_536)

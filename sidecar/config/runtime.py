@@ -13,8 +13,7 @@ from typing import Final, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.addresses import require_absolute, require_endpoint
-from sidecar.config.secret_files import read_secret
+from sidecar.config.addresses import require_absolute
 from sidecar.config.section import Section
 from sidecar.config.types import Count, Directory, Flag
 
@@ -44,10 +43,6 @@ class RuntimeSettings(Section):
     """Name of this sidecar; two on one node need two names."""
     allow_uids: tuple[Count, ...] = Field(default=(), max_length=256)
     """Further users whose engines are served, by number; the sidecar's own and root always are."""
-    endpoint: str = "ipc"
-    """Where jobs come in: `ipc`, or `tcp://ADDRESS:PORT` with a CURVE key."""
-    curve_secret_key_file: Directory | None = None
-    """File with this side's CURVE key, for an endpoint over TCP; `kvlake keygen` makes it."""
     strict_parents: Flag = True
     """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
 
@@ -82,30 +77,6 @@ class RuntimeSettings(Section):
                     "engine a user of its own"
                 )
         return value
-
-    @field_validator("endpoint")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return require_endpoint(value)
-
-    @model_validator(mode="after")
-    def _keyed(self) -> RuntimeSettings:
-        path = self.curve_secret_key_file
-        if self.endpoint != "ipc" and path is None:
-            raise ValueError(
-                f"endpoint={self.endpoint} needs a key, or anybody could connect: `kvlake keygen "
-                "--out FILE`, then runtime.curve_secret_key_file: FILE"
-            )
-        if self.endpoint == "ipc" and path is not None:
-            raise ValueError("curve_secret_key_file is for an endpoint over TCP; leave it out")
-        if path is not None:
-            require_absolute(path)
-        return self
-
-    def secret_key(self) -> str:
-        """The CURVE key in `curve_secret_key_file`. Raises `SecretFileError`."""
-        assert self.curve_secret_key_file is not None, "checked for an endpoint over TCP"
-        return read_secret(self.curve_secret_key_file, "runtime.curve_secret_key_file")
 
     @model_validator(mode="after")
     def _fits(self) -> RuntimeSettings:

@@ -19,6 +19,9 @@ from sidecar.config.yaml_file import mask_url
 from tiers.store.access import AccessError, check, chosen_backend
 from tiers.store.middleware.billing import Operation, PriceTable
 
+BEYOND_SHARE: Final = 0.5
+"""Part of a bound that is written beyond it, while older chunks wait to be deleted."""
+
 Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
@@ -168,6 +171,18 @@ class StoreSettings(AccessSettings):
         except AccessError as error:
             raise ValueError(str(error)) from error
         return self
+
+    @property
+    def capped(self) -> bool:
+        """Whether a namespace may hold only so much."""
+        return self.size_max is not None or self.objects_max is not None
+
+    def has_room(self, num_bytes: int, objects: int) -> bool:
+        """Whether a namespace may come to so much until the next round of collection."""
+        beyond = 1 + BEYOND_SHARE
+        if self.size_max is not None and num_bytes > beyond * self.size_max:
+            return False
+        return self.objects_max is None or objects <= beyond * self.objects_max
 
     def __repr_args__(self) -> Any:
         """Leave no password of the URL in a traceback or a log line."""

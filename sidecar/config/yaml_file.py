@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 FieldPath: TypeAlias = tuple[str | int, ...]
 T = TypeVar("T")
 
+_REMOVED: Final[Mapping[FieldPath, str]] = {
+    ("runtime", "endpoint"): "jobs travel over the Unix socket alone, no more over TCP",
+    ("runtime", "curve_secret_key_file"): (
+        "jobs travel over the Unix socket alone, which needs no key (the key for KV events is "
+        "events.curve_secret_key_file)"
+    ),
+    ("limits", "frames_queued_max"): (
+        "jobs travel over the Unix socket alone, where messages wait in the client"
+    ),
+}
+"""Settings of earlier versions, and what is said to who still has them."""
 _VARIABLE: Final = re.compile(
     # Without its bound, a row of `${A:-` is searched to its end from each of them.
     r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]{0,1024}))?\}|(?P<bad>\$\{)"
@@ -263,6 +274,8 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     place = f"{source.where(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
         parent = path[:-1]
+        if path in _REMOVED:
+            return f"{place}: {_REMOVED[path]}; remove it"
         valid = _valid(names, parent)
         near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
         suggestion = f"did you mean `{near[0]}`? " if near else ""

@@ -465,6 +465,7 @@ class Counters:
     reads_expired: int = 0
     writes_dropped: int = 0
     writes_refused_quota: int = 0
+    writes_refused_bound: int = 0
     writes_failed: int = 0
     writes_unverified: int = 0
     writes_expired: int = 0

@@ -111,6 +111,11 @@ def _always(realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
     return True
 
 
+def _unbounded(realm_id: int, num_bytes: int, objects: int) -> bool:  # noqa: ARG001
+    """No namespace has a bound in the store."""
+    return True
+
+
 class Engine:
     """Decides. Feed it every event; carry out every command; tell it how each one ended.
 
@@ -121,6 +126,7 @@ class Engine:
         tenants: limits of tenants; none where it is left out.
         admit_write: whether a tenant may have so many bytes and objects more in the
             store, in the namespace of a realm.
+        room_to_write: whether that namespace may have so many bytes and objects more.
         tell: hears of every chunk that became available in a tier, or went from it; except
         tell_listed: of those in the store that nothing but the catalog is known of.
     """
@@ -134,6 +140,7 @@ class Engine:
         epoch: int,
         tenants: Tenants | None = None,
         admit_write: Callable[[int, bytes, int, int], bool] = _always,
+        room_to_write: Callable[[int, int, int], bool] = _unbounded,
         tell: Callable[[list[FlagChange]], None] | None = None,
         tell_listed: Callable[[Realm, Keys], None] | None = None,
     ) -> None:
@@ -182,6 +189,7 @@ class Engine:
             queue_bytes_max=limits.write_queue_bytes_max,
             verify=limits.verify_writes,
             admit=admit_write,
+            room=room_to_write,
         )
         self.reads = Reads(
             parts,

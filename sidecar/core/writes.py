@@ -3,7 +3,8 @@
 Owns the write policy, the queue of chunks that wait, the running writes, and the breaker that
 stops writing while the store fails. It does not own what the store holds (`store_view.py`), nor the
 slots that are sent. Whether a tenant may have so much more in the store is asked of
-`admit(realm_id, tenant, num_bytes, objects)`.
+`admit(realm_id, tenant, num_bytes, objects)`, and whether its namespace may of
+`room(realm_id, num_bytes, objects)`.
 
 Three policies say when a chunk that the store lacks is queued:
 
@@ -16,7 +17,8 @@ Three policies say when a chunk that the store lacks is queued:
 Invariants: only a running write holds its slot; a pending one is forgotten, and counted, when its
 chunk leaves the host tier first. At most `inflight_max` writes run, and what waits is at most
 `queue_bytes_max` (or one chunk): beyond it the oldest is dropped and counted. A write that the
-store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all.
+store failed is tried again, behind the others, `WRITE_TRIES_MAX` times in all. A chunk for which
+its namespace has no room when its turn comes is not written, and counted.
 
 Chunks that came back after a restart (`restored.py`) are queued by `through` when nothing else is.
 While draining, only what was stored before is still queued: neither what comes back nor what is
@@ -26,7 +28,7 @@ wanted again, for a write that begins then may be cut off, and would be told as 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from sidecar.core.commands import StoreOutcome, Write, Written
 from sidecar.core.parts import Sampling
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from sidecar.core.directory import Chunk, HostSegment
     from sidecar.core.parts import CoreParts
     from sidecar.core.store_view import StoreView
+
+K = TypeVar("K")
 
 WRITE_TRIES_MAX: Final = 3
 
@@ -63,12 +67,13 @@ _Account = tuple[int, bytes]
 
 
 class _Pending:
-    """A chunk that waits, and what of it."""
+    """A chunk that waits, and what of it. `begun`: a part of it is written, so all of it is."""
 
-    __slots__ = ("account", "num_bytes", "ranks", "tries")
+    __slots__ = ("account", "begun", "num_bytes", "ranks", "tries")
 
     def __init__(self, account: _Account, ranks: list[int], num_bytes: int, tries: int) -> None:
         self.account = account
+        self.begun = False
         self.ranks = ranks
         self.num_bytes = num_bytes
         self.tries = tries
@@ -98,6 +103,7 @@ class Writes:
         queue_bytes_max: int,
         verify: float,
         admit: Callable[[int, bytes, int, int], bool],
+        room: Callable[[int, int, int], bool],
     ) -> None:
         self._host = parts.host
         self._store = store
@@ -109,10 +115,13 @@ class Writes:
         self._inflight_max = inflight_max
         self._queue_bytes_max = queue_bytes_max
         self._admit = admit
+        self._room = room
         self._pending: dict[Chunk, _Pending] = {}
         self._pending_bytes = 0
         self._outstanding: dict[_Account, tuple[int, int]] = {}
         """Bytes and objects that wait or are being written: they count as the tenant's already."""
+        self._begun: dict[int, tuple[int, int]] = {}
+        """Bytes and objects of each realm's chunks that are being written, all ranks of them."""
         self._sampling = Sampling(verify)
         self._running: dict[int, _Running] = {}
         self._last_write_id = 0
@@ -266,9 +275,7 @@ class Writes:
         self._pending_bytes += num_bytes
 
     def _count(self, account: _Account, num_bytes: int, objects: int) -> None:
-        had_bytes, had = self._outstanding.pop(account, (0, 0))
-        if had + objects:
-            self._outstanding[account] = (had_bytes + num_bytes, had + objects)
+        _add(self._outstanding, account, num_bytes, objects)
 
     def _bound(self) -> None:
         while self._pending_bytes > self._queue_bytes_max and len(self._pending) > 1:
@@ -278,6 +285,8 @@ class Writes:
         one = self._pending.pop(chunk)
         self._pending_bytes -= one.num_bytes
         self._count(one.account, -one.num_bytes, -len(one.ranks))
+        if one.begun:
+            _add(self._begun, one.account[0], -one.num_bytes, -len(one.ranks))
         return one
 
     def _drop(self, chunk: Chunk) -> None:
@@ -294,6 +303,10 @@ class Writes:
             if not self._pending:
                 break
             chunk, one = next(iter(self._pending.items()))
+            if not one.begun and not self._begin(one):
+                self._take_out(chunk)
+                self._counters.writes_refused_bound += 1
+                continue
             rank = one.ranks.pop(0)
             num_bytes = self._bytes(chunk, [rank])
             one.num_bytes -= num_bytes
@@ -305,6 +318,17 @@ class Writes:
                 self._start(chunk.segments[rank], one.tries + 1, one.account, num_bytes)
             else:
                 self._count(one.account, -num_bytes, -1)
+                _add(self._begun, one.account[0], -num_bytes, -1)
+
+    def _begin(self, one: _Pending) -> bool:
+        """Whether its namespace has room for a chunk. What only waits may never be written."""
+        realm_id = one.account[0]
+        ahead_bytes, ahead = self._begun.get(realm_id, (0, 0))
+        if not self._room(realm_id, ahead_bytes + one.num_bytes, ahead + len(one.ranks)):
+            return False
+        one.begun = True
+        _add(self._begun, realm_id, one.num_bytes, len(one.ranks))
+        return True
 
     def _take_offered(self) -> None:
         """Queue one of those that came back, if nothing else waits."""
@@ -340,6 +364,7 @@ class Writes:
         """A write ended: the slot is no longer read."""
         segment, tries, verifies, account, num_bytes = self._running.pop(event.write_id)
         self._count(account, -num_bytes, -1)
+        _add(self._begun, account[0], -num_bytes, -1)
         segment.writing = False
         chunk = segment.chunk
         self._host.release(segment)
@@ -370,3 +395,10 @@ class Writes:
         self._put(chunk, ranks, tries=tries)
         if not self._flushing:
             self._bound()
+
+
+def _add(sums: dict[K, tuple[int, int]], of: K, num_bytes: int, objects: int) -> None:
+    """Add to one of the sums; one that comes to no objects is dropped."""
+    had_bytes, had = sums.pop(of, (0, 0))
+    if had + objects:
+        sums[of] = (had_bytes + num_bytes, had + objects)

@@ -1,7 +1,8 @@
 """The sockets of the event stream: PUB for what is told now, ROUTER for what was told before.
 
-Owns both sockets, their limits, and answering requests: batches from a number on, or a snapshot,
-framed as vLLM's `ZmqEventPublisher` does. Does not own what is told (`publisher.py`).
+Owns answering requests: batches from a number on, or a snapshot, framed as vLLM's
+`ZmqEventPublisher` does. Does not own the sockets (`unix_port.py`, over TCP `keyed_port.py`), nor
+what is told (`publisher.py`).
 
     PUB      [topic, number, payload]
     ROUTER   asked ["", number] or ["", "snapshot"]; answers ["", topic, number, payload] for each
@@ -15,7 +16,7 @@ Invariants:
 * One request is answered at a time, as fast as who asked reads, for `ANSWER_SECONDS_MAX` at most.
   `REQUESTS_WAITING_MAX` wait; more are dropped, counted, and asked again by who wants them.
 * Over TCP a subscriber has a key that the configuration names. The Unix sockets are for the
-  sidecar's own user and root.
+  sidecar's own user and root, and what one of these sends takes a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import anyio
 import anyio.lowlevel
 import zmq
 
+from sidecar.events.keyed_port import KeyedPort
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.transport.endpoints import bind
-from sidecar.transport.zap import ZapAuthenticator
-from sidecar.transport.zmq_reader import ZmqReader
+from sidecar.events.unix_port import EventPort, Peer
+from sidecar.transport.job_socket import Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,21 +42,18 @@ if TYPE_CHECKING:
     from sidecar.events.publisher import EventStream, Told
 
 REQUESTS_WAITING_MAX: Final = 64
-REQUESTS_PER_WAKE_MAX: Final = 64
-REQUEST_BYTES_MAX: Final = 1024
 ANSWER_SECONDS_MAX: Final = 30.0
 ANSWERS_QUEUED_MAX: Final = 256
 """Batches of an answer that wait for one who asked."""
 FULL_POLL_SECONDS: Final = 0.005
-LINGER_MILLISECONDS_MAX: Final = 100
-IPC_MODE: Final = 0o600
-_REQUEST_FRAMES: Final = 3
+_IPC: Final = "ipc://"
+_REQUEST_PARTS: Final = 2
 
 _logger = logging.getLogger("kvlake.events")
 
 
 class _Request(NamedTuple):
-    peer: bytes
+    peer: Peer | bytes
     what: bytes
 
 
@@ -63,9 +61,12 @@ class EventSockets:
     """Both sockets, bound. Make it on the loop; run `answer` as a task; close it at the end.
 
     Args:
-        endpoint, replay_endpoint: what ZMQ binds.
-        secret_key: this side's CURVE key, or nothing.
+        endpoint, replay_endpoint: `ipc://PATH`, or where ZMQ binds over TCP.
+        secret_key: this side's CURVE key, for TCP.
+        uids: the users who may connect to the Unix sockets.
         broke: told of an error of its own.
+
+    Raises `StartError` where one cannot be bound.
     """
 
     def __init__(
@@ -82,107 +83,95 @@ class EventSockets:
         self.requests_answered = 0
         self.requests_dropped = 0
         self._topic = settings.topic.encode()
-        self._broke = broke
-        self._admitted = frozenset(settings.subscribers)
-        self._doorkeepers: list[ZapAuthenticator] = []
-        self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
-        self._listeners: dict[Path, zmq.Socket[bytes]] = {}
-        self._uids = tuple(uids)
-        try:
-            self._pub = self._socket(zmq.PUB, secret_key)
-            self._pub.setsockopt(zmq.SNDHWM, settings.queue_batches)
-            # A subscription is a message, too.
-            self._pub.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-            self.endpoint = self._bind(self._pub, "events.endpoint", endpoint)
-            self._router = self._socket(zmq.ROUTER, secret_key)
-            self._router.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
-            self._router.setsockopt(zmq.RCVHWM, REQUESTS_WAITING_MAX)
-            self._router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.replay_endpoint = self._bind(
-                self._router, "events.replay_endpoint", replay_endpoint
-            )
-        except BaseException:
-            self._destroy()
-            raise
         self._requests: deque[_Request] = deque()
         self._asked = anyio.Event()
-        self._zmq_reader = ZmqReader(self._router, self._drain, broke)
-
-    def _socket(self, kind: int, secret_key: bytes) -> zmq.Socket[bytes]:
-        # One context each: what answers who may connect is one per context.
-        context = zmq.Context(io_threads=1)
-        self._contexts.append(context)
-        socket = context.socket(kind)
-        socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS_MAX)
-        for uid in self._uids:
-            socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-        if secret_key:
-            self._doorkeepers.append(
-                ZapAuthenticator(
-                    context, socket, secret_key, self._admitted.__contains__, self._broke
-                )
+        self._closed = False
+        queued, uids = settings.queue_batches, tuple(uids)
+        if endpoint.startswith(_IPC):
+            path = Path(endpoint.removeprefix(_IPC))
+            self._pub: EventPort | KeyedPort = EventPort(
+                path, b"PUB", uids, queued, EventPort.subscribe, broke
             )
-        return socket
+        else:
+            self._pub = KeyedPort(
+                zmq.PUB,
+                "events.endpoint",
+                endpoint,
+                settings,
+                secret_key,
+                queued,
+                self._take,
+                broke,
+            )
+        try:
+            self._replay = self._open_replay(settings, replay_endpoint, secret_key, uids, broke)
+        except BaseException:
+            self._pub.close()
+            raise
+        self.endpoint, self.replay_endpoint = self._pub.endpoint, self._replay.endpoint
 
-    def _bind(self, socket: zmq.Socket[bytes], field: str, endpoint: str) -> str:
-        if endpoint.startswith("ipc://"):
-            path = Path(endpoint.removeprefix("ipc://"))
-            self._listeners[path] = socket
-            path.unlink(missing_ok=True)
-        where = bind(socket, field, endpoint)
-        for path in self._listeners:
-            path.chmod(IPC_MODE)
-        return where
+    def _open_replay(
+        self,
+        settings: EventsSettings,
+        endpoint: str,
+        secret_key: bytes,
+        uids: tuple[int, ...],
+        broke: Callable[[BaseException], None],
+    ) -> EventPort | KeyedPort:
+        if endpoint.startswith(_IPC):
+            path = Path(endpoint.removeprefix(_IPC))
+            return EventPort(path, b"ROUTER", uids, ANSWERS_QUEUED_MAX, self._asked_by, broke)
+        return KeyedPort(
+            zmq.ROUTER,
+            "events.replay_endpoint",
+            endpoint,
+            settings,
+            secret_key,
+            ANSWERS_QUEUED_MAX,
+            self._take,
+            broke,
+        )
+
+    def _local(self) -> dict[Path, EventPort]:
+        ports = (self._pub, self._replay)
+        return {port.path: port for port in ports if isinstance(port, EventPort)}
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """Files of the sockets that are not over TCP."""
-        return tuple(self._listeners)
+        return tuple(self._local())
 
     def bind_again(self, path: Path) -> None:
-        """Make the socket file anew after somebody removed it; connected peers notice nothing."""
-        path.unlink(missing_ok=True)
-        self._listeners[path].bind(f"ipc://{path}")
-        path.chmod(IPC_MODE)
+        """Make the socket file again after somebody removed it; connected peers notice nothing."""
+        self._local()[path].bind_again()
 
     @property
     def handshakes_refused(self) -> int:
         """CURVE handshakes that failed, on either socket."""
-        return sum(keeper.refused.total() for keeper in self._doorkeepers)
+        ports = (self._pub, self._replay)
+        return sum(port.refused for port in ports if isinstance(port, KeyedPort))
 
     # --- what is told now ----------------------------------------------------------------------
 
     def publish(self, batch: Told) -> None:
         """Give a batch to every subscriber that can take it."""
-        if self._pub.closed:
+        if self._closed:
             return
         frames = (self._topic, number_frame(batch.number), batch.payload)
-        # First so that a subscriber that is full is noticed, then for all the others.
-        self._pub.setsockopt(zmq.XPUB_NODROP, 1)
-        try:
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._pub.publish(frames):
             self.batches_dropped += 1
-            self._pub.setsockopt(zmq.XPUB_NODROP, 0)
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
 
     # --- what was told before ------------------------------------------------------------------
 
-    def _drain(self) -> None:
-        for _ in range(REQUESTS_PER_WAKE_MAX):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            self._take(frames)
+    def _asked_by(self, _: EventPort, peer: Peer, parts: list[bytes]) -> None:
+        self._take(peer, parts)
 
-    def _take(self, frames: list[bytes]) -> None:
-        fits = len(frames) == _REQUEST_FRAMES and len(frames[2]) == SEQUENCE_BYTES
+    def _take(self, peer: Peer | bytes, parts: list[bytes]) -> None:
+        fits = len(parts) == _REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
         if not fits or len(self._requests) >= REQUESTS_WAITING_MAX:
             self.requests_dropped += 1
             return
-        self._requests.append(_Request(frames[0], frames[2]))
+        self._requests.append(_Request(peer, parts[1]))
         self._asked.set()
 
     async def answer(self, stream: EventStream) -> None:
@@ -207,32 +196,26 @@ class EventSockets:
         if await self._send(request.peer, (b"", END_OF_REPLAY, b"")):
             self.requests_answered += 1
 
-    async def _send(self, peer: bytes, frames: tuple[bytes, bytes, bytes]) -> bool:
+    async def _send(self, peer: Peer | bytes, frames: tuple[bytes, bytes, bytes]) -> bool:
         """Send one message, when there is room for it. False if who asked is gone."""
         while True:
-            try:
-                self._router.send_multipart((peer, b"", *frames), zmq.NOBLOCK)
-            except zmq.Again:
-                await anyio.sleep(FULL_POLL_SECONDS)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                return False
-            else:
-                return True
-            finally:
-                self._zmq_reader.check()
+            sent = self._sent(peer, (b"", *frames))
+            if sent is not Sent.FULL:
+                return sent is Sent.OK
+            await anyio.sleep(FULL_POLL_SECONDS)
+
+    def _sent(self, peer: Peer | bytes, frames: tuple[bytes, ...]) -> Sent:
+        if isinstance(self._replay, EventPort):
+            assert isinstance(peer, Peer), "it came over that port"
+            return self._replay.send(peer, frames)
+        assert isinstance(peer, bytes), "it came over that port"
+        return self._replay.send(peer, frames)
 
     def close(self) -> None:
         """Close both; what a subscriber has not taken is lost."""
-        self._zmq_reader.close()
-        self._destroy()
-
-    def _destroy(self) -> None:
-        for keeper in self._doorkeepers:
-            keeper.close()
-        for context in self._contexts:
-            context.destroy()
+        self._closed = True
+        self._pub.close()
+        self._replay.close()
 
 
 def _batches(what: bytes, stream: EventStream) -> Iterator[tuple[int, bytes]]:

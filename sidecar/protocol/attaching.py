@@ -79,8 +79,6 @@ class Attach(
     segment: Segment | None = None
     layout: KVLayout | None = None
     memory: Memory | None = None
-    curve_key: bytes = b""
-    """Public CURVE key (Z85) made for this session; used where jobs travel over TCP."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
     events_endpoint: str = ""
     """Where the engine publishes its own KV events, on this machine; empty where it does not."""
@@ -141,8 +139,6 @@ class Attached(msgspec.Struct, tag="attached", frozen=True, forbid_unknown_field
     limits: Limits
     index_salt: bytes
     index_bytes: int = 0
-    curve_key: bytes = b""
-    """The sidecar's public CURVE key (Z85); empty where `endpoint` is a Unix socket."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):

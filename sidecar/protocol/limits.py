@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 """Raised by every incompatible change. Both sides refuse another version, by name."""
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024

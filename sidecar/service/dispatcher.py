@@ -42,7 +42,7 @@ from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessa
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
-from sidecar.transport.router import Router, Sent
+from sidecar.transport.job_socket import Sent
 from tiers.policy import make as make_policy
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class Dispatcher:
             epoch=epoch,
             tenants=Tenants(config.tenants.rules(), lambda: make_policy(config.host.policy)),
             admit_write=self._admits,
+            room_to_write=self._has_room,
             tell=self._tell,
             tell_listed=self._tell_listed,
         )
@@ -134,7 +135,7 @@ class Dispatcher:
         self.draining = False
         self.drained = anyio.Event()
         """Set when, while draining, nothing is outstanding any more."""
-        self._router: Router | JobSocket | None = None
+        self._jobs: JobSocket | None = None
         self._events: deque[Event] = deque()
         self._feeding = False
         self._over = False
@@ -172,9 +173,23 @@ class Dispatcher:
         held = self.catalogs.held(tenant, self.realms[realm_id].namespace_digest)
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
-    def connect(self, router: Router | JobSocket) -> None:
+    def _has_room(self, realm_id: int, num_bytes: int, objects: int) -> bool:
+        """Whether a realm's namespace may have so much more, as far as is known.
+
+        Its bounds are kept by deleting what is oldest, in rounds. What is written faster than that
+        would take the store to any size; where nothing can be collected, they do not hold.
+        """
+        settings = self.config.store
+        if settings is None or self.catalogs is None or self.watch is None:
+            return True
+        if not settings.capped or not self.watch.health.creates:
+            return True
+        held = self.catalogs.held_in(self.realms[realm_id].namespace_digest)
+        return settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
+
+    def connect(self, jobs: JobSocket) -> None:
         """Give it the socket that its replies go to."""
-        self._router = router
+        self._jobs = jobs
 
     def publish(self, sockets: EventSockets, first_number: int) -> EventStream:
         """Tell what changes in the tiers from now on. Before the first session."""
@@ -200,8 +215,8 @@ class Dispatcher:
             self.events.listed(realm, keys)
 
     def handshakes_refused(self) -> Mapping[str, int]:
-        """Connections for jobs that failed to prove a welcome key, by what failed."""
-        return {} if self._router is None else self._router.handshakes_refused
+        """Connections for jobs that were refused before they were read, by reason."""
+        return {} if self._jobs is None else self._jobs.handshakes_refused
 
     def drain(self) -> None:
         """Begin no new work; `drained` is set once what was begun has ended."""
@@ -294,8 +309,8 @@ class Dispatcher:
             session.connection.hang_up()
         self.sessions.close(session)
         self.realms.use(session.realms)
-        if self._router is not None:
-            self._router.forget(session.token)
+        if self._jobs is not None:
+            self._jobs.forget(session.token)
         if self.events is not None:
             self.events.leave(session.session_id)
         closed = SessionClosed(session.session_id)
@@ -318,7 +333,7 @@ class Dispatcher:
 
     # --- messages --------------------------------------------------------------------------
 
-    def received(self, routing_id: bytes, parts: list[bytes], user: str = "") -> None:
+    def received(self, routing_id: bytes, parts: list[bytes]) -> None:
         """Take one ZMQ message."""
         self.socket_stats.frames_received += 1
         session = self.sessions.by_token(routing_id)
@@ -326,13 +341,6 @@ class Dispatcher:
             # No session, no answer: it may belong to a client of this sidecar's previous life,
             # which has its end of file and is attaching again.
             self._refuse(routing_id, ProtocolError("unknown_peer", "no session has this token"))
-            return
-        if session.user != user:
-            # Somebody else's connection has this token, and would get the answers. The session
-            # ends; its client attaches again and gets another.
-            error = ProtocolError("identity", "the token belongs to a client with another key")
-            self._refuse(routing_id, error)
-            self.end_session(session, "another client used its token")
             return
         try:
             event = session.event_of(parts, self.epoch)
@@ -374,8 +382,8 @@ class Dispatcher:
 
     def _deliver(self, session: Session, message: ServerMessage) -> None:
         """Send a message, or cut its peer off. It has spoken: nothing is sent unasked."""
-        assert self._router is not None, "messages come only after connect"
-        sent = self._router.send(session.token, encode(message))
+        assert self._jobs is not None, "messages come only after connect"
+        sent = self._jobs.send(session.token, encode(message))
         if sent is Sent.OK:
             return
         self.socket_stats.replies_dropped += 1

@@ -41,7 +41,6 @@ from sidecar.service.forgetting import Forgetting
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import take_memory
 from sidecar.transport.attach_socket import BACKLOG_CONNECTIONS_MAX, Connection, close_fds, peer_of
-from sidecar.transport.zap import usable_key
 from tiers.errors import LayoutError, PoolError
 
 if TYPE_CHECKING:
@@ -91,11 +90,10 @@ def _in_words(connection: Connection) -> Generator[None]:
 class Handshakes:
     """Accepts connections and keeps each until its end."""
 
-    def __init__(self, dispatcher: Dispatcher, endpoint: str, public_key: bytes = b"") -> None:
+    def __init__(self, dispatcher: Dispatcher, endpoint: str) -> None:
         self._dispatcher = dispatcher
         self._forgetting = Forgetting(dispatcher)
         self._endpoint = endpoint
-        self._public_key = public_key
         self._connections = 0
         self._listener: socket.socket | None = None
         self._listening = anyio.CancelScope()
@@ -296,45 +294,23 @@ class Handshakes:
         """Check everything, cheap and stateless first; what is made here is made last."""
         dispatcher = self._dispatcher
         # Again: others had their turn while room was made.
-        user = self._check(attach)
+        self._check(attach)
         memory = take_memory(attach, fds, dispatcher.gpus)
         try:
-            return self._join(attach, connection, memory, user)
+            return self._join(attach, connection, memory)
         except BaseException:
             if memory is not None:
                 memory.end()
             raise
 
-    def _check(self, attach: Attach) -> str:
-        """Refuse what can be refused before anything is made, or forgotten, for it.
-
-        Returns the key that its frames must come with.
-        """
+    def _check(self, attach: Attach) -> None:
+        """Refuse what can be refused before anything is made, or forgotten, for it."""
         dispatcher = self._dispatcher
-        user = self._user(attach)
         if dispatcher.draining:
             raise AttachRefused("draining", "the sidecar is stopping; attach to the next one")
         dispatcher.sessions.check(attach, dispatcher.realms.find(attach.parts))
-        return user
 
-    def _user(self, attach: Attach) -> str:
-        """The key that this client's frames must come with; none where jobs use a Unix socket."""
-        if not self._public_key:
-            return ""
-        if not usable_key(attach.curve_key):
-            raise AttachRefused(
-                "curve",
-                "curve_key: this sidecar takes jobs over TCP and needs the client's CURVE key; "
-                "install a pyzmq whose libzmq has CURVE (zmq.has('curve')) beside the connector",
-            )
-        user = attach.curve_key.decode()
-        if self._dispatcher.sessions.has_user(user):
-            raise AttachRefused("curve", "curve_key: another session has it; make one for each")
-        return user
-
-    def _join(
-        self, attach: Attach, connection: Connection, memory: WorkerMemory | None, user: str
-    ) -> Session:
+    def _join(self, attach: Attach, connection: Connection, memory: WorkerMemory | None) -> Session:
         dispatcher = self._dispatcher
         parts = attach.parts
         known = dispatcher.realms.find(parts)
@@ -355,7 +331,7 @@ class Handshakes:
         if dispatcher.watch is not None:
             for realm in learnt:
                 dispatcher.watch.learnt(realm)
-        return dispatcher.sessions.open(attach, connection, realms, memory, user)
+        return dispatcher.sessions.open(attach, connection, realms, memory)
 
     def _learn(self, realm: RealmLayout, attach: Attach) -> bool:
         """Take a worker's geometry, or leave the realm and the pool as they were.
@@ -391,7 +367,6 @@ class Handshakes:
             limits=self._limits(),
             index_salt=realm.index_salt,
             index_bytes=realm.index.size_bytes if scheduler else 0,
-            curve_key=self._public_key,
         )
 
     def _limits(self) -> Limits:

@@ -21,7 +21,6 @@ from sidecar.errors import StartError
 from sidecar.logs import fields
 from sidecar.service.watchdog import Problem
 from sidecar.transport.attach_socket import listen
-from sidecar.transport.job_socket import JobSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.service.handshake import Handshakes
     from sidecar.service.runtime_dir import RuntimeDirectory
-    from sidecar.transport.router import Router
+    from sidecar.transport.job_socket import JobSocket
 
 COPY_SECONDS_STUCK: Final = 10.0
 """A copy moves at most 64 MiB: tens of milliseconds, or a second on a machine that swaps."""
@@ -72,7 +71,7 @@ class SelfChecks:
         dispatcher: Dispatcher,
         directory: RuntimeDirectory,
         handshakes: Handshakes,
-        jobs: Router | JobSocket,
+        jobs: JobSocket,
     ) -> None:
         self._dispatcher = dispatcher
         self._directory = directory
@@ -85,8 +84,7 @@ class SelfChecks:
     def _renewals(self) -> Iterator[tuple[Path, Callable[[], None]]]:
         """Each socket that has a file, and how it is made again; those over TCP have none."""
         yield self._directory.attach_path, self._listen_again
-        if isinstance(self._jobs, JobSocket):
-            yield self._directory.jobs_path, self._jobs.bind_again
+        yield self._directory.jobs_path, self._jobs.bind_again
         events = self._dispatcher.event_sockets
         if events is not None:
             for path in events.paths:

@@ -67,8 +67,6 @@ class Session:
     """One for each KV cache group."""
     memory: WorkerMemory | None
     token: bytes
-    user: str
-    """CURVE key that its frames must come with; empty over a Unix socket."""
     opened: float = field(default_factory=time.monotonic)
     parts: tuple[Attach, ...] = ()
     """What was attached for each group."""
@@ -191,7 +189,6 @@ class Sessions:
         self._sessions_max = sessions_max
         self._by_id: dict[int, Session] = {}
         self._by_token: dict[bytes, Session] = {}
-        self._users: set[str] = set()
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -204,10 +201,6 @@ class Sessions:
     def get(self, session_id: int) -> Session | None:
         """The session with this id, if it still is."""
         return self._by_id.get(session_id)
-
-    def has_user(self, user: str) -> bool:
-        """Whether a session of now was attached with this CURVE key."""
-        return user in self._users
 
     def by_token(self, token: bytes) -> Session | None:
         """The session whose frames carry this routing id."""
@@ -280,7 +273,6 @@ class Sessions:
         connection: Connection,
         realms: tuple[RealmLayout, ...],
         memory: WorkerMemory | None,
-        user: str = "",
     ) -> Session:
         """Make the session of a client that passed `check`."""
         session = Session(
@@ -290,20 +282,16 @@ class Sessions:
             realms=realms,
             memory=memory,
             token=_new_token(),
-            user=user,
         )
         self._next_id += 1
         self._by_id[session.session_id] = session
         self._by_token[session.token] = session
-        if session.user:
-            self._users.add(session.user)
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session; its memory is unmapped once its copies have ended."""
         self._by_id.pop(session.session_id, None)
         self._by_token.pop(session.token, None)
-        self._users.discard(session.user)
         if session.memory is not None:
             session.memory.end()
 

@@ -1,7 +1,6 @@
 """ZMQ endpoints that a sidecar binds: one way to bind them, for a start and for a trial of it.
 
-Owns the binding and what is said where it fails. Does not own the sockets (`router.py`,
-`events/sockets.py`).
+Owns the binding and what is said where it fails. Does not own the sockets (`events/keyed_port.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The Unix socket for jobs: reads what ZMQ's DEALER sockets write, frame by frame.
 
-Owns the listening socket, its connections, their handshake and framing (ZMTP 3.0 with the NULL
-mechanism, https://rfc.zeromq.org/spec/23), and sending. Does not own sessions, nor what a frame
-says. libzmq's own ROUTER keeps every part of a message until the last one, whoever sends it:
-nothing that it can be told bounds that (ADR 0034).
+Owns the listening socket, its connections, their handshake, and sending. Does not own framing
+(`zmtp.py`), sessions, nor what a frame says.
 
 Invariants:
 
@@ -19,20 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import errno
 import socket
-import struct
 import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Final
 
+from sidecar.protocol import FRAME_BYTES_MAX
+from sidecar.transport import zmtp
 from sidecar.transport.attach_socket import listen, peer_of
-from sidecar.transport.router import CUT_BYTES_MAX, LINGER_MILLISECONDS_MAX, WAKE_SECONDS_MAX, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+WAKE_SECONDS_MAX: Final = 0.002
+CUT_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+"""A longer frame ends its connection. Between this and FRAME_BYTES_MAX one is still answered."""
+LINGER_MILLISECONDS_MAX: Final = 200
 HANDSHAKE_SECONDS_MAX: Final = 5.0
 UNNAMED_MAX: Final = 64
 """Connections that have not named a session yet; where there are more, the oldest is closed."""
@@ -45,31 +48,17 @@ ACCEPT_AGAIN_SECONDS: Final = 1.0
 """Until a connection is accepted again for which there was no descriptor."""
 
 _NO_MORE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_MORE, _LONG, _COMMAND = 1, 2, 4
-_GREETING_BYTES: Final = 64
-_MECHANISM: Final = slice(12, 32)
-_NULL: Final = b"NULL".ljust(20, b"\0")
-_GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _NULL + bytes(32)
-_READY: Final = b"\x05READY"
+_HELLO: Final = zmtp.hello(b"ROUTER")
 
 
-def _property(name: bytes, value: bytes) -> bytes:
-    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+class Sent(enum.Enum):
+    """What became of a message."""
 
-
-def _framed(payload: bytes, flags: int = 0) -> bytes:
-    if len(payload) > 255:
-        return struct.pack(">BQ", flags | _LONG, len(payload)) + payload
-    return bytes([flags, len(payload)]) + payload
-
-
-_HELLO: Final = _GREETING + _framed(
-    _READY + _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""), _COMMAND
-)
-
-
-class _BrokenError(Exception):
-    """What came is not the protocol; the connection ends."""
+    OK = "ok"
+    GONE = "gone"
+    """No peer has this token (any more, or yet)."""
+    FULL = "full"
+    """The peer does not read: `replies_queued_max` messages wait for it."""
 
 
 class _Peer:
@@ -90,7 +79,7 @@ class _Peer:
 
 
 class JobSocket:
-    """The bound socket. `received(token, parts, "")` is called on the loop, once a message.
+    """The bound socket. `received(token, parts)` is called on the loop, once a message.
 
     Args:
         path: of the Unix socket that it binds.
@@ -106,7 +95,7 @@ class JobSocket:
     def __init__(
         self,
         path: Path,
-        received: Callable[[bytes, list[bytes], str], None],
+        received: Callable[[bytes, list[bytes]], None],
         admitted: Callable[[bytes, int], bool],
         refused: Callable[[bytes], None],
         broke: Callable[[BaseException], None],
@@ -116,7 +105,6 @@ class JobSocket:
         replies_queued_max: int,
     ) -> None:
         self.endpoint = f"ipc://{path}"
-        self.public_key = b""
         self.handshakes_refused: Counter[str] = Counter()
         """Connections that were refused before they were read."""
         self._path = path
@@ -160,7 +148,7 @@ class JobSocket:
             return Sent.GONE
         if len(peer.outbox) >= self._replies_queued_max:
             return Sent.FULL
-        peer.outbox.append(memoryview(_framed(payload)))
+        peer.outbox.append(memoryview(zmtp.framed(payload)))
         if len(peer.outbox) == 1:
             self._send_out(peer)
         return Sent.GONE if peer.closed else Sent.OK
@@ -283,7 +271,7 @@ class JobSocket:
             data = peer.sock.recv(RECEIVE_BYTES_MAX)
         except BlockingIOError:
             return False
-        except (OSError, _BrokenError):
+        except (OSError, zmtp.BrokenError):
             self._close(peer)
             return False
         if not data:
@@ -292,7 +280,7 @@ class JobSocket:
         peer.inbox += data
         try:
             return not self._take(peer)
-        except _BrokenError:
+        except zmtp.BrokenError:
             self._close(peer)
             return False
 
@@ -301,14 +289,13 @@ class JobSocket:
         at = 0
         try:
             if not peer.greeted:
-                if len(peer.inbox) < _GREETING_BYTES:
+                if len(peer.inbox) < zmtp.GREETING_BYTES:
                     return True
-                greeting = bytes(peer.inbox[:_GREETING_BYTES])
-                if greeting[0] != 0xFF or greeting[10] < 3 or greeting[_MECHANISM] != _NULL:
-                    raise _BrokenError
-                peer.greeted, at = True, _GREETING_BYTES
+                zmtp.check_greeting(bytes(peer.inbox[: zmtp.GREETING_BYTES]))
+                peer.greeted, at = True, zmtp.GREETING_BYTES
             for _ in range(FRAMES_PER_TURN_MAX):
-                frame = self._frame(peer, at)
+                bytes_max = CUT_BYTES_MAX if peer.token else READY_BYTES_MAX
+                frame = zmtp.frame_at(peer.inbox, at, bytes_max)
                 if frame is None:
                     return True
                 flags, first, at = frame
@@ -321,62 +308,28 @@ class JobSocket:
         finally:
             del peer.inbox[:at]
 
-    def _frame(self, peer: _Peer, at: int) -> tuple[int, int, int] | None:
-        """Flags, begin and end of the frame at `at`; None while it is not all there."""
-        inbox = peer.inbox
-        if len(inbox) < at + 2:
-            return None
-        flags = inbox[at]
-        first = at + (9 if flags & _LONG else 2)
-        if len(inbox) < first:
-            return None
-        size = int.from_bytes(inbox[at + 1 : first], "big")
-        if size > (CUT_BYTES_MAX if peer.token else READY_BYTES_MAX):
-            raise _BrokenError
-        return (flags, first, first + size) if len(inbox) >= first + size else None
-
     def _framed_in(self, peer: _Peer, flags: int, payload: bytes) -> None:
-        if flags & _COMMAND:
+        if flags & zmtp.COMMAND:
             # Only a READY: nobody here asks for heartbeats.
             if peer.token:
-                raise _BrokenError
+                raise zmtp.BrokenError
             self._name(peer, payload)
         elif not peer.token:
-            raise _BrokenError
-        elif flags & _MORE:
+            raise zmtp.BrokenError
+        elif flags & zmtp.MORE:
             peer.parts += 1
         else:
             parts = [payload] if not peer.parts else [b"", b""]
             peer.parts = 0
-            self._received(peer.token, parts, "")
+            self._received(peer.token, parts)
 
     def _name(self, peer: _Peer, payload: bytes) -> None:
-        token = _identity(payload)
+        token = zmtp.identity_in(payload)
         if not self._admitted(token, peer.uid) or token in self._named:
             self._refused(token)
-            raise _BrokenError
+            raise zmtp.BrokenError
         peer.token = token
         del self._unnamed[peer]
         self._named[token] = peer
         if peer.deadline is not None:
             peer.deadline.cancel()
-
-
-def _identity(ready: bytes) -> bytes:
-    """The routing id in a READY command. Raises `_BrokenError` where it is none."""
-    if not ready.startswith(_READY):
-        raise _BrokenError
-    at = len(_READY)
-    while at < len(ready):
-        name = ready[at + 1 : at + 1 + ready[at]]
-        at += 1 + len(name)
-        if len(ready) < at + 4:
-            raise _BrokenError
-        size = int.from_bytes(ready[at : at + 4], "big")
-        at += 4
-        if len(ready) < at + size:
-            raise _BrokenError
-        if name.lower() == b"identity":
-            return ready[at : at + size]
-        at += size
-    return b""

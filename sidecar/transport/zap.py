@@ -1,12 +1,10 @@
-"""CURVE for jobs over TCP: the keys that may connect are those of the clients that attached.
+"""CURVE for KV events over TCP: who may connect are the subscribers that the configuration names.
 
 Owns the answers to libzmq's questions who may connect (ZAP, RFC 27), and counting the handshakes
-that failed. Does not own keys: a client names its own, made for this session, when it attaches over
-the Unix socket, where the kernel says who it is.
+that failed. Does not own keys: they are in the configuration (`sidecar/config/observability.py`).
 
-Invariants: a connection is let in exactly while a session with its key lives; what it is known by
-from then on (`User-Id`) is that key, so that one client's frames cannot pass for another's. The
-sockets are drained on the loop and nothing here waits.
+Invariants: a connection is let in only with a key that is admitted. The sockets are drained on the
+loop and nothing here waits.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from zmq.utils.monitor import parse_monitor_message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KEY_BYTES: Final = 40
-"""A key in Z85."""
 HANDSHAKE_MILLISECONDS_MAX: Final = 5000
 MESSAGES_PER_WAKE_MAX: Final = 256
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -33,14 +29,6 @@ _FAILED: Final = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broken_off",
 }
-
-
-def usable_key(key: bytes) -> bool:
-    """Whether these bytes are a public key in Z85."""
-    try:
-        return len(key) == KEY_BYTES and len(z85.decode(key)) == 32
-    except (KeyError, ValueError, OverflowError):
-        return False
 
 
 class ZapAuthenticator:

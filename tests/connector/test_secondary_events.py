@@ -175,7 +175,7 @@ def test_what_is_evicted_is_told_as_removed(tmp_path: Path, bucket: Path) -> Non
 @pytest.mark.promise("events-offloading")
 def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -> None:
     bounds = {
-        "objects_max": 2,
+        "objects_max": 4,
         "deadline_seconds_max": "2s",
         "gc": {"every": "1s", "grace": "2200ms"},
     }
@@ -186,7 +186,7 @@ def test_what_the_store_loses_is_told_as_removed(tmp_path: Path, bucket: Path) -
         keys = keys_of(first, prompt)
         first.store("a", prompt)
         first.settle()
-        listener.until(lambda: len(listener.removed) == len(prompt) - 2)
+        listener.until(lambda: len(listener.removed) == len(prompt) - 4)
         assert {medium for medium, _ in listener.removed} == {Medium.STORAGE}
         left = [key for key in keys if (Medium.STORAGE, key) not in listener.removed]
         listener.until_holds(CPU=keys, STORAGE=left)

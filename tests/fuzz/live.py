@@ -291,7 +291,6 @@ def campaign(folder: Path, seed: int, *, seconds_max: float, attacks_max: int) -
     # its end is noticed (docs/security.md); this attacker sends 20 at most to each.
     config = {
         "host": {"size": "16MiB", "prefault": False},
-        "limits": {"frames_queued_max": 64},
     }
     sidecar = SidecarProcess(folder, config)
     with sidecar:

@@ -147,9 +147,6 @@ class Client:
         try:
             self.unix.settimeout(WAIT_SECONDS_MAX)
             self.unix.connect(str(path))
-            self.keys = zmq.curve_keypair()
-            if isinstance(message, Attach) and not message.curve_key:
-                message = msgspec.structs.replace(message, curve_key=self.keys[0])
             payload = message if isinstance(message, bytes) else protocol.encode(message)
             self._send_attach(payload, fds)
             reply, self.fds = self.receive_unix()
@@ -158,10 +155,6 @@ class Client:
             self.dealer = self._context.socket(zmq.DEALER)
             self.dealer.setsockopt(zmq.LINGER, 0)
             self.dealer.setsockopt(zmq.ROUTING_ID, self.attached.token)
-            if self.attached.curve_key:
-                self.dealer.setsockopt(zmq.CURVE_SERVERKEY, self.attached.curve_key)
-                self.dealer.setsockopt(zmq.CURVE_PUBLICKEY, self.keys[0])
-                self.dealer.setsockopt(zmq.CURVE_SECRETKEY, self.keys[1])
             self.dealer.connect(self.attached.endpoint)
         except BaseException:
             self.close()

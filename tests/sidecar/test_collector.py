@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,9 @@ from tiers.catalog.names import (
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
+
+if TYPE_CHECKING:
+    from tiers.store.client import Bytes
 
 
 async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from_their_rounds() -> (
@@ -120,3 +125,49 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
         await collector.look()
         assert collector.collected.rounds_failed == 2
         assert not caplog.records, "it said so already"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.promise("killed-collector")
+async def test_one_that_was_killed_keeps_nobody_from_collecting_beyond_its_lease() -> None:
+    bucket, clock = Bucket(), Clock()
+    config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
+    collector = Collector(View(bucket), config, StoreHealth(creates=True), lambda: 0, clock)
+    assert await collector.look() == 600.0
+    clock.now += 600.0
+    killed = CatalogLease(View(bucket), "killed", seconds=60, clock=clock)
+    assert await killed.take()
+    # It may be at it: it is not looked at again before it must have renewed its lease.
+    assert await collector.look() == 60.0
+    clock.now += 20.0
+    assert await killed.renew(at_once=True)
+    clock.now += 40.0
+    assert await collector.look() == 60.0
+    assert collector.collected.rounds_left == 2
+    # Killed now, and its lease is over a minute after it was last seen to be renewed.
+    clock.now += 60.0
+    assert await collector.look() == 600.0
+    assert collector.collected.rounds_left == 2, "it was left to one that is dead"
+    assert await CatalogLease(View(bucket), "next", seconds=60, clock=clock).take()
+
+
+async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn() -> None:
+    class Full(View):
+        async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
+            raise TierExpired("full", retryable=True)
+
+    bucket, clock = Bucket(), Clock()
+    assert await CatalogLease(View(bucket), "killed", seconds=60, clock=clock).take()
+    config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
+    collector = Collector(Full(bucket), config, StoreHealth(creates=True), lambda: 0, clock)
+    assert await collector.look() == 60.0
+    clock.now += 60.0
+    assert await collector.look() == 600.0
+    assert collector.collected.rounds_failed == 1

@@ -251,10 +251,6 @@ def token_file_that_is_empty(world: World) -> dict[str, Any]:
     return {"http": {"token_file": world.key("")}}
 
 
-def over_tcp(world: World, key: str, endpoint: str = "tcp://127.0.0.1:0") -> dict[str, Any]:
-    return {"runtime": {"endpoint": endpoint, "curve_secret_key_file": key}}
-
-
 def events_over_tcp(world: World, key: str, **endpoints: str) -> dict[str, Any]:
     places = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
     subscribers = [zmq.curve_keypair()[0].decode()]
@@ -262,12 +258,7 @@ def events_over_tcp(world: World, key: str, **endpoints: str) -> dict[str, Any]:
     return {"events": {"enabled": True, **places, **endpoints, **more}}
 
 
-@refusal("_key")
-def key_of_jobs_that_is_none(world: World) -> dict[str, Any]:
-    return over_tcp(world, world.key("not a key"))
-
-
-@refusal("_key")
+@refusal("events_key")
 def key_of_events_that_is_none(world: World) -> dict[str, Any]:
     return events_over_tcp(world, world.key("not a key"))
 
@@ -296,11 +287,6 @@ def address_that_is_none(world: World) -> dict[str, Any]:
 
 
 @refusal("bind")
-def port_of_jobs_that_is_taken(world: World) -> dict[str, Any]:
-    return over_tcp(world, world.key(), f"tcp://127.0.0.1:{world.taken_port()}")
-
-
-@refusal("bind")
 def port_of_events_that_is_taken(world: World) -> dict[str, Any]:
     endpoint = f"tcp://127.0.0.1:{world.taken_port()}"
     return events_over_tcp(world, world.key(), endpoint=endpoint)
@@ -314,7 +300,7 @@ def port_of_replays_that_is_taken(world: World) -> dict[str, Any]:
 
 @refusal("bind")
 def interface_that_is_none(world: World) -> dict[str, Any]:
-    return over_tcp(world, world.key(), "tcp://none0:9322")
+    return events_over_tcp(world, world.key(), endpoint="tcp://none0:9322")
 
 
 @refusal("bind")
@@ -322,7 +308,8 @@ def port_that_is_given_twice(world: World) -> dict[str, Any]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    return {"http": {"port": port}, **over_tcp(world, world.key(), f"tcp://127.0.0.1:{port}")}
+    events = events_over_tcp(world, world.key(), endpoint=f"tcp://127.0.0.1:{port}")
+    return {"http": {"port": port}, **events}
 
 
 # --- host memory and the store -------------------------------------------------------------------
@@ -476,7 +463,7 @@ def test_doctor_says_what_serve_says(commands: Commands, world: World, name: str
         {"runtime": {"directory": f"/{'x' * 120}"}},
         {"store": {"url": "s3://b", "tls": {"ca_file": "/none.pem"}}},
         {"store": {"url": "s3://b", "credentials": {"kind": "profile"}}},
-        {"runtime": {"endpoint": "tcp://127.0.0.1:1"}},
+        {"events": {"enabled": True, "endpoint": "tcp://127.0.0.1:1"}},
     ],
 )
 def test_what_is_wrong_in_the_file_ends_both_alike(
@@ -514,7 +501,7 @@ def missing_parents(world: World) -> dict[str, Any]:
 
 def over_tcp_with_keys(world: World) -> dict[str, Any]:
     events = events_over_tcp(world, world.key())
-    return {**over_tcp(world, world.key()), **events, "http": {"token_file": world.key()}}
+    return {**events, "http": {"token_file": world.key()}}
 
 
 def with_a_store(world: World) -> dict[str, Any]:

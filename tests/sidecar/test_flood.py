@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sidecar.protocol import FRAME_BYTES_MAX, Outcome
-from sidecar.transport.router import CUT_BYTES_MAX
+from sidecar.transport.job_socket import CUT_BYTES_MAX
 from tests.sidecar.client import Scheduler, Worker, key_of
 from tests.sidecar.stores import announce
 from tests.sidecar.test_lives import Process, wait_until
@@ -267,8 +267,7 @@ def test_ten_thousand_requests_wait_within_the_configured_memory(short_directory
 
 @pytest.mark.promise("share-of-loop")
 def test_the_largest_frames_wait_in_the_client_that_sends_them(short_directory: Path) -> None:
-    frames_queued_max = 8
-    world = Flooded(short_directory, 10, memory_max=16 * MIB, frames_queued_max=frames_queued_max)
+    world = Flooded(short_directory, 10, memory_max=16 * MIB)
     try:
         with world.under(FRAMES, 300) as (told, rounds):
             now = world.status()
@@ -276,6 +275,6 @@ def test_the_largest_frames_wait_in_the_client_that_sends_them(short_directory: 
             assert told == {"lookup/FULL": 100}
             assert now["sockets"]["frames_refused"] == {"field": 100, "frame_too_large": 100}
             grown_bytes = world.largest_bytes - world.base_bytes
-            assert grown_bytes < 16 * MIB + frames_queued_max * CUT_BYTES_MAX
+            assert grown_bytes < 16 * MIB + 8 * CUT_BYTES_MAX
     finally:
         world.sidecar.end()

@@ -204,7 +204,6 @@ MESSAGES = st.builds(
     want_events=st.booleans(),
     world_size=st.sampled_from((1, 2)),
     replicas=st.sampled_from((1, 2)),
-    curve_key=st.sampled_from((b"", b"k" * 40)),
     events_endpoint=st.sampled_from(("", "ipc:///nobody")),
     **SIZES,
 )

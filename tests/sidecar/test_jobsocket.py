@@ -14,8 +14,7 @@ import anyio.to_thread
 import pytest
 
 from sidecar.protocol import Outcome
-from sidecar.transport.job_socket import JobSocket
-from sidecar.transport.router import Sent
+from sidecar.transport.job_socket import JobSocket, Sent
 from tests import places
 from tests.sidecar.bench import until
 from tests.sidecar.client import RunningSidecar, Worker, config_in, key_of, open_fds
@@ -124,7 +123,7 @@ async def test_many_small_frames_do_not_hold_the_loop(
     path = short_directory / "jobs.sock"
     jobs = JobSocket(
         path,
-        lambda _token, parts, _user: messages.append(parts),
+        lambda _token, parts: messages.append(parts),
         lambda _token, _uid: True,
         lambda _token: None,
         lambda error: messages.append([repr(error).encode()]),
@@ -150,6 +149,7 @@ async def test_many_small_frames_do_not_hold_the_loop(
     jobs.close()
 
 
+@pytest.mark.promise("jobs-identity")
 def test_a_name_that_is_taken_is_refused_and_its_owner_goes_on(sidecar: RunningSidecar) -> None:
     with Worker(sidecar.path) as worker:
         assert worker.store(1, key_of(1), [0]) is Outcome.OK
@@ -237,7 +237,7 @@ async def test_what_a_peer_does_not_read_is_kept_up_to_the_limit(short_directory
     came: list[bytes] = []
     jobs = JobSocket(
         path,
-        lambda token, _parts, _user: came.append(token),
+        lambda token, _parts: came.append(token),
         lambda _token, _uid: True,
         lambda _token: None,
         lambda error: came.append(repr(error).encode()),

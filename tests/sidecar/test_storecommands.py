@@ -381,7 +381,7 @@ def test_sidecars_collect_by_themselves(
 ) -> None:
     """Two on one folder: what is too much goes from both, and from the folder."""
     places.patch(monkeypatch, "KEEP_SECONDS_MIN", 0.5)
-    store = {**store, "objects_max": 3, **SOON}
+    store = {**store, "objects_max": 6, **SOON}
     first = config_in(short_directory, store=store, runtime={"name": "first"})
     second = config_in(short_directory, store=store, runtime={"name": "second"})
     with (
@@ -395,14 +395,14 @@ def test_sidecars_collect_by_themselves(
             assert worker.store(number, key_of(number), [number]) is Outcome.OK
         here.wait_until(lambda now: now["counters"]["chunks_written"] == 8)
         for sidecar in (here, there):
-            sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 3)
-        there.wait_until(lambda now: objects(short_directory) == 3)
+            sidecar.wait_until(lambda now: now["tiers"]["store"]["chunks"] == 6)
+        there.wait_until(lambda now: objects(short_directory) == 6)
         offered = [number for number in range(8) if scheduler.flags(key_of(number)) == [FLAG_STORE]]
-        assert len(offered) == 3
+        assert len(offered) == 6
         told = [one.status()["tiers"]["store"]["collection"] for one in (here, there)]
         assert [one["state"] for one in told] == ["on", "on"]
-        assert sum(one["withdrawn"] for one in told) == 5
-        assert sum(one["withdrawn_by"].get("store.objects_max", 0) for one in told) == 5
+        assert sum(one["withdrawn"] for one in told) == 2
+        assert sum(one["withdrawn_by"].get("store.objects_max", 0) for one in told) == 2
         counted = b'kvlake_collection_withdrawn_by_bound_total{bound="store.objects_max"}'
         assert counted in here.get("/metrics")
         assert b"kvlake_collection_rounds_total" in here.get("/metrics")

@@ -12,7 +12,9 @@ from sidecar.protocol import Role
 from sidecar.sessions.namespaces import Realms
 from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
+from tiers.catalog.log import new_writer
 from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
+from tiers.catalog.names import LogName
 from tiers.catalog.rows import Row
 from tiers.catalog.usage import Usage
 
@@ -73,6 +75,29 @@ def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
     assert catalogs.held(b"") == ONE
     assert catalogs.held(A, b"another") == Usage()
     assert catalogs.stored == Usage(130, 12, 50, 2)
+
+
+@pytest.mark.promise("bucket-bounds")
+def test_what_others_wrote_during_a_round_counts_on(catalogs: Catalogs) -> None:
+    """It is not in the manifest that the round made, and was forgotten when that was read."""
+    realm = realm_of()
+    other = new_writer()
+    for number in range(3):
+        catalogs.note(realm, {A: ONE}, LogName(other, number))
+    tenants = {A.hex(): Usage(100, 9, 50, 9)}
+    merged = {other: Merged(1, 4)}
+    manifest = replace(NOTHING, generation=4, held=Usage(100, 9, 50, 9), tenants=tenants)
+    goes_by(catalogs, realm, replace(manifest, merged=merged))
+    catalogs.note(realm, {})
+    assert catalogs.held(A) == catalogs.held_in(realm.namespace_digest) == Usage(110, 10, 50, 10)
+    # What the manifest has is not counted again when its file is read after it.
+    catalogs.note(realm, {A: ONE}, LogName(other, 1))
+    assert catalogs.held(A).objects == 10
+    catalogs.note(realm, {A: ONE}, LogName(other, 3))
+    assert catalogs.held(A).objects == 11
+    goes_by(catalogs, realm, replace(manifest, generation=5, merged={other: Merged(3, 5)}))
+    catalogs.note(realm, {})
+    assert catalogs.held(A) == Usage(100, 9, 50, 9)
 
 
 async def test_what_was_written_here_counts_at_once_and_once() -> None:

@@ -207,3 +207,60 @@ def test_what_waits_is_bounded_in_bytes() -> None:
     finish(world)
     assert world.engine.counters.chunks_written == 4
     assert world.engine.snapshot().write_queue_bytes == 0
+
+
+# --- a namespace at its bound --------------------------------------------------------------------
+
+
+def test_a_chunk_is_written_only_where_its_namespace_has_room_when_its_turn_comes() -> None:
+    held = 0
+    asked: list[tuple[int, int]] = []
+
+    def room(realm_id: int, num_bytes: int, objects: int) -> bool:
+        asked.append((num_bytes, objects))
+        return held + objects <= 3
+
+    world = make_world(room_to_write=room, writes_inflight_max=2)
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1, 2, 3, 4])
+    assert written(world) == [key(1), key(2)]
+    # What is being written counts already, what only waits does not: it may never be written.
+    assert asked == [(SLOT_BYTES, 1), (2 * SLOT_BYTES, 2)]
+    for number in (1, 2):
+        held += 1
+        world.written(next(iter(world.writes)))
+        assert asked[2:] == [(2 * SLOT_BYTES, 2), (2 * SLOT_BYTES, 2)][:number]
+    assert written(world) == [key(3)]
+    assert world.engine.counters.writes_refused_bound == 1
+    held += 1
+    finish(world)
+    assert world.engine.counters.chunks_written == 3
+    assert world.engine.writes.pending_bytes == 0
+
+
+def test_all_ranks_of_a_chunk_are_written_or_none() -> None:
+    asked: list[int] = []
+
+    def room(realm_id: int, num_bytes: int, objects: int) -> bool:
+        asked.append(objects)
+        return objects <= 2
+
+    world = make_world(room_to_write=room, writes_inflight_max=1)
+    workers = [world.open(Role.WORKER, rank=rank, world_size=2) for rank in (0, 1)]
+    for worker in workers:
+        world.stored(worker, 1, [1])
+    while world.writes:
+        world.written(next(iter(world.writes)))
+    assert asked == [2]
+    assert world.engine.counters.bytes_written
+    assert world.engine.counters.writes_refused_bound == 0
+
+
+def test_a_write_that_failed_is_tried_again_only_where_there_is_room_still() -> None:
+    rooms = [True, False]
+    world = make_world(room_to_write=lambda _realm, _size, _objects: rooms.pop(0))
+    worker = world.open(Role.WORKER)
+    world.stored(worker, 1, [1])
+    world.written(next(iter(world.writes)), StoreOutcome.UNAVAILABLE)
+    assert not world.writes
+    assert world.engine.counters.writes_refused_bound == 1

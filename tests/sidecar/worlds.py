@@ -48,11 +48,20 @@ def make_world(
     admit_write: Callable[[int, bytes, int, int], bool] = lambda _realm, _who, _size, _objects: (
         True
     ),
+    room_to_write: Callable[[int, int, int], bool] = lambda _realm, _size, _objects: True,
     **changes: Any,
 ) -> World:
     slots, bounds = SlabSlots(slabs, slab_slots), limits(**changes)
     policy = StrictLRU() if policy is None else policy
-    engine = Engine(slots, policy, bounds, epoch=EPOCH, tenants=tenants, admit_write=admit_write)
+    engine = Engine(
+        slots,
+        policy,
+        bounds,
+        epoch=EPOCH,
+        tenants=tenants,
+        admit_write=admit_write,
+        room_to_write=room_to_write,
+    )
     return World(engine, slots, policy, bounds, admit_write)
 
 

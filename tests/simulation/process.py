@@ -30,7 +30,7 @@ from sidecar.protocol import decode_server
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
 from sidecar.transport.attach_socket import Peer
-from sidecar.transport.router import Router, Sent
+from sidecar.transport.job_socket import JobSocket, Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects
@@ -165,7 +165,7 @@ class SidecarProcess:
         self.dispatcher = self.server.dispatcher
         self.epoch = self.dispatcher.epoch
         self.router = SimRouter(self)
-        self.dispatcher.connect(cast("Router", self.router))
+        self.dispatcher.connect(cast("JobSocket", self.router))
         checks.watch(self)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._main = self.loop.create_task(self._run())

@@ -59,6 +59,8 @@ ABANDONED_SECONDS: Final = 3600.0
 """A round lasts less; what is older and in no manifest belongs to none that still runs."""
 MANIFESTS_KEPT: Final = 3
 WRITERS_KEPT: Final = 4096
+WRITERS_WRITTEN_MAX: Final = 1 << 14
+"""With as many tenants as a manifest may name it has less than `MANIFEST_BYTES_MAX`."""
 
 
 async def compact(
@@ -196,6 +198,11 @@ class _Round:
         there = {file.log.writer for file in state.contents.logs}
         gone = sorted(found.keys() - there, key=lambda writer: found[writer].generation)
         for writer in gone[: max(0, len(gone) - WRITERS_KEPT)]:
+            del found[writer]
+        # Of more than a manifest takes, the logs of some are merged again, which changes nothing,
+        # until the files of the others are removed.
+        last = sorted(found, key=lambda writer: found[writer].generation)[WRITERS_WRITTEN_MAX:]
+        for writer in last:
             del found[writer]
         return found
 

@@ -18,6 +18,7 @@ import numpy as np
 from tiers.catalog.merge import both_have, newest_of_chunk, withdrawals
 from tiers.catalog.names import segment_name
 from tiers.catalog.orphans import rows_of_listing
+from tiers.catalog.rows import SIZE_LARGEST
 from tiers.store.client import Found
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def deletable(
                 continue
             if size_bytes and not rows.num_blocks[index]:
                 missed.append(index)
-                sizes.append(size_bytes)
+                sizes.append(min(size_bytes, SIZE_LARGEST))
                 continue
             doomed.append(name)
         kept[index] = False

@@ -90,16 +90,31 @@ class CatalogLease:
         """Who holds it instead."""
         return self._other.holder
 
-    async def newest(self) -> int:
-        """The newest generation, -1 for none: it moves whenever anybody takes the lease."""
-        return max(await self._generations(), default=-1)
+    async def look(self) -> int:
+        """The newest generation, -1 for none: it moves whenever anybody takes the lease.
+
+        Another's is over when its time has passed since the first look that found it.
+        """
+        newest = max(await self._generations(), default=-1)
+        if newest >= 0:
+            await self._notice(newest)
+        return newest
+
+    @property
+    def over_in(self) -> float | None:
+        """Seconds until the lease that was found is over, unless renewed. None: it is free."""
+        if self._seen < 0 or self._is_free:
+            return None
+        return max(0.0, self._seen_since + self._other_seconds - self._clock())
 
     async def take(self) -> bool:
         """Try to take it. Raises the tier's errors."""
         found = await self._generations()
         newest = max(found, default=-1)
-        if newest >= 0 and not await self._over(newest):
-            return False
+        if newest >= 0:
+            await self._notice(newest)
+            if self.over_in:
+                return False
         return await self._create(newest + 1, self._holder)
 
     async def renew(self, *, at_once: bool = False) -> bool:
@@ -120,15 +135,21 @@ class CatalogLease:
             await self._create(self.mine + 1, "")
             self.mine = -1
 
-    async def _over(self, newest: int) -> bool:
+    async def _notice(self, newest: int) -> None:
         now = self._clock()
         if newest != self._seen:
             self._other = await self._read(newest)
             self._seen, self._seen_since = newest, now
-        if not self._other.holder or (self._other.token == self._token and not self.held):
-            # Given back, or made by a try of our own that seemed to have failed.
-            return True
-        return now - self._seen_since > min(self._other.seconds, LEASE_SECONDS_MAX)
+
+    @property
+    def _is_free(self) -> bool:
+        # Given back, or made by a try of our own that seemed to have failed.
+        other = self._other
+        return not other.holder or (other.token == self._token and not self.held)
+
+    @property
+    def _other_seconds(self) -> float:
+        return min(self._other.seconds, LEASE_SECONDS_MAX)
 
     async def _create(self, generation: int, holder: str, *, again: bool = True) -> bool:
         if generation > NUMBER_MAX:

@@ -20,10 +20,19 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from tiers.catalog.names import LogName, log_name
-from tiers.catalog.rows import ROWS_PER_FILE_MAX, Bytes, Row, Rows, digest_of, encode, rows_of
+from tiers.catalog.rows import (
+    ROWS_PER_FILE_MAX,
+    SEGMENTS_PER_FILE_MAX,
+    Bytes,
+    Row,
+    Rows,
+    cut,
+    digest_of,
+    encode,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +122,8 @@ class LogWriter:
             left, begun = len(self._rows), self._clock()
             while left > 0:
                 if self._unsent is None:
-                    rows = self._rows[: min(left, ROWS_PER_FILE_MAX)]
+                    # Each may name a segment of its own, and a file takes no more of these.
+                    rows = self._rows[: min(left, SEGMENTS_PER_FILE_MAX)]
                     if self._tally is not None:
                         self._tally.cut()
                     self._unsent = (await anyio.to_thread.run_sync(_encoded, rows), len(rows))
@@ -131,8 +141,7 @@ class LogWriter:
     async def write(self, rows: Rows) -> None:
         """Write these rows at once, past the buffer. After an error, use another writer's name."""
         async with self._flushing:
-            for first in range(0, len(rows), ROWS_PER_FILE_MAX):
-                part = rows.take(np.arange(first, min(first + ROWS_PER_FILE_MAX, len(rows))))
+            for part in await anyio.to_thread.run_sync(cut, rows, ROWS_PER_FILE_MAX):
                 body = await anyio.to_thread.run_sync(encode, part)
                 await self._send(body)
 

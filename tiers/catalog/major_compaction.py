@@ -17,6 +17,7 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog.diff import Objects, compared, deletable
+from tiers.catalog.event_loop import aside
 from tiers.catalog.manifest import TENANTS_MAX
 from tiers.catalog.merge import both_have, merged, newest_of_chunk, withdrawals
 from tiers.catalog.orphans import listed_in, slice_folder
@@ -82,13 +83,13 @@ class MajorCompaction:
                     rows = await self._reconciled(rows, objects)
                 if deletes:
                     rows = await self._deleted(rows, withdrawn, objects, shard)
-            rows, fallen = await anyio.to_thread.run_sync(_judged, rows, verdict, work.report)
+            rows, fallen = await aside(len(rows), _judged, rows, verdict, work.report)
             if len(fallen.rows):
                 if work.tell is not None:
                     await work.tell(fallen.rows, fallen.whys)
                 await self._announce(fallen.news)
             if waits:
-                rows = await anyio.to_thread.run_sync(self._without_late, rows, withdrawn)
+                rows = await aside(len(rows), self._without_late, rows, withdrawn)
             await out.add(rows)
         base = len(await out.close())
         late = joined(self._late)
@@ -118,7 +119,7 @@ class MajorCompaction:
         if await anyio.to_thread.run_sync(self._needs_ages, bounds):
             async for _, rows, _ in Shards(work.files, self._state).rows():
                 await work.check_alive()
-                await anyio.to_thread.run_sync(ages.add, rows)
+                await aside(len(rows), ages.add, rows)
         return ages
 
     def _needs_ages(self, bounds: RetentionRules) -> bool:
@@ -141,8 +142,8 @@ class MajorCompaction:
     async def _reconciled(self, rows: Rows, objects: Objects) -> Rows:
         """The rows with what the objects say that they lack, or have too much."""
         work = self._work
-        found, lost = await anyio.to_thread.run_sync(
-            compared, rows, objects, work.prefix, work.now_seconds
+        found, lost = await aside(
+            len(rows) + len(objects), compared, rows, objects, work.prefix, work.now_seconds
         )
         work.report.found += len(found)
         work.report.lost += len(lost)
@@ -154,9 +155,7 @@ class MajorCompaction:
     async def _deleted(self, rows: Rows, old: Rows, objects: Objects, shard: int) -> Rows:
         """Delete what was withdrawn long enough ago, or is there after all; the rows then."""
         work = self._work
-        rows, doomed, found = await anyio.to_thread.run_sync(
-            deletable, rows, old, objects, work.prefix
-        )
+        rows, doomed, found = await aside(len(rows), deletable, rows, old, objects, work.prefix)
         work.report.deleted += len(doomed) if work.plan.dry_run else 0
         # What was listed may be minutes old by now, and at a slow rate older than a lease.
         left = deque(sorted(doomed))

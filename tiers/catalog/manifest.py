@@ -153,6 +153,8 @@ def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
         some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Usage], strict=True)
         if not all(map(_TENANT.fullmatch, some)):
             raise CatalogCorrupt("tenants: one is not called by 16 hexadecimal digits")
+        if any(min(held) < 0 for held in some.values()):
+            raise CatalogCorrupt("tenants: one holds less than nothing")
         found.update(some)
         if len(found) > TENANTS_MAX:
             raise CatalogCorrupt(f"tenants: more than {TENANTS_MAX}")
@@ -167,6 +169,8 @@ def _check(image: _Fields, folder: str, generation: int) -> Generator[None]:
             f"format={image.format}, generation={image.generation}: expected "
             f"{MANIFEST_FORMAT} and {generation}"
         )
+    if min(image.held) < 0:
+        raise CatalogCorrupt("held: less than nothing")
     if len(image.snapshots) > SNAPSHOTS_MAX or len(image.merged) > WRITERS_MAX:
         raise CatalogCorrupt(f"more than {SNAPSHOTS_MAX} snapshots or {WRITERS_MAX} writers")
     if not 0 <= image.base <= len(image.snapshots):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import anyio.to_thread
 
 from tiers.catalog.names import parse_name
-from tiers.catalog.rows import Row, Rows, rows_of
+from tiers.catalog.rows import SIZE_LARGEST, Row, Rows, rows_of
 from tiers.errors import TierUnavailable
 
 if TYPE_CHECKING:
@@ -77,5 +77,6 @@ def rows_of_listing(listing: Listing, prefix: str) -> Rows:
             continue
         # Never 0, which is how a store that tells no times would make it.
         written_at = max(1, int(found.modified_seconds * 1e6))
-        rows.append(Row(name.key, name.segment.name, written_at, found.size_bytes))
+        size_bytes = min(found.size_bytes, SIZE_LARGEST)
+        rows.append(Row(name.key, name.segment.name, written_at, size_bytes))
     return rows_of(rows)

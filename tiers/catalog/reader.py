@@ -164,6 +164,8 @@ class CatalogReader:
         self.counts = counts
         self.writer = ""
         """Whose log has the rows that came last; "" for those of a snapshot."""
+        self.file: LogName | None = None
+        """The file of a log that has them; None for a snapshot."""
         self._page_names = page_names
         self._manifest = NOTHING
         self._positions: dict[str, LogFile] = {}
@@ -231,7 +233,7 @@ class CatalogReader:
                 # Merged and deleted since the listing: a manifest has its rows.
                 return
             if rows is not None:
-                self.writer = writer
+                self.writer, self.file = writer, file.log
                 yield rows
             elif self._is_merged(file.log):
                 # It may have been whole then, and nobody announces again what the snapshots have.
@@ -286,7 +288,7 @@ class CatalogReader:
                     retryable=True,
                 ) from error
             if rows is not None:
-                self.writer = ""
+                self.writer, self.file = "", None
                 yield rows
 
     def _missed(self, newer: Manifest, contents: Contents) -> bool:

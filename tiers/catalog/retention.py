@@ -162,11 +162,12 @@ class _TenantLimits:
 
 
 def _micros(seconds: float | None) -> int | None:
-    return None if seconds is None else int(seconds * MICROSECONDS)
+    return None if seconds is None else min(int(seconds * MICROSECONDS), NO_LIMIT)
 
 
 def _column(values: list[int | None]) -> Longs:
-    return np.array([NO_LIMIT if one is None else one for one in values], dtype=np.int64)
+    limits = [NO_LIMIT if one is None else min(one, NO_LIMIT) for one in values]
+    return np.array(limits, dtype=np.int64)
 
 
 class Expiry:

@@ -10,12 +10,13 @@ orders rows of one segment and the age of chunks: a clock that is off costs hits
 Invariants: a file is accepted whole or not at all; before the parser sees it, its length is
 bounded, its digest, xxh3_128, is the one in its name, and nothing in it is compressed, so that what
 it takes in memory is what it has in bytes (`footer.py`); after it, the schema is equal to the byte,
-nothing is null and every segment's name parses. Nothing is encoded that would not be accepted.
+nothing is null and every segment's name parses; times and sizes are at most `TIME_LATEST` and
+`SIZE_LARGEST`, so that they can be added up. Nothing is encoded that would not be accepted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from tiers.errors import LayoutError, TierError
 from tiers.kv.layout import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 TENANT_BYTES: Final = 8
 NO_TENANT: Final = bytes(TENANT_BYTES)
@@ -39,6 +40,9 @@ FILE_BYTES_MAX: Final = 128 << 20
 ROWS_PER_FILE_MAX: Final = 500_000
 BATCHES_PER_FILE_MAX: Final = 16
 SEGMENTS_PER_FILE_MAX: Final = 65_536
+SIZE_LARGEST: Final = 1 << 32
+"""No segment's image has as many bytes (its columns are narrower). A larger size counts as this
+one, whoever wrote it: sums of sizes near 2^63 would turn negative, and no bound be exceeded."""
 TIME_MAX: Final = 1 << 62
 TIME_LATEST: Final = 1 << 53
 """In the year 2255. A later time counts as this one, whoever wrote it: what withdraws a row is
@@ -174,6 +178,29 @@ def joined(parts: Sequence[Rows]) -> Rows:
     )
 
 
+def cut(rows: Rows, rows_max: int) -> list[Rows]:
+    """Parts of at most so many rows, in order, that `encode` accepts whatever segments they name.
+
+    Logs of others may name as many kinds as they have rows, each in a file that is accepted.
+    """
+    if len(rows.segments) <= SEGMENTS_PER_FILE_MAX:
+        return [rows.take(part) for part in _parts(len(rows), rows_max)]
+    parts = _parts(len(rows), min(rows_max, SEGMENTS_PER_FILE_MAX))
+    return [_named(rows.take(part)) for part in parts]
+
+
+def _parts(num_rows: int, rows_max: int) -> Iterator[npt.NDArray[np.intp]]:
+    for first in range(0, num_rows, rows_max):
+        yield np.arange(first, min(first + rows_max, num_rows))
+
+
+def _named(rows: Rows) -> Rows:
+    """The same, without the names that no row has."""
+    used, ids = np.unique(rows.segment_ids, return_inverse=True)
+    segments = tuple(rows.segments[number] for number in used.tolist())
+    return replace(rows, segments=segments, segment_ids=ids.astype(np.int32))
+
+
 def digest_of(body: Bytes) -> str:
     """What the name of a file with these bytes ends with."""
     return xxhash.xxh3_128_hexdigest(body.data)
@@ -182,7 +209,7 @@ def digest_of(body: Bytes) -> str:
 def encode(rows: Rows) -> Bytes:
     """The rows as an Arrow IPC file. Raises `ValueError` for what `decode` would refuse.
 
-    Times are taken into the range that readers know.
+    Times and sizes are taken into the range that readers know.
     """
     if len(rows) > ROWS_PER_FILE_MAX:
         raise ValueError(f"{len(rows)} rows: a file has at most {ROWS_PER_FILE_MAX}")
@@ -197,7 +224,7 @@ def encode(rows: Rows) -> Bytes:
         _binary(rows.parents),
         names.take(pa.array(rows.segment_ids)),
         pa.array(rows.num_blocks, type=pa.int32()),
-        pa.array(rows.size_bytes, type=pa.int64()),
+        pa.array(np.minimum(rows.size_bytes, SIZE_LARGEST), type=pa.int64()),
         pa.array(np.clip(rows.written_at, 1, TIME_LATEST), type=pa.int64()).cast(
             SCHEMA.field("written_at").type
         ),
@@ -253,7 +280,7 @@ def _checked(table: Any) -> Rows:
         segments=segments,
         segment_ids=encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32),
         num_blocks=table["num_blocks"].to_numpy(),
-        size_bytes=table["size_bytes"].to_numpy(),
+        size_bytes=np.minimum(table["size_bytes"].to_numpy(), SIZE_LARGEST),
         written_at=np.minimum(times, TIME_LATEST),
         tenants=_fixed_column(table["tenant"], TENANT_BYTES),
     )

@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
+from tiers.catalog.event_loop import aside
 from tiers.catalog.manifest import NOTHING, Manifest
 from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
@@ -282,7 +283,7 @@ class Shards:
             old = await base.take(shard)
             new = fresh.take(np.arange(starts[shard], starts[shard + 1]))
             if len(old) and len(new):
-                rows = await anyio.to_thread.run_sync(_merge, [old, new])
+                rows = await aside(len(old) + len(new), _merge, [old, new])
             else:
                 rows = old if len(old) else new
             yield shard, rows, old.take(old.size_bytes == 0)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from tiers.catalog.names import snapshot_name
-from tiers.catalog.rows import Rows, digest_of, encode, joined
+from tiers.catalog.rows import Rows, cut, digest_of, encode, joined
 
 if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier
@@ -37,7 +36,7 @@ class Snapshots:
 
     async def write(self, rows: Rows) -> None:
         """Write these now."""
-        for part in _cut(rows):
+        for part in cut(rows, SNAPSHOT_ROWS):
             await self._write(part)
 
     async def add(self, rows: Rows) -> None:
@@ -69,12 +68,4 @@ class Snapshots:
 
 
 def _cut_all(parts: list[Rows]) -> list[Rows]:
-    return _cut(joined(parts))
-
-
-def _cut(rows: Rows) -> list[Rows]:
-    """Parts of a size that fits a file."""
-    return [
-        rows.take(np.arange(first, min(first + SNAPSHOT_ROWS, len(rows))))
-        for first in range(0, len(rows), SNAPSHOT_ROWS)
-    ]
+    return cut(joined(parts), SNAPSHOT_ROWS)

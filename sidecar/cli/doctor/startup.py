@@ -20,7 +20,7 @@ from sidecar.data.host_pool import check_host, placement_of
 from sidecar.errors import StartError
 from sidecar.observe import http
 from sidecar.service import runtime_dir as runtimedir
-from sidecar.service.start_secrets import events_key, http_token, jobs_key
+from sidecar.service.start_secrets import events_key, http_token
 from sidecar.service.store_stack import open_store
 from sidecar.service.surroundings import shortages
 from sidecar.transport.endpoints import bound
@@ -132,7 +132,6 @@ def _health(config: Config, about: str, runs: str, status: dict[str, Any]) -> Ch
 def _secrets(config: Config) -> list[Check]:
     used = {
         "http.token_file": (config.http.token_file, http_token),
-        "runtime.curve_secret_key_file": (config.runtime.curve_secret_key_file, jobs_key),
         "events.curve_secret_key_file": (
             config.events.curve_secret_key_file if config.events.enabled else None,
             events_key,
@@ -146,8 +145,8 @@ def _secrets(config: Config) -> list[Check]:
 
 
 def _ports(config: Config) -> list[Check]:
-    runtime, events = config.runtime, config.events
-    endpoints = {"runtime.endpoint": runtime.endpoint}
+    events = config.events
+    endpoints: dict[str, str] = {}
     if events.enabled:
         endpoints["events.endpoint"] = events.endpoint
         endpoints["events.replay_endpoint"] = events.replay_endpoint

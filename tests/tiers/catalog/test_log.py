@@ -77,7 +77,8 @@ async def test_rows_that_come_during_a_flush_wait_until_they_are_due() -> None:
 
 
 async def test_files_are_numbered_from_zero_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.patch(monkeypatch, "ROWS_PER_FILE_MAX", 2)
+    for name in ("ROWS_PER_FILE_MAX", "SEGMENTS_PER_FILE_MAX"):
+        places.patch(monkeypatch, name, 2)
     tier = memory()
     log = writer(tier)
     for number in range(5):

@@ -29,6 +29,8 @@ MANY = {
         Manifest(2, ("v1/elsewhere/snapshot/x",)),
         Manifest(2, merged={"../../up": Merged(1, 1)}),
         Manifest(2, tenants={"zz": Usage(1)}),
+        Manifest(2, held=Usage(-(1 << 60), 1, 1, 1)),
+        Manifest(2, tenants={"0" * 16: Usage(1, -1)}),
         Manifest(2, tenants={**MANY, "zz": Usage(1)}),
     ],
 )

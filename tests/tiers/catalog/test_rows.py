@@ -15,6 +15,7 @@ from tests import places
 from tiers.catalog.merge import merged, newest_of_chunk, withdrawals
 from tiers.catalog.rows import (
     SCHEMA,
+    SIZE_LARGEST,
     TIME_LATEST,
     TIME_MAX,
     CatalogCorrupt,
@@ -32,7 +33,7 @@ rows = st.builds(
     key=st.binary(min_size=32, max_size=32),
     segment=st.sampled_from(["0-8.0-4", "0-8.4-8", "8-16.0-4"]),
     written_at=st.integers(1, TIME_LATEST),
-    size_bytes=st.integers(0, 2**62),
+    size_bytes=st.integers(0, SIZE_LARGEST),
     num_blocks=st.integers(0, 2**31 - 1),
     parent=st.binary(min_size=32, max_size=32),
     tenant=st.sampled_from([b"", b"tenant-1"]),
