@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sidecar.exits import Exit
 
 if TYPE_CHECKING:
-    from sidecar.cli.status import Sidecar
+    from sidecar.cli.status import SidecarAddress
     from sidecar.config.model import Config
 
 # argparse has no public names for what `add_subparsers` returns, nor for what takes options.
@@ -110,9 +110,9 @@ def add_sidecar_options(to: Options, *, where: Options) -> None:
     )
 
 
-def sidecar_of(options: argparse.Namespace) -> Sidecar:
+def sidecar_of(options: argparse.Namespace) -> SidecarAddress:
     """The running sidecar that these options name. Raises `UsageError`, `StatusError`."""
-    from sidecar.cli.status import Sidecar, url_of
+    from sidecar.cli.status import SidecarAddress, url_of
     from sidecar.config.secret_files import SecretFileError, read_secret
 
     try:
@@ -123,4 +123,4 @@ def sidecar_of(options: argparse.Namespace) -> Sidecar:
             token = read_secret(options.token_file, "--token-file")
     except SecretFileError as error:
         raise UsageError(str(error)) from error
-    return Sidecar(url, options.timeout, token)
+    return SidecarAddress(url, options.timeout, token)

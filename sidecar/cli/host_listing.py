@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sidecar.cli.ls import ListingFilter
-    from sidecar.cli.status import Sidecar
+    from sidecar.cli.status import SidecarAddress
 
 PAGE_CHUNKS: Final = 1000
 """As many as a sidecar tells in one answer."""
@@ -43,20 +43,20 @@ class HostAnswer(Protocol):
         ...
 
 
-def du(sidecar: Sidecar, namespace: str | None) -> Usage:
+def du(sidecar: SidecarAddress, namespace: str | None) -> HostUsage:
     """What each namespace and tenant holds. Raises `StatusError`."""
     query = urllib.parse.urlencode({"namespace": namespace or ""})
-    return Usage(sidecar.url, _asked(sidecar, f"/host?{query}", "namespaces"))
+    return HostUsage(sidecar.url, _asked(sidecar, f"/host?{query}", "namespaces"))
 
 
-def ls(sidecar: Sidecar, wanted: ListingFilter) -> HostAnswer:
+def ls(sidecar: SidecarAddress, wanted: ListingFilter) -> HostAnswer:
     """The chunks of a namespace, sorted by key; without one, all namespaces."""
     if wanted.namespace is None:
         return Namespaces(sidecar.url, du(sidecar, None).document)
-    return Chunks(sidecar, wanted)
+    return HostChunks(sidecar, wanted)
 
 
-class Usage:
+class HostUsage:
     """The answer of `du`."""
 
     def __init__(self, url: str, document: Document) -> None:
@@ -101,10 +101,10 @@ class Namespaces:
         yield table([("NAMESPACE", "MODEL"), *rows]) if rows else "no engine has attached yet"
 
 
-class Chunks:
+class HostChunks:
     """The answer of `ls` of one namespace."""
 
-    def __init__(self, sidecar: Sidecar, wanted: ListingFilter) -> None:
+    def __init__(self, sidecar: SidecarAddress, wanted: ListingFilter) -> None:
         self._sidecar = sidecar
         self._wanted = wanted
 
@@ -157,7 +157,7 @@ class Chunks:
                 return
 
 
-def _asked(sidecar: Sidecar, path: str, field: str) -> Document:
+def _asked(sidecar: SidecarAddress, path: str, field: str) -> Document:
     document = sidecar.ask(path)
     if not isinstance(document.get(field), list):
         raise StatusError(f"{sidecar.url} answered something else; is that a kvlake sidecar?")

@@ -118,7 +118,7 @@ def fetch(url: str, timeout_seconds: float, token: str = "", *, path: str = "/st
 
 
 @dataclass(frozen=True, slots=True)
-class Sidecar:
+class SidecarAddress:
     """A running sidecar, as commands ask it."""
 
     url: str

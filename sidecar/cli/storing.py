@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.cli.host_listing import HostAnswer
-    from sidecar.cli.status import Sidecar
+    from sidecar.cli.status import SidecarAddress
     from sidecar.config.model import Config
 
 _T = TypeVar("_T")
@@ -114,7 +114,7 @@ def _of_host(options: argparse.Namespace, config: Config) -> bool:
     return bool(options.host or options.url or config.store is None)
 
 
-def _on_host(command: Callable[[Sidecar], HostAnswer], options: argparse.Namespace) -> int:
+def _on_host(command: Callable[[SidecarAddress], HostAnswer], options: argparse.Namespace) -> int:
     """Ask the sidecar; `command` gives lines of text or of JSON, as they come."""
     from sidecar.cli.status import QuestionRefused, StatusError
 

@@ -32,7 +32,7 @@ import zmq
 
 from sidecar.events.keyed_port import KeyedPort
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.events.unix_port import EventPort, Peer
+from sidecar.events.unix_port import EventPort, EventPeer
 from sidecar.transport.job_socket import Sent
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _logger = logging.getLogger("kvlake.events")
 
 
 class _Request(NamedTuple):
-    peer: Peer | bytes
+    peer: EventPeer | bytes
     what: bytes
 
 
@@ -163,10 +163,10 @@ class EventSockets:
 
     # --- what was told before ------------------------------------------------------------------
 
-    def _asked_by(self, _: EventPort, peer: Peer, parts: list[bytes]) -> None:
+    def _asked_by(self, _: EventPort, peer: EventPeer, parts: list[bytes]) -> None:
         self._take(peer, parts)
 
-    def _take(self, peer: Peer | bytes, parts: list[bytes]) -> None:
+    def _take(self, peer: EventPeer | bytes, parts: list[bytes]) -> None:
         fits = len(parts) == _REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
         if not fits or len(self._requests) >= REQUESTS_WAITING_MAX:
             self.requests_dropped += 1
@@ -196,7 +196,7 @@ class EventSockets:
         if await self._send(request.peer, (b"", END_OF_REPLAY, b"")):
             self.requests_answered += 1
 
-    async def _send(self, peer: Peer | bytes, frames: tuple[bytes, bytes, bytes]) -> bool:
+    async def _send(self, peer: EventPeer | bytes, frames: tuple[bytes, bytes, bytes]) -> bool:
         """Send one message, when there is room for it. False if who asked is gone."""
         while True:
             sent = self._sent(peer, (b"", *frames))
@@ -204,9 +204,9 @@ class EventSockets:
                 return sent is Sent.OK
             await anyio.sleep(FULL_POLL_SECONDS)
 
-    def _sent(self, peer: Peer | bytes, frames: tuple[bytes, ...]) -> Sent:
+    def _sent(self, peer: EventPeer | bytes, frames: tuple[bytes, ...]) -> Sent:
         if isinstance(self._replay, EventPort):
-            assert isinstance(peer, Peer), "it came over that port"
+            assert isinstance(peer, EventPeer), "it came over that port"
             return self._replay.send(peer, frames)
         assert isinstance(peer, bytes), "it came over that port"
         return self._replay.send(peer, frames)

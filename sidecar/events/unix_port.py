@@ -43,7 +43,7 @@ MODE: Final = 0o600
 _NO_MORE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Peer:
+class EventPeer:
     """One connection."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -79,7 +79,7 @@ class EventPort:
         socket_type: bytes,
         uids: Iterable[int],
         queued_max: int,
-        took: Callable[[EventPort, Peer, list[bytes]], None],
+        took: Callable[[EventPort, EventPeer, list[bytes]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
         self.endpoint = f"ipc://{path}"
@@ -90,7 +90,7 @@ class EventPort:
         self._took = took
         self._broke = broke
         self._loop = asyncio.get_running_loop()
-        self._peers: dict[Peer, None] = {}
+        self._peers: dict[EventPeer, None] = {}
         self._listener = self._listen()
 
     def bind_again(self) -> None:
@@ -115,11 +115,11 @@ class EventPort:
                 taken &= self._queue(peer, message) is not Sent.FULL
         return taken
 
-    def send(self, peer: Peer, frames: Sequence[bytes]) -> Sent:
+    def send(self, peer: EventPeer, frames: Sequence[bytes]) -> Sent:
         """Queue one message for a peer, or say why not."""
         return self._queue(peer, _message(frames))
 
-    def _queue(self, peer: Peer, message: memoryview) -> Sent:
+    def _queue(self, peer: EventPeer, message: memoryview) -> Sent:
         if peer.closed:
             return Sent.GONE
         if len(peer.outbox) >= self._queued_max:
@@ -162,7 +162,7 @@ class EventPort:
         if len(self._peers) >= PEERS_MAX or peer_of(sock).uid not in self._uids:
             sock.close()
             return
-        peer = Peer(sock)
+        peer = EventPeer(sock)
         self._peers[peer] = None
         peer.deadline = self._loop.call_later(HELLO_SECONDS_MAX, self._close, peer)
         self._loop.add_reader(sock, self._guarded, self._readable, peer)
@@ -173,7 +173,7 @@ class EventPort:
         if listener.fileno() >= 0:
             self._loop.add_reader(listener, self._guarded, self._accept, listener)
 
-    def _close(self, peer: Peer) -> None:
+    def _close(self, peer: EventPeer) -> None:
         if peer.closed:
             return
         peer.closed = True
@@ -185,7 +185,7 @@ class EventPort:
         self._loop.remove_writer(peer.sock)
         peer.sock.close()
 
-    def _send_out(self, peer: Peer) -> None:
+    def _send_out(self, peer: EventPeer) -> None:
         if peer.closed:
             return
         try:
@@ -204,7 +204,7 @@ class EventPort:
 
     # --- reading ---------------------------------------------------------------------------
 
-    def _readable(self, peer: Peer) -> None:
+    def _readable(self, peer: EventPeer) -> None:
         try:
             data = peer.sock.recv(RECEIVE_BYTES_MAX)
             peer.inbox += data
@@ -217,7 +217,7 @@ class EventPort:
         if not data:
             self._close(peer)
 
-    def _take(self, peer: Peer) -> None:
+    def _take(self, peer: EventPeer) -> None:
         at = 0
         if not peer.greeted:
             if len(peer.inbox) < zmtp.GREETING_BYTES:
@@ -232,7 +232,7 @@ class EventPort:
             self._framed_in(peer, flags, bytes(peer.inbox[first:at]))
         del peer.inbox[:at]
 
-    def _framed_in(self, peer: Peer, flags: int, payload: bytes) -> None:
+    def _framed_in(self, peer: EventPeer, flags: int, payload: bytes) -> None:
         if flags & zmtp.COMMAND and peer.named:
             if (pong := zmtp.pong_to(payload)) is not None:
                 self._queue(peer, memoryview(pong))
@@ -252,7 +252,7 @@ class EventPort:
             peer.first, peer.parts = b"", 0
             self._took(self, peer, parts)
 
-    def subscribe(self, peer: Peer, parts: list[bytes]) -> None:
+    def subscribe(self, peer: EventPeer, parts: list[bytes]) -> None:
         """Take a message as a subscription, or the end of one; any other ends the connection."""
         if len(parts) != 1 or parts[0][:1] not in (b"\0", b"\1"):
             self._close(peer)
