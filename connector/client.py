@@ -97,6 +97,28 @@ def _check_owner(path: str) -> None:
         raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
 
 
+def connect(paths: tuple[str, ...]) -> socket.socket:
+    """A connection to the first path that takes one; raises the last one's `OSError`."""
+    *others, last = paths
+    for path in others:
+        with contextlib.suppress(OSError):
+            return _connect_to(path, given=False)
+    return _connect_to(last, given=not others)
+
+
+def _connect_to(path: str, *, given: bool) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    connection.settimeout(REPLY_SECONDS_MAX)
+    try:
+        connection.connect(path)
+        if not given:
+            _check_owner(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 class Client:
     """A session with the sidecar that comes and goes by itself.
 
@@ -275,7 +297,7 @@ class Client:
         while not self._closing.is_set():
             session: SidecarSession | None = None
             try:
-                with self._connect() as connection:
+                with connect(self._paths) as connection:
                     self._held = True
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
@@ -308,26 +330,6 @@ class Client:
                 session.dead = True
             self._offered = None
             self._closing.wait(self._retry_seconds)
-
-    def _connect(self) -> socket.socket:
-        """To the first path that takes it; raises the last one's `OSError`."""
-        *others, last = self._paths
-        for path in others:
-            with contextlib.suppress(OSError):
-                return self._connect_to(path)
-        return self._connect_to(last)
-
-    def _connect_to(self, path: str) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        connection.settimeout(REPLY_SECONDS_MAX)
-        try:
-            connection.connect(path)
-            if len(self._paths) > 1:
-                _check_owner(path)
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
     def _attach(self, connection: socket.socket, attempt: Attempt) -> SidecarSession:
         payload = frame_stream(encode(attempt.message))

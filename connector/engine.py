@@ -1,7 +1,7 @@
 """An engine as both roles must see it: its groups, their namespaces, and how it attaches.
 
 Read from vLLM's configuration once. Where the engine is refused (`identity/eligibility.py`), only
-`refusal` and what comes before it is there.
+`refusal`, its `reason`, and what comes before them is there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from connector.identity.eligibility import (
     attention_of,
+    chunk_refusal,
     cut_of,
     media_refusal,
     num_heads_of,
@@ -23,12 +24,13 @@ from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
-from connector.options import count_of, seconds_of
+from connector.options import chunk_tokens_told, count_of, seconds_of
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, sockets_of, tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from connector.declining import Reason
     from connector.export import ExportedMemory
     from connector.identity.parallelism import ParallelLayout, Place
     from tiers.kv.layout import KVLayout, Segment
@@ -69,17 +71,23 @@ class ServedEngine:
         self.sockets = sockets_of(extra.get("socket"))
         self.attach_seconds = seconds_of(extra, "attach_seconds", 2.0)
         self.load_tokens_min = count_of(extra, "load_tokens_min", 64)
-        block_sizes = (
+        block_sizes = [
             int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
-        )
+        ]
         chunk_tokens = count_of(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
         parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
         self.cut = cut_of(vllm_config)
         self.world_size = int(parallel.world_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
-        self.refusal = unsupported_reason(vllm_config, kv_cache_config, chunk_tokens)
+        self.reason: Reason = "unsupported"
+        """Of a refusal: in a word, as the sidecar counts it."""
+        self.refusal = unsupported_reason(vllm_config, kv_cache_config)
         if self.refusal:
+            return
+        self.refusal = chunk_refusal(chunk_tokens, block_sizes, chunk_tokens_told(extra))
+        if self.refusal:
+            self.reason = "chunk_tokens"
             return
         groups = kv_cache_config.kv_cache_groups
         try:
@@ -89,7 +97,7 @@ class ServedEngine:
                 for group in groups
             ]
         except (WeightsUnknown, OSError) as error:
-            self.refusal = str(error)
+            self.refusal, self.reason = str(error), "weights"
             return
         self.media_refusal = media_refusal(vllm_config)
         self.replicas = self.cut.tensors if self.groups[0].latent else 1

@@ -7,10 +7,13 @@ reads of the outer one, which no child is shown. So it is taken from the object 
 
 from __future__ import annotations
 
+import logging
 from inspect import currentframe
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+logger = logging.getLogger("vllm.kvlake")
 
 
 def outer_transfer() -> Any | None:
@@ -37,4 +40,26 @@ def asked_by_several() -> bool:
         if isinstance(asking, type) and issubclass(asking, MultiConnector):
             return True
         frame = frame.f_back
+    return False
+
+
+def recomputes(transfer: Any, outer: Any | None) -> bool:
+    """Whether vLLM computes what could not be loaded; where that is ours to say, it does now.
+
+    With "fail", a chunk that was evicted between lookup and load would fail the user's request.
+    """
+    if outer is None:
+        if transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads this after it made the connector.
+            logger.info("kvlake: kv_load_failure_policy is set to 'recompute'")
+            transfer.kv_load_failure_policy = "recompute"
+        return True
+    if outer.kv_load_failure_policy == "recompute":
+        return True
+    logger.warning(
+        "kvlake: nothing is loaded, only stored, because kv_load_failure_policy=%r of the "
+        "MultiConnector would fail a request whose chunk is evicted while it is loaded; give "
+        'the MultiConnector itself "kv_load_failure_policy": "recompute"',
+        outer.kv_load_failure_policy,
+    )
     return False

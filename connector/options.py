@@ -25,6 +25,10 @@ CONNECTOR_OPTIONS: Final = (
 )
 """What `KVLakeConnector` takes."""
 
+CHUNK_TOKENS_FROM: Final = "chunk_tokens_from"
+"""Given by `kvlake run`, and by nobody else: the setting of the sidecar's configuration that it
+took `chunk_tokens` from. Messages name that."""
+
 VLLM_OFFLOADING_OPTIONS: Final = (
     "spec_name",
     "spec_module_path",
@@ -59,7 +63,7 @@ OFFLOADING_OPTIONS: Final = (
 def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
     """Tell of options that do nothing, which are most often another's name misspelt."""
     for name, value in extra.items():
-        if name in known:
+        if name in known or name == CHUNK_TOKENS_FROM:
             continue
         near = get_close_matches(str(name), known, n=1)
         logger.warning(
@@ -78,6 +82,14 @@ def count_of(extra: dict[str, Any], name: str, default: int) -> int:
             f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer"
         )
     return value
+
+
+def chunk_tokens_told(extra: Mapping[str, Any]) -> str:
+    """`chunk_tokens` and its value, as the operator gave it."""
+    value = extra.get("chunk_tokens")
+    if setting := extra.get(CHUNK_TOKENS_FROM):
+        return f"{setting}={value} of the sidecar's configuration"
+    return f"kv_connector_extra_config['chunk_tokens']={value}"
 
 
 def flag_of(extra: dict[str, Any], name: str) -> bool:

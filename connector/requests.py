@@ -68,6 +68,7 @@ class Stats:
     answers_stale: int = 0
     pins_skipped: int = 0
     expected_late: int = 0
+    requests_uncached: int = 0
 
 
 @dataclass(slots=True)

@@ -132,10 +132,11 @@ class SchedulerRole:
 
     def new_request(self, request: Any) -> None:
         """Hash the prompt, and ask for what the object store alone holds."""
+        session = None if self.retired else self.client.session
+        self.stats.requests_uncached += session is None
         if self.retired:
             return
         state = self.requests.track(request)
-        session = self.client.session
         if state is None or session is None or not self._reads(state):
             return
         if state.request_params.expects_tokens:

@@ -40,7 +40,8 @@ class SharedMemory:
         self._role = role
         self._share = share
         self._shared = True
-        self._lost = False
+        self.lost_why = ""
+        """Why the memory cannot be shared any more, or nothing."""
 
     def unregister(self) -> None:
         """The memory is about to go. Again is harmless."""
@@ -56,16 +57,16 @@ class SharedMemory:
 
     def restore(self) -> None:
         """The memory is back. Again is harmless."""
-        if self._shared or self._lost:
+        if self._shared or self.lost_why:
             return
         try:
             memory = self._share()
             self._role.resume(memory)
         except EXPORT_FAULTS as error:
             # For good: the other ranks and the scheduler leave too, and nobody calls them back.
-            self._lost = True
-            self._role.give_up(
+            self.lost_why = (
                 f"after its sleep {fault_told(error)}; restart the engine to have it cached again"
             )
+            self._role.give_up(self.lost_why)
             return
         self._shared = True

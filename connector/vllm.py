@@ -24,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
+from connector.declining import Declining
 from connector.engine import EngineGroup, ServedEngine
 from connector.events import events_endpoints, events_of, hits_are_told
 from connector.export import (
@@ -44,7 +45,7 @@ from connector.identity.parallelism import this_place
 from connector.identity.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
-from connector.multi_connector import asked_by_several, outer_transfer
+from connector.multi_connector import asked_by_several, outer_transfer, recomputes
 from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
 from connector.requests import Settings
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+    from connector.declining import Reason
+
 logger = logging.getLogger("vllm.kvlake")
 
 
@@ -86,6 +89,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
+        self._declining: Declining | None = None
+        self._uncached_requests = 0
         self._hits_are_told = False
         self._adapters = LoadedAdapters()
         self._weights = WeightChanges()
@@ -101,13 +106,20 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvlake: this engine is served without the cache, because %s",
                     self._engine.refusal,
                 )
+                self._decline(self._engine.reason, self._engine.refusal)
         elif role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler(vllm_config)
+
+    def _decline(self, reason: Reason, message: str) -> None:
+        """Have the sidecar tell, for as long as this process lives, that it is not cached."""
+        if self._declining is None:
+            engine, role = self._engine, Role(self.role.name.lower())
+            self._declining = Declining(engine.sockets, role, engine.engine_id, reason, message)
 
     def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
         transfer = vllm_config.kv_transfer_config
         outer = outer_transfer()
-        reads = transfer.is_kv_consumer and _recomputes(transfer, outer)
+        reads = transfer.is_kv_consumer and recomputes(transfer, outer)
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
@@ -185,6 +197,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if engine.refusal:
             # The scheduler may be shown less: of a group of unlike layers, one.
             self._untold_refusal = engine.refusal
+            self._decline(engine.reason, engine.refusal)
             return
         self._weights.watch()
         place = this_place()
@@ -216,6 +229,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             # The scheduler says it, once for all ranks.
             self._untold_refusal = fault_told(error)
             logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
+            self._decline("memory", self._untold_refusal)
             return
         self._shared = SharedMemory(self._worker, share)
 
@@ -233,6 +247,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """After sleep: share the memory that came back."""
         if self._shared is not None:
             self._shared.restore()
+            if self._shared.lost_why:
+                self._decline("memory", self._shared.lost_why)
 
     def _attached(self, client: Client) -> Client:
         client.wait_attached(self._engine.attach_seconds)
@@ -294,10 +310,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt once, and start to read what only the object store holds."""
-        if self._scheduler is not None:
-            if getattr(request, "kv_cache_report_mode", "") == "full":
-                self._hits_are_told = True
-            self._scheduler.new_request(request)
+        if self._scheduler is None:
+            self._uncached_requests += 1
+            return
+        if getattr(request, "kv_cache_report_mode", "") == "full":
+            self._hits_are_told = True
+        self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -401,9 +419,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts of the scheduler role since the last call."""
-        if self._scheduler is None:
-            return None
-        return KVLakeStats(data=asdict(self._scheduler.take_stats()))
+        if self._scheduler is not None:
+            return KVLakeStats(data=asdict(self._scheduler.take_stats()))
+        count, self._uncached_requests = self._uncached_requests, 0
+        return KVLakeStats(data={"requests_uncached": count}) if count else None
 
     @classmethod
     def build_kv_connector_stats(
@@ -437,28 +456,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-
-
-def _recomputes(transfer: Any, outer: Any | None) -> bool:
-    """Whether vLLM computes what could not be loaded; where that is ours to say, it does now.
-
-    With "fail", a chunk that was evicted between lookup and load would fail the user's request.
-    """
-    if outer is None:
-        if transfer.kv_load_failure_policy != "recompute":
-            # vLLM reads this after it made the connector.
-            logger.info("kvlake: kv_load_failure_policy is set to 'recompute'")
-            transfer.kv_load_failure_policy = "recompute"
-        return True
-    if outer.kv_load_failure_policy == "recompute":
-        return True
-    logger.warning(
-        "kvlake: nothing is loaded, only stored, because kv_load_failure_policy=%r of the "
-        "MultiConnector would fail a request whose chunk is evicted while it is loaded; give "
-        'the MultiConnector itself "kv_load_failure_policy": "recompute"',
-        outer.kv_load_failure_policy,
-    )
-    return False
+        if self._declining is not None:
+            self._declining.close()
 
 
 def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:

@@ -168,6 +168,7 @@ class Server:
     async def run(self, ready: Callable[[ServerInfo], None] | None) -> Exit:
         """Serve until told to stop, drain, and take everything down."""
         ended = Exit.OK
+        self._take_lost()
         async with contextlib.AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(_close_store, self._store)
@@ -211,6 +212,7 @@ class Server:
                 self._directory.remove_sockets(self._directory.attach_path)
                 if self.broken is None:
                     ended = await self.drain()
+                    self._note_lost()
                 self.dispatcher.end()
                 tasks.cancel_scope.cancel()
         if self.broken is not None:
@@ -313,10 +315,25 @@ class Server:
 
     def _abandon(self, code: Exit) -> None:
         """End the process now: threads may be copying, so nothing is unmapped first."""
+        self._note_lost()
         self._directory.remove_sockets()
         if self._config.host.after_stop == "remove":
             self._pool.remove_files()
         os._exit(code)
+
+    def _take_lost(self) -> None:
+        lost = self.dispatcher.lost_before = self._directory.take_lost()
+        if lost:
+            _logger.warning(
+                "the sidecar before this one stopped before it had written everything",
+                extra=fields(objects_lost=lost),
+            )
+
+    def _note_lost(self) -> None:
+        """Leave word of what has to be written still, where host memory is given up with it."""
+        if self._config.host.after_stop == "remove":
+            left = self.dispatcher.engine.pending_work()
+            self._directory.note_lost(left.writes_pending + left.writes_running)
 
     async def _tick(self) -> None:
         """Let time pass for the engine: finely while something ends with it, else rarely."""

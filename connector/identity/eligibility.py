@@ -7,6 +7,7 @@ more of it than the scheduler tells it with its first step.
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -19,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from connector.identity.groups import FULL, RECURRENT, Attention
+from connector.identity.groups import FULL, RECURRENT, Attention, whole_blocks
 from connector.identity.mamba import ALIGNED, mamba_unsupported_reason, recurrent
 from connector.identity.nodes import nodes_refusal
 from connector.identity.parallelism import ParallelLayout, Place
@@ -36,7 +37,7 @@ _VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
 """Backends with which vLLM turns its prefix caching off where it is to be batch invariant."""
 
 
-def unsupported_reason(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> str:
+def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why this engine cannot be cached safely, or nothing."""
     # Not at import: vLLM imports this module in its front end, which must not pick a platform.
     from vllm.platforms import current_platform
@@ -88,11 +89,6 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int
     cut = cut_of(vllm_config)
     for group in groups:
         spec = group.kv_cache_spec
-        if chunk_tokens % spec.block_size:
-            return (
-                f"chunk_tokens={chunk_tokens} is not a multiple of the block size "
-                f"{spec.block_size}; leave it out of kv_connector_extra_config, or choose one"
-            )
         # A worker is shown its own stage's layers, and asks for its own place when it shares them.
         place = Place(cut.stage_of(group.layer_names))
         num_heads = num_heads_of(vllm_config, spec)
@@ -101,6 +97,23 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int
         except LayoutError as error:
             return str(error)
     return ""
+
+
+def chunk_refusal(chunk_tokens: int, block_sizes: Iterable[int], told: str) -> str:
+    """Why chunks of so many tokens do not fit blocks of these sizes, or nothing.
+
+    `told` is the setting with its value, as the operator gave it.
+    """
+    sizes = sorted(set(block_sizes))
+    step = lcm(*sizes)
+    if chunk_tokens % step == 0:
+        return ""
+    fitting = {chunk_tokens // step * step, whole_blocks(chunk_tokens, sizes)} - {0}
+    blocks = " and ".join(map(str, sizes))
+    return (
+        f"{told} is not a multiple of the engine's block size, {blocks}; choose "
+        f"{' or '.join(map(str, sorted(fitting)))}, or leave it out"
+    )
 
 
 def prefix_refusal(vllm_config: Any, specs: Iterable[Any]) -> str:

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import stat
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +40,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
+from connector.declining import Declining
 from connector.events import events_endpoints
 from connector.identity.eligibility import (
     chunks_refusal,
@@ -55,6 +57,7 @@ from connector.identity.weights import WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
 from connector.offloading.workarounds import guard
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
+from sidecar.protocol import Role, sockets_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -67,6 +70,8 @@ if TYPE_CHECKING:
         TransferResult,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from connector.declining import Reason
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -146,40 +151,52 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         if self._manager is None:
             complain_of_unknown(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
-            refusal = note.get("refusal", "")
-            preempted_are_new = note.get("preempted_are_new") is True
-            if note.get("rows") is False:
-                logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
-                self._manager = NoTiers()
-                return self._manager
-            if note.get("prefixes") is False:
-                # Of vLLM's host tier, too, it would load them.
-                logger.warning(
-                    "kvlake: this engine is served by no tier, because %s; its workers have taken "
-                    "cpu_bytes_to_use of host memory all the same; start it without the connector",
-                    refusal,
-                )
-                self._manager = NoTiers()
-                self._unlink_region()
-                return self._manager
-            if refusal:
-                logger.warning(
-                    "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
-                )
-                self.secondary_tier_configs = self.secondary_tier_configs[:-1]
-            else:
-                self.secondary_tier_configs[-1] |= {
-                    "namespace": note["identity"],
-                    "preempted_are_new": preempted_are_new,
-                    **note.get("events", {}),
-                }
-            requests = guard(super().get_manager(), preempted_are_new=preempted_are_new)
-            # Of changes that go round the engine core nothing is heard: a worker here tells none.
-            watch_engine(requests)
-            self._unlink_region()
-            _disown(self._scheduler_mmap)
-        assert self._manager is not None
+            self._manager = self._make_manager(note)
+            if refusal := note.get("refusal"):
+                self._decline(self._manager, note.get("reason", "unsupported"), refusal)
         return self._manager
+
+    def _make_manager(self, note: dict[str, Any]) -> OffloadingManager:
+        refusal = note.get("refusal", "")
+        preempted_are_new = note.get("preempted_are_new") is True
+        if note.get("rows") is False:
+            logger.warning("kvlake: this engine is served by no tier, because %s", refusal)
+            return NoTiers()
+        if note.get("prefixes") is False:
+            # Of vLLM's host tier, too, it would load them.
+            logger.warning(
+                "kvlake: this engine is served by no tier, because %s; its workers have taken "
+                "cpu_bytes_to_use of host memory all the same; start it without the connector",
+                refusal,
+            )
+            self._unlink_region()
+            return NoTiers()
+        if refusal:
+            logger.warning(
+                "kvlake: this engine is served by vLLM's host tier alone, because %s", refusal
+            )
+            self.secondary_tier_configs = self.secondary_tier_configs[:-1]
+        else:
+            self.secondary_tier_configs[-1] |= {
+                "namespace": note["identity"],
+                "preempted_are_new": preempted_are_new,
+                **note.get("events", {}),
+            }
+        manager = super().get_manager()
+        requests = guard(manager, preempted_are_new=preempted_are_new)
+        # Of changes that go round the engine core nothing is heard: a worker here tells none.
+        watch_engine(requests)
+        self._unlink_region()
+        _disown(self._scheduler_mmap)
+        return manager
+
+    def _decline(self, manager: OffloadingManager, reason: Reason, refusal: str) -> None:
+        """Have the sidecar tell that it is not used, for as long as the manager is there."""
+        sockets = sockets_of(self.config.extra_config.get("socket"))
+        engine_id = str(self.config.engine_id)
+        declining = Declining(sockets, Role.SCHEDULER, engine_id, reason, refusal)
+        # vLLM ends neither, and forgets the spec at once.
+        weakref.finalize(manager, declining.close)
 
     def _unlink_region(self) -> None:
         # All workers have it mapped by now: so it ends with them, however they end.
@@ -253,7 +270,7 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         drafter = speculation_of(vllm_config).drafter
         identity = offloading_identity(vllm_config, block_tokens)
     except (WeightsUnknown, OSError) as error:
-        return {"refusal": str(error)}
+        return {"refusal": str(error), "reason": "weights"}
     # Its layers are in the same blocks, and vLLM's hashes know nothing of it.
     return {"identity": identity | ({"drafter": drafter} if drafter else {})}
 

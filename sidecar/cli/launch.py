@@ -34,6 +34,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from sidecar.cli.blocksize import OPTION, misfit
 from sidecar.cli.joined import LOOK_SECONDS, Joined, locked, needed
 from sidecar.exits import Exit
 from sidecar.service.systemd import Notifier, without_notify
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 CONNECTOR: Final = "KVLakeConnector"
-OPTION: Final = "--kv-transfer-config"
+CHUNK_SETTING: Final = "chunk.tokens"
 EVENTS_OPTION: Final = "--kv-events-config"
-BLOCK_OPTION: Final = "--block-size"
 FORWARDED: Final = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -91,6 +91,7 @@ def transfer_config(config: Config) -> dict[str, object]:
     extra: dict[str, object] = {"socket": str(config.runtime.attach_path)}
     if (tokens := own_chunk_tokens(config)) is not None:
         extra["chunk_tokens"] = tokens
+        extra["chunk_tokens_from"] = CHUNK_SETTING
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -117,33 +118,9 @@ def check_command(command: Sequence[str], config: Config) -> list[str]:
     if shutil.which(command[0]) is None:
         raise LaunchError(f"{command[0]}: no such command; is vLLM installed in this environment?")
     result = with_connector(command, config)
-    _check_blocks(result)
+    if reason := misfit(result):
+        raise LaunchError(reason)
     return result
-
-
-def _check_blocks(command: Sequence[str]) -> None:
-    """Raise `LaunchError` where chunks are not whole blocks: the engine would not be cached."""
-    blocks = _value_of(command, BLOCK_OPTION)
-    given: object = json.loads(_value_of(command, OPTION) or "{}")
-    extra = cast("dict[str, dict[str, object]]", given).get("kv_connector_extra_config", {})
-    tokens = extra.get("chunk_tokens")
-    if not isinstance(tokens, int) or blocks is None or not blocks.isdecimal() or not int(blocks):
-        return
-    if tokens % int(blocks):
-        raise LaunchError(
-            f"chunk.tokens={tokens} is not a multiple of {BLOCK_OPTION} {blocks}, and the engine "
-            "would serve without the cache; leave chunk.tokens out, or choose a multiple"
-        )
-
-
-def _value_of(command: Sequence[str], option: str) -> str | None:
-    """What an option is given last, as `--option VALUE` or `--option=VALUE`."""
-    found = None
-    for word, following in zip(command, [*command[1:], None], strict=True):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            found = value if equals else following
-    return found
 
 
 def with_connector(command: Sequence[str], config: Config) -> list[str]:
@@ -229,6 +206,8 @@ def _merged(given: str, wanted: dict[str, object], shown: str, option: str) -> d
             f"{wanted_extra['socket']!r}; leave the socket out, or set runtime.directory and "
             "runtime.name in the sidecar's configuration"
         )
+    if "chunk_tokens" in own_extra:
+        wanted_extra.pop("chunk_tokens_from", None)
     return wanted | options | {"kv_connector_extra_config": wanted_extra | own_extra}
 
 

@@ -138,6 +138,7 @@ def render(document: Document) -> str:
         _tenants(document),
         _traffic(document),
         _engines(document),
+        _uncached(document),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -265,6 +266,21 @@ def _engines(document: Document) -> str:
     if len(rows) == 1:
         return "no engine is attached"
     return _table(rows)
+
+
+def _uncached(document: Document) -> str:
+    """Engines that run without the cache, and why; left out where there are none."""
+    rows: list[Sequence[object]] = [("WITHOUT THE CACHE", "PID", "FOR", "REASON")]
+    rows.extend(
+        (
+            str(one.get("engine_id") or "?")[:24],
+            one.get("pid", "?"),
+            _duration(one.get("seconds", 0)),
+            f"{one.get('reason', '?')}: {one.get('message', '')}",
+        )
+        for one in document.get("uncached", [])
+    )
+    return _table(rows) if len(rows) > 1 else ""
 
 
 def _section(document: Document, name: str) -> Document:

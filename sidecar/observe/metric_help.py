@@ -66,6 +66,7 @@ COUNTERS: Final = {
     "reads_expired": "Reads of objects that took longer than store.deadline_seconds_max",
     "writes_dropped": "Chunks not written: the queue was full and they stay in host memory, or"
     " host memory gave them up first",
+    "writes_refused_bound": "Chunks not written because the store was at its bound",
     "writes_refused_quota": "Chunks not written because their tenant was at its limit in the store",
     "writes_failed": "Writes of objects that failed, each try counted",
     "writes_unverified": "Objects written without comparing the checksum first"

@@ -54,6 +54,10 @@ class SidecarCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
         yield _gauge("info", "The running release; always 1", {(self._version,): 1}, ["version"])
+        told = "When this sidecar started, in seconds since 1970"
+        yield _gauge("start_time_seconds", told, {(): self._dispatcher.started})
+        told = "Objects that the sidecar before this one had not written when it stopped"
+        yield _gauge("last_stop_objects_lost", told, {(): self._dispatcher.lost_before})
         yield from self._engine()
         yield from self._tenants()
         yield from self._host()
@@ -228,6 +232,9 @@ class SidecarCollector(Collector):
         for session in dispatcher.sessions.all():
             roles[str(session.attach.role),] += 1
         yield _gauge("sessions", "Attached clients", roles, ["role"])
+        reasons = {(reason,): n for reason, n in dispatcher.uncached.by_reason().items()}
+        told = "Engines of this node that serve without the cache, by reason"
+        yield _gauge("engines_uncached", told, reasons, ["reason"])
         socket_stats = dispatcher.socket_stats
         yield _counter(
             "sessions_opened", "Clients that attached", {(): socket_stats.sessions_opened}
@@ -257,6 +264,8 @@ class SidecarCollector(Collector):
         refused = {(code,): count for code, count in socket_stats.frames_refused.items()}
         yield _counter("frames_refused", "Messages that were refused, by code", refused, ["code"])
         refused = {(code,): count for code, count in socket_stats.attaches_refused.items()}
+        # An alarm looks at it: a counter that begins at 1 has not increased.
+        refused.setdefault(("user",), 0)
         yield _counter("attaches_refused", "Clients refused, by code", refused, ["code"])
 
     def _realms(self) -> Iterator[Metric]:

@@ -69,6 +69,7 @@ class Reporter:
             "name": dispatcher.config.runtime.name,
             "pid": os.getpid(),
             "epoch": dispatcher.epoch,
+            "last_stop_objects_lost": dispatcher.lost_before,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "ready": ready,
             "state": readiness["state"],
@@ -125,6 +126,7 @@ class Reporter:
             "tenants": self._tenants(now),
             "events": self._event_stream(),
             "sessions": self._sessions(),
+            "uncached": self._uncached(),
         }
 
     def _tenants(self, now: EngineSnapshot) -> list[dict[str, object]]:
@@ -256,6 +258,21 @@ class Reporter:
                 "attached_seconds": round(now - session.opened, 3),
             }
             for session in self._dispatcher.sessions.all()
+        ]
+
+    def _uncached(self) -> list[dict[str, object]]:
+        """Engines that run without the cache."""
+        now = time.monotonic()
+        return [
+            {
+                "engine_id": one.engine_id,
+                "pid": one.pid,
+                "uid": one.uid,
+                "reason": one.reason,
+                "message": one.message,
+                "seconds": round(now - one.since, 3),
+            }
+            for one in self._dispatcher.uncached.all()
         ]
 
 

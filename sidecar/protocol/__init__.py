@@ -5,7 +5,8 @@ Two channels per client, one session:
 * Unix socket (`attach.sock`): one `Attach` from the client with its file descriptors, one
   `Attached` or `Refused` back, then `IndexMoved` (with a descriptor) whenever the shared index
   moved. It stays open: end of file means that the other side died, in both directions.
-  Frames are 4 bytes of little-endian length, then MessagePack.
+  Frames are 4 bytes of little-endian length, then MessagePack. An engine that serves without the
+  cache sends a `Declined` in place of `Attach`, and leaves the connection open while it lives.
 * ZMQ DEALER to ROUTER (`Attached.endpoint`): jobs and answers. The DEALER's routing id is
   `Attached.token`, so no message repeats who sent it. One frame, one message.
 
@@ -28,6 +29,7 @@ The whole conversation::
       |                                   | Events(stored, removed) ----------> |   64 more at most
       | (EOF) --------------------------> |  leases and jobs of the session end |
       | any refused frame: <------- Error |                                     |
+      | instead of Attach: Declined ----> |  listed in the status until EOF     |
 
 Invariants: every message carries the sidecar's `epoch`, and one from another life is dropped and
 counted; every `Submit` job gets exactly one outcome in a `MergedFiles`, unless the session ends
@@ -40,6 +42,8 @@ from sidecar.protocol.attaching import (
     Attach,
     Attached,
     AttachReply,
+    Declined,
+    FirstMessage,
     Group,
     IndexMoved,
     Limits,
@@ -49,9 +53,9 @@ from sidecar.protocol.attaching import (
 )
 from sidecar.protocol.checks import ProtocolError
 from sidecar.protocol.codec import (
-    decode_attach,
     decode_attach_reply,
     decode_client,
+    decode_first,
     decode_server,
     encode,
     frame_stream,
@@ -59,6 +63,8 @@ from sidecar.protocol.codec import (
 )
 from sidecar.protocol.limits import (
     BLOCKS_PER_CHUNK_MAX,
+    DECLINE_REASONS,
+    DECLINED_CHARS_MAX,
     EVENT_NAME_BYTES,
     FDS_PER_ATTACH_MAX,
     FRAME_BYTES_MAX,
@@ -113,6 +119,8 @@ from sidecar.protocol.places import SERVICE_DIRECTORY, sockets_of
 
 __all__ = [
     "BLOCKS_PER_CHUNK_MAX",
+    "DECLINED_CHARS_MAX",
+    "DECLINE_REASONS",
     "EVENT_NAME_BYTES",
     "FDS_PER_ATTACH_MAX",
     "FRAME_BYTES_MAX",
@@ -141,9 +149,11 @@ __all__ = [
     "Attached",
     "BlockIds",
     "ClientMessage",
+    "Declined",
     "Done",
     "Error",
     "Events",
+    "FirstMessage",
     "Group",
     "GroupId",
     "GroupIds",
@@ -171,9 +181,9 @@ __all__ = [
     "StoreJob",
     "StoredEvent",
     "Submit",
-    "decode_attach",
     "decode_attach_reply",
     "decode_client",
+    "decode_first",
     "decode_server",
     "encode",
     "frame_stream",

@@ -56,7 +56,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Attach(
     msgspec.Struct, tag="attach", frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """First and only message of a client on the Unix socket.
+    """First and only message of a client on the Unix socket, unless that is a `Declined`.
 
     `namespace` is canonical JSON (UTF-8): what makes KV bytes compatible. `topology` names how
     the model is cut over the ranks; chunks are loadable when all their segments are. Of every
@@ -119,6 +119,21 @@ class Attach(
         )
 
 
+class Declined(msgspec.Struct, tag="declined", frozen=True, forbid_unknown_fields=True):
+    """In place of `Attach`: a process of an engine says that it serves without the cache, and why.
+
+    It is not answered, unless it is refused, and holds until the connection ends. `reason` is one
+    of `DECLINE_REASONS`, or a word that a later release adds; `message` is for an operator: field,
+    value and remedy, as in vLLM's log.
+    """
+
+    version: int
+    role: Role
+    engine_id: str
+    reason: str
+    message: str
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Deadlines and bounds that the operator set in the sidecar and the connector must keep."""
 
@@ -155,4 +170,5 @@ class IndexMoved(msgspec.Struct, tag="index_moved", frozen=True, forbid_unknown_
     index_bytes: int
 
 
+FirstMessage = Attach | Declined
 AttachReply = Attached | Refused | IndexMoved

@@ -10,8 +10,9 @@ import math
 import re
 from typing import Final
 
-from sidecar.protocol.attaching import Attach, Memory, Role
+from sidecar.protocol.attaching import Attach, Declined, FirstMessage, Memory, Role
 from sidecar.protocol.limits import (
+    DECLINED_CHARS_MAX,
     IPC_HANDLE_BYTES,
     JOBS_PER_MESSAGE_MAX,
     KEYS_PER_MESSAGE_MAX,
@@ -27,6 +28,7 @@ from sidecar.protocol.messages import ClientMessage, Lease, Lookup, Pin, Release
 _HERE: Final = re.compile(
     r"^(ipc:///[^\0]+|tcp://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5})\Z", re.DOTALL
 )
+_REASON: Final = re.compile(r"^[a-z_]{1,32}\Z")
 _ENDPOINT_BYTES_MAX: Final = len("ipc://") + 107
 """What a Unix socket's address has room for."""
 
@@ -83,8 +85,30 @@ def check_client(message: ClientMessage) -> None:
             _require(ids <= KEYS_PER_MESSAGE_MAX, "ids", ids, f"at most {KEYS_PER_MESSAGE_MAX}")
 
 
-def check_attach(message: Attach) -> None:
+def check_first(message: FirstMessage) -> None:
     """The first frame of a Unix connection. Raises `ProtocolError`."""
+    _require(
+        0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
+    )
+    if isinstance(message, Declined):
+        _check_declined(message)
+    else:
+        _check_attach(message)
+
+
+def _check_declined(message: Declined) -> None:
+    # Both are shown to people, and one is the label of a metric.
+    reason, told = message.reason, message.message
+    _require(bool(_REASON.match(reason)), "reason", reason[:64], "1 to 32 of a-z and _")
+    _require(
+        0 < len(told) <= DECLINED_CHARS_MAX and told.isprintable(),
+        "message",
+        told[:64],
+        f"1 to {DECLINED_CHARS_MAX} printable characters",
+    )
+
+
+def _check_attach(message: Attach) -> None:
     _require(0 < message.world_size <= 4096, "world_size", message.world_size, "between 1 and 4096")
     _require(
         0 <= message.rank < message.world_size, "rank", message.rank, "between 0 and world_size - 1"
@@ -99,9 +123,6 @@ def check_attach(message: Attach) -> None:
     for part in parts:
         _check_group(part)
     _check_apart(parts)
-    _require(
-        0 < len(message.engine_id) <= 256, "engine_id", message.engine_id, "1 to 256 characters"
-    )
     _require(0 < len(message.topology) <= 256, "topology", message.topology, "1 to 256 characters")
     _require(
         len(message.model) <= MODEL_CHARACTERS_MAX and (message.model or "-").isprintable(),

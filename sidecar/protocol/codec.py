@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from sidecar.protocol.attaching import Attach, AttachReply
-from sidecar.protocol.checks import ProtocolError, check_attach, check_client
+from sidecar.protocol.attaching import AttachReply, FirstMessage
+from sidecar.protocol.checks import ProtocolError, check_client, check_first
 from sidecar.protocol.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
 from sidecar.protocol.messages import ClientMessage, ServerMessage
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
-_attach_decoder: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
+_first_decoder: msgspec.msgpack.Decoder[FirstMessage] = msgspec.msgpack.Decoder(FirstMessage)
 _reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
 
 
-def encode(message: ClientMessage | ServerMessage | Attach | AttachReply) -> bytes:
+def encode(message: ClientMessage | ServerMessage | FirstMessage | AttachReply) -> bytes:
     """MessagePack bytes of one message."""
     return _encoder.encode(message)
 
@@ -42,7 +42,7 @@ def decode_server(frame: bytes | memoryview) -> ServerMessage:
     return _decode(_server_decoder, frame)
 
 
-def decode_attach(frame: bytes | memoryview) -> Attach:
+def decode_first(frame: bytes | memoryview) -> FirstMessage:
     """Decode and validate the first frame of a Unix connection. Raises `ProtocolError`."""
     # The version is read on its own first, so that a peer of another version is told so rather
     # than handed a list of fields that it cannot know.
@@ -53,8 +53,8 @@ def decode_attach(frame: bytes | memoryview) -> Attach:
             f"protocol version {version} is not spoken here (this side speaks "
             f"{PROTOCOL_VERSION}); install the same kvlake release for connector and sidecar",
         )
-    message = _decode(_attach_decoder, frame)
-    check_attach(message)
+    message = _decode(_first_decoder, frame)
+    check_first(message)
     return message
 
 

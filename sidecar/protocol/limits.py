@@ -28,6 +28,14 @@ TENANT_BYTES: Final = 8
 FDS_PER_ATTACH_MAX: Final = 4
 UUID_BYTES: Final = 16
 IPC_HANDLE_BYTES: Final = 64
+DECLINED_CHARS_MAX: Final = 1_000
+DECLINE_REASONS: Final = ("chunk_tokens", "unsupported", "weights", "memory")
+"""Why an engine may be served without the cache, as it says itself in a `Declined`:
+
+chunk_tokens: the chunk size is not a multiple of the block size. unsupported: something of the
+model, the engine or the machine is refused. weights: the files of the model cannot be read. memory:
+the KV cache of a rank cannot be shared.
+"""
 
 KIND_MEMFD: Final = "memfd"
 KIND_CUDA_IPC: Final = "cuda_ipc"

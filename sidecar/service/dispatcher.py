@@ -39,6 +39,7 @@ from sidecar.data.pool_slots import PoolSlots
 from sidecar.events.publisher import EventStream
 from sidecar.logs import fields
 from sidecar.protocol import Error, IndexMoved, ProtocolError, Role, ServerMessage, encode
+from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
@@ -95,8 +96,12 @@ class Dispatcher:
         self.pool = pool
         self.store = store
         self.socket_stats = SocketStats()
+        self.started = time.time()
+        self.lost_before = 0
+        """Objects that the sidecar before this one left unwritten when it stopped."""
         self.realms = Realms(config.limits.realms_max)
         self.sessions = Sessions(config.limits.sessions_max)
+        self.uncached = UncachedEngines(config.limits.sessions_max)
         self.slots = PoolSlots(pool)
         self.engine = Engine(
             self.slots,

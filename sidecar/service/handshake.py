@@ -1,6 +1,7 @@
 """Admission: from a connection on the attach socket to a session, and to its end.
 
-Owns accepting, the time that a client has to attach, the order of the checks, and the answer.
+Owns accepting, the time that a client has to attach, the order of the checks, and the answer. An
+engine that says that it serves without the cache gets none: it is listed (`uncached.py`).
 Does not own the checks themselves (`sessions/session.py`, `sessions/namespaces.py`,
 `protocol/checks.py`) or the socket's framing (`transport/attach_socket.py`).
 
@@ -29,11 +30,12 @@ from sidecar.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    Declined,
     Limits,
     ProtocolError,
     Refused,
     Role,
-    decode_attach,
+    decode_first,
     encode,
     frame_stream,
 )
@@ -46,6 +48,7 @@ from tiers.errors import LayoutError, PoolError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from sidecar.protocol import FirstMessage
     from sidecar.service.dispatcher import Dispatcher
     from sidecar.sessions.namespaces import RealmLayout
     from sidecar.sessions.worker_memory import WorkerMemory
@@ -196,8 +199,11 @@ class Handshakes:
         session: Session | None = None
         reason = "the sidecar stops"
         try:
-            session = await self._admit(connection)
-            if session is not None:
+            admitted = await self._admit(connection)
+            if isinstance(admitted, Declined):
+                await self._stay_declined(admitted, connection)
+            elif admitted is not None:
+                session = admitted
                 reason = await self._stay(session, connection)
         finally:
             try:
@@ -223,14 +229,43 @@ class Handshakes:
             tasks.cancel_scope.cancel()
         return reason
 
-    async def _admit(self, connection: Connection) -> Session | None:
-        """The session of a client that was let in; None once it was refused or is gone."""
+    async def _stay_declined(self, declined: Declined, connection: Connection) -> None:
+        """List an engine that serves without the cache, until it is gone."""
+        peer, uncached = connection.peer, self._dispatcher.uncached
+        if declined.engine_id not in {one.engine_id for one in uncached.all()}:
+            _logger.warning(
+                "an engine serves without the cache",
+                extra=fields(
+                    engine=declined.engine_id,
+                    pid=peer.pid,
+                    code=declined.reason,
+                    reason=declined.message,
+                ),
+            )
+        # They are bounded on their own, and take no place of a client that wants to attach.
+        self._connections -= 1
+        try:
+            with uncached.declining(declined, peer):
+                await connection.wait_end()
+        finally:
+            self._connections += 1
+
+    async def _admit(self, connection: Connection) -> Session | Declined | None:
+        """The session of a client that was let in; None once it was refused or is gone.
+
+        Of an engine that serves without the cache, what it says.
+        """
+        first: FirstMessage | None = None
         try:
             with anyio.fail_after(self._dispatcher.config.limits.attach_deadline):
                 frame, fds = await connection.receive_attach()
             try:
                 with _in_words(connection):
-                    attach = decode_attach(frame)
+                    first = decode_first(frame)
+                    if isinstance(first, Declined):
+                        self._dispatcher.uncached.check()
+                        return first
+                    attach = first
                     check_shape(attach)
                     # Seconds, for the first worker on a GPU. One that does not wait so long
                     # attaches again, to a device that is ready.
@@ -245,10 +280,11 @@ class Handshakes:
                 with _in_words(connection):
                     session = self._attach(connection, attach, fds)
                 self._dispatcher.open_session(session)
+                self._dispatcher.uncached.attached(attach)
             finally:
                 close_fds(fds)
         except (AttachRefused, ProtocolError) as error:
-            self._refuse(connection, error)
+            self._refuse(connection, first, error)
             return None
         except TimeoutError:
             self._dispatcher.socket_stats.attaches_expired += 1
@@ -267,12 +303,23 @@ class Handshakes:
             connection.hang_up()
         return session
 
-    def _refuse(self, connection: Connection, error: AttachRefused | ProtocolError) -> None:
-        self._note_refusal(connection.peer, error)
+    def _refuse(
+        self,
+        connection: Connection,
+        first: FirstMessage | None,
+        error: AttachRefused | ProtocolError,
+    ) -> None:
+        self._note_refusal(connection.peer, error, first)
         connection.try_send(encode(Refused(error.code, str(error))))
 
-    def _note_refusal(self, peer: Peer, error: AttachRefused | ProtocolError) -> None:
+    def _note_refusal(
+        self,
+        peer: Peer,
+        error: AttachRefused | ProtocolError,
+        first: FirstMessage | None = None,
+    ) -> None:
         self._dispatcher.socket_stats.attaches_refused[error.code] += 1
+        self._dispatcher.uncached.refused(peer, first, error)
         if self._first(peer, error.code):
             _logger.warning(
                 "attach refused (told once a minute per user and code)",

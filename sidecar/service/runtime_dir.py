@@ -43,6 +43,7 @@ NUMBERS_PER_LIFE: Final = 1 << 36
 """Batches of events that one life may tell before only the clock keeps the next one above it: at
 ten thousand a second, 80 days."""
 _NUMBER_END: Final = 1 << 62
+_NUMBER_DIGITS_MAX: Final = 18
 
 _SOCKETS: Final = ("attach.sock", "jobs.sock", "events.sock", "replay.sock")
 _LOCK_FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -81,6 +82,7 @@ class RuntimeDirectory:
         self.path = directory / name
         self._sockets = tuple(self.path / one for one in _SOCKETS)
         self.attach_path, self.jobs_path, self.events_path, self.replay_path = self._sockets
+        self._lost_path = self.path / "last-stop-lost"
         self.socket_mode = SOCKET_MODE_SHARED if shared else SOCKET_MODE_OWN
         self._shared = shared
         self._strict = strict_parents
@@ -149,6 +151,30 @@ class RuntimeDirectory:
         except OSError as error:
             _logger.warning("the number of events is not kept", extra=fields(error=error))
         return first
+
+    def note_lost(self, objects: int) -> None:
+        """Leave word, for the next sidecar, of what this one loses at its end.
+
+        Nobody asks a sidecar for its figures once it has stopped.
+        """
+        if not objects or not self.held():
+            return
+        try:
+            self._lost_path.write_text(str(objects))
+        except OSError as error:
+            _logger.warning("what is lost cannot be noted", extra=fields(error=error))
+
+    def take_lost(self) -> int:
+        """Objects that the sidecar before this one lost when it stopped. Asked for once."""
+        try:
+            text = self._lost_path.read_text()
+            self._lost_path.unlink()
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            _logger.warning("what the last one lost is not known", extra=fields(error=error))
+            return 0
+        return int(text) if text.isdecimal() and len(text) < _NUMBER_DIGITS_MAX else 0
 
     def remove_sockets(self, *paths: Path) -> None:
         """Unlink these sockets, or all: a dead sidecar's at start, our own at the end.

@@ -127,6 +127,14 @@ class SelfChecks:
                 "the cache; all ranks of an engine must be on one node",
                 serious=False,
             )
+        if uncached := self._dispatcher.uncached.all():
+            first, *others = uncached
+            more = f" ({len(others)} more: kvlake status)" if others else ""
+            yield Problem(
+                "uncached",
+                f"{first.name} serves without the cache: {first.message}{more}",
+                serious=False,
+            )
         watch = self._dispatcher.watch
         if watch is not None and watch.health.state != "ok":
             reason = f"the store is {watch.health.state}: {watch.health.reason}"

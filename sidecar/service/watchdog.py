@@ -38,7 +38,7 @@ EXTEND_EVERY_SECONDS: Final = 5.0
 
 PROBLEMS: Final = (
     "starting", "draining", "loop", "runtime_directory", "socket", "copies", "pool", "ranks",
-    "store",
+    "uncached", "store",
 )  # fmt: skip
 """Every code of a problem, for whoever watches them by name."""
 

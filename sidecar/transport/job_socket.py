@@ -105,7 +105,7 @@ class JobSocket:
         replies_queued_max: int,
     ) -> None:
         self.endpoint = f"ipc://{path}"
-        self.handshakes_refused: Counter[str] = Counter()
+        self.handshakes_refused: Counter[str] = Counter(user=0)
         """Connections that were refused before they were read."""
         self._path = path
         self._received = received

@@ -42,7 +42,7 @@ class ZapAuthenticator:
         admitted: Callable[[str], bool],
         broke: Callable[[BaseException], None],
     ) -> None:
-        self.refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter(dict.fromkeys(("key", *_FAILED.values()), 0))
         """Handshakes that failed: `key`, `protocol` (no CURVE, or garbage), `broken_off`."""
         self._admitted = admitted
         self._broke = broke

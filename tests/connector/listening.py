@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from sidecar.protocol import Attached, decode_attach, encode, frame_stream
+from sidecar.protocol import Attach, Attached, decode_first, encode, frame_stream
 from tests.connector.double import LIMITS, SALT
 from tiers.kv.index import IndexWriter
 
@@ -44,7 +44,13 @@ class Peer:
         body = b""
         while len(body) < length:
             body += connection.recv(length - len(body))
-        self.attach = decode_attach(body)
+        self.first = decode_first(body)
+
+    @property
+    def attach(self) -> Attach:
+        """What it attaches with."""
+        assert isinstance(self.first, Attach)
+        return self.first
 
     def reply(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
         socket.send_fds(self.connection, [payload], list(fds))

@@ -323,7 +323,7 @@ class TestGpu:
     @pytest.mark.skipif(SLEEP_IS_TOLD, reason="vLLM 0.33 or later")
     def test_an_engine_that_may_sleep_is_not_served_before_vllm_tells_of_it(self) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-        assert "vLLM 0.33" in unsupported_reason(config, None, 256)
+        assert "vLLM 0.33" in unsupported_reason(config, None)
 
     def test_an_engine_that_may_sleep_is_served_where_vllm_tells_of_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +344,7 @@ class TestGpu:
             ),
             speculative_config=None,
         )
-        assert "0 groups" in unsupported_reason(config, SimpleNamespace(kv_cache_groups=[]), 256)
+        assert "0 groups" in unsupported_reason(config, SimpleNamespace(kv_cache_groups=[]))
         assert KVLakeConnector.supports_sleep_mode(SimpleNamespace())
 
 

@@ -91,6 +91,7 @@ def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler(
     results = rank.role.collect()
     assert results.failed == {"one"}
     assert told in results.report.refusal
+    assert shared.lost_why == results.report.refusal
     assert rank.role.collect().report.empty, "told once"
     # The others have left for good, so there is nothing to come back to.
     shared.unregister()

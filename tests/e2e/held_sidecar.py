@@ -23,7 +23,7 @@ import anyio
 from sidecar import cli
 from sidecar.data.copies import Memory
 from sidecar.data.copy_queue import CopyGroup
-from sidecar.protocol import decode_attach
+from sidecar.protocol import decode_first
 from sidecar.transport.attach_socket import Connection, close_fds
 from tests import places
 from tests.e2e.holds import LOAD, POLL_SECONDS, STORE, Holds, attach_as
@@ -42,7 +42,7 @@ def hold_attaches(holds: Holds, stack: contextlib.ExitStack) -> None:
 
     async def receive_attach(self: Connection) -> tuple[bytes, list[int]]:
         frame, fds = await receive(self)
-        role, pid = str(decode_attach(frame).role), self.peer.pid
+        role, pid = str(decode_first(frame).role), self.peer.pid
         connections[role, pid] = weakref.ref(self)
         step = attach_as(role)
         if holds.wanted(step, pid):

@@ -181,7 +181,9 @@ def expected(folder: Path, model: str) -> list[list[float]]:
 
 
 class TestMean:
-    @pytest.mark.promise("offloading-prefixless", "refuse-pooling")
+    @pytest.mark.promise(
+        "offloading-prefixless", "refuse-pooling", "suite-refused", "uncached-engines"
+    )
     @pytest.mark.parametrize(
         ("through", "told"),
         [
@@ -215,10 +217,14 @@ class TestMean:
         with PoolingEngine(spec, log) as engine:
             served = served_by(engine.wait_ready())
             assert engine.counter(HITS) == 0
-            assert not sidecar.status()["sessions"]
+            status = sidecar.status()
+            assert not status["sessions"]
+            (declined,) = status["uncached"]
+            assert declined["reason"] == "unsupported"
         assert [embedding_of(one) for one in served] == expected
         assert not any(one.cached_tokens for one in served)
         assert counters(sidecar) == before
         (line,) = (one for one in log.read_text().splitlines() if "kvlake:" in one)
         assert told in line
         assert "MEAN" in line
+        assert declined["message"] in line

@@ -33,6 +33,7 @@ from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     Attach,
     Attached,
+    Declined,
     Done,
     Error,
     Events,
@@ -119,6 +120,9 @@ WORKER: Final = Attach(
 SCHEDULER: Final = msgspec.structs.replace(
     WORKER, role=Role.SCHEDULER, want_events=True, segment=None, layout=None, memory=None
 )
+DECLINED: Final = Declined(
+    protocol.PROTOCOL_VERSION, Role.WORKER, "engine", "memory", "it is in pieces"
+)
 
 
 def client_frames(epoch: int = 1) -> list[bytes]:
@@ -160,11 +164,11 @@ def reply_frames() -> list[bytes]:
 
 
 def attach_frames() -> list[bytes]:
-    """The first frames of workers, large ones too, and of a scheduler."""
+    """The first frames of workers, large ones too, of a scheduler, and of one without the cache."""
     wide = _worker(Segment(0, 4, 0, 1000), 10_000, (0, 2**25, 2**26, 2**27), 3, 30_000)
     deep = _worker(Segment(0, 1, 0, 1), 16, (0,), 1 << 20, 1 << 30)
     tiny = _worker(Segment(0, 1, 0, 1), 1, (0,), 8, 8)
-    return [protocol.encode(message) for message in (WORKER, SCHEDULER, wide, deep, tiny)]
+    return [protocol.encode(message) for message in (WORKER, SCHEDULER, DECLINED, wide, deep, tiny)]
 
 
 def _worker(
@@ -202,9 +206,11 @@ def _decoding(decode: Callable[[bytes], object]) -> Callable[[bytes], None]:
 
 def _feed_attach(data: bytes) -> None:
     """Everything that admission computes of an `Attach` before it asks who else is here."""
-    _decoding(protocol.decode_attach)(data)
+    _decoding(protocol.decode_first)(data)
     try:
-        attach = protocol.decode_attach(data)
+        attach = protocol.decode_first(data)
+        if isinstance(attach, protocol.Declined):
+            return
         check_shape(attach)
     except (ProtocolError, AttachRefused):
         return

@@ -26,13 +26,18 @@ NEVER = 1 << 40
 
 @contextmanager
 def running(
-    directory: Path, *stalled: Verb, store: dict[str, Any] | None = None, **limits: float
+    directory: Path,
+    *stalled: Verb,
+    store: dict[str, Any] | None = None,
+    after_stop: str = "remove",
+    **limits: float,
 ) -> Iterator[RunningSidecar]:
     """A sidecar over a folder, of whose tier these verbs never answer."""
     settings = {"url": f"file://{directory}/bucket", "recompute": "never", **(store or {})}
     # A read that never ends would hold the drain up for as long as it may take.
     limits = {"drain_seconds_max": SHORT_SECONDS, **limits}
-    config = config_in(directory, store=settings, limits=limits)
+    host = {"after_stop": after_stop}
+    config = config_in(directory, store=settings, limits=limits, host=host)
     with RunningSidecar(config, lambda tier: Stalled(tier, *stalled)) as sidecar:
         yield sidecar
 
@@ -105,8 +110,20 @@ def attach_deadline(directory: Path) -> None:
 
 
 def drain_seconds_max(directory: Path) -> None:
+    # Host memory that is kept loses nothing: the next sidecar writes it.
+    for after_stop, objects in (("remove", 1), ("keep", 0)):
+        drain_in_part(directory, after_stop)
+        for lost in (objects, 0):
+            # The next sidecar says so, and not the one after it.
+            with RunningSidecar(config_in(directory)) as sidecar:
+                assert sidecar.status()["last_stop_objects_lost"] == lost
+                metric = f"kvlake_last_stop_objects_lost {float(lost)}".encode()
+                assert metric in sidecar.get("/metrics").splitlines()
+
+
+def drain_in_part(directory: Path, after_stop: str) -> None:
     with (
-        running(directory, "write", drain_seconds_max=SHORT_SECONDS) as sidecar,
+        running(directory, "write", after_stop=after_stop) as sidecar,
         Worker(sidecar.path) as worker,
     ):
         assert worker.store(1, key_of(0), [0]) is Outcome.OK

@@ -817,7 +817,7 @@ def test_the_releases_are_those_of_the_support_page() -> None:
         ("100", "vllm serve m --block-size 50", ""),
         ("100", "vllm serve m --block-size some", ""),
         (None, "vllm serve m --block-size 48", ""),
-        ("100", "vllm serve m", ""),
+        ("100", "vllm serve m", "chunk.tokens=100 is not a multiple of 16, as vLLM"),
         ("256", "python server.py", "does not name vllm"),
         ("256", "no-such-program vllm", "no such command; is vLLM installed"),
     ],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 from vllm.config.kv_events import KVEventsConfig
 
 from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
+from sidecar.cli.blocksize import misfit
 from sidecar.cli.launch import (
     DRAIN_GRACE_SECONDS,
     LaunchError,
+    run,
     serve_command,
     transfer_config,
     with_connector,
@@ -91,6 +94,60 @@ def test_chunk_tokens_are_told_where_the_operator_set_them() -> None:
     extra = transfer_config(config)["kv_connector_extra_config"]
     assert isinstance(extra, dict)
     assert extra["chunk_tokens"] == 128
+    # So that a message names what the operator wrote, and where.
+    assert extra["chunk_tokens_from"] == "chunk.tokens"
+    own = json.dumps({"kv_connector_extra_config": {"chunk_tokens": 64}})
+    merged = given(with_connector(["vllm", "serve", "M", "--kv-transfer-config", own], config))
+    assert merged["kv_connector_extra_config"] == {"socket": extra["socket"], "chunk_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--block-size", "32"],
+            "^chunk.tokens=100 is not a multiple of --block-size 32: .* 96 or ",
+        ),
+        (["--block_size=64"], "not a multiple of --block-size 64: .* choose 64 or 128"),
+        (["--block-size", "50", "--block-size=128"], "--block-size 128: .* choose 128, or leave"),
+        ([], "not a multiple of 16, as vLLM's block sizes are: .* choose 96 or 112"),
+        (
+            ["--kv-transfer-config", '{"kv_connector_extra_config": {"chunk_tokens": 72}}'],
+            r"kv_connector_extra_config\['chunk_tokens'\]=72 is not a multiple of 16.* 64 or 80",
+        ),
+    ],
+)
+def test_chunks_that_do_not_fit_the_engines_blocks_are_refused(words: list[str], said: str) -> None:
+    config = loads("chunk: {tokens: 100}")
+    assert re.search(said, misfit(with_connector(["vllm", "serve", "M", *words], config)))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        ("{tokens: 96}", ["--block-size", "32"]),
+        ("{tokens: 96}", []),
+        # What it is then only vLLM knows.
+        ("{tokens: 100}", ["--config", "vllm.yaml"]),
+        ("{tokens: 100}", ["--block-size", "x"]),
+        ("{tokens: 100}", ["--block-size=0"]),
+        ("{tokens: 100}", ["--block-size", "50"]),
+        ("{}", ["--block-size", "48"]),
+    ],
+)
+def test_chunks_that_fit_or_may_fit_are_not_refused(chunk: str, words: list[str]) -> None:
+    config = loads(f"chunk: {chunk}")
+    assert misfit(with_connector(["vllm", "serve", "M", *words], config)) == ""
+
+
+@pytest.mark.promise("uncached-engines")
+def test_nothing_is_started_where_chunks_do_not_fit(tmp_path: Path) -> None:
+    config = loads("chunk: {tokens: 100}")
+    vllm = tmp_path / "vllm"
+    vllm.write_text("#!/bin/sh\n")
+    vllm.chmod(0o755)
+    with pytest.raises(LaunchError, match="is not a multiple of --block-size 32"):
+        run(config, ["/nowhere/kvlake"], [str(vllm), "serve", "M", "--block-size", "32"])
 
 
 def test_another_program_is_refused_with_what_to_give_it(config: Config) -> None:

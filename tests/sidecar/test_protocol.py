@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from sidecar.protocol import (
+    DECLINED_CHARS_MAX,
     FRAME_BYTES_MAX,
     JOBS_PER_MESSAGE_MAX,
     KEY_BYTES,
@@ -22,6 +23,7 @@ from sidecar.protocol import (
     Attach,
     Attached,
     ClientMessage,
+    Declined,
     Done,
     Error,
     Events,
@@ -46,9 +48,9 @@ from sidecar.protocol import (
     StoredEvent,
     StoreJob,
     Submit,
-    decode_attach,
     decode_attach_reply,
     decode_client,
+    decode_first,
     decode_server,
     encode,
     frame_stream,
@@ -63,7 +65,7 @@ KEY = bytes(range(KEY_BYTES))
 DECODERS: tuple[Callable[[bytes | memoryview], object], ...] = (
     decode_client,
     decode_server,
-    decode_attach,
+    decode_first,
     decode_attach_reply,
 )
 
@@ -150,7 +152,16 @@ ATTACHES = st.builds(
     rank=st.integers(0, 4),
     pid=INT,
 )
-FRAMES = st.one_of(CLIENT_MESSAGES, SERVER_MESSAGES, REPLIES, ATTACHES).map(encode)
+PRINTABLE = st.characters(categories=["L", "N", "P"], include_characters=" ")
+DECLINED = st.builds(
+    Declined,
+    version=st.just(PROTOCOL_VERSION),
+    role=st.sampled_from(Role),
+    engine_id=st.text(min_size=1, max_size=256),
+    reason=st.from_regex(r"\A[a-z_]{1,32}\Z"),
+    message=st.text(PRINTABLE, min_size=1, max_size=DECLINED_CHARS_MAX),
+)
+FRAMES = st.one_of(CLIENT_MESSAGES, SERVER_MESSAGES, REPLIES, ATTACHES, DECLINED).map(encode)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | INT | st.floats() | st.binary(max_size=40) | TEXT,
@@ -195,9 +206,9 @@ def test_attach_replies_come_back(message: Attached | Refused | IndexMoved) -> N
     assert decode_attach_reply(encode(message)) == message
 
 
-@given(ATTACHES)
-def test_attaches_come_back(message: Attach) -> None:
-    assert decode_attach(encode(message)) == message
+@given(ATTACHES | DECLINED)
+def test_first_messages_come_back(message: Attach | Declined) -> None:
+    assert decode_first(encode(message)) == message
 
 
 @given(st.binary(max_size=200))
@@ -290,12 +301,12 @@ def test_a_stream_that_announces_too_much_is_refused() -> None:
 @pytest.mark.parametrize("decode", [decode_client, decode_server, decode_attach_reply])
 def test_a_message_of_another_kind_is_refused(decode: Callable[[bytes], object]) -> None:
     assert refused(decode, encode(WORKER))[0] == "unknown_tag"
-    assert refused(decode_attach, encode(Lease(1, 1, [])))[0] == "unknown_tag"
+    assert refused(decode_first, encode(Lease(1, 1, [])))[0] == "unknown_tag"
 
 
 def test_bytes_that_are_not_messagepack_are_malformed() -> None:
     assert refused(decode_client, b"\xc1")[0] == "malformed"
-    assert refused(decode_attach, b"")[0] == "malformed"
+    assert refused(decode_first, b"")[0] == "malformed"
 
 
 def test_an_unknown_field_is_refused() -> None:
@@ -306,7 +317,7 @@ def test_an_unknown_field_is_refused() -> None:
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, 0, -1])
 def test_another_version_is_told_so_whatever_else_it_says(version: int) -> None:
     frame = msgspec.msgpack.encode({"type": "attach", "version": version, "unheard_of": 1})
-    code, message = refused(decode_attach, frame)
+    code, message = refused(decode_first, frame)
     assert code == "version"
     assert str(version) in message
     assert "install the same kvlake release" in message
@@ -406,7 +417,7 @@ def test_a_list_is_measured_before_it_is_made() -> None:
     ],
 )
 def test_an_attach_outside_its_bounds(changes: dict[str, Any], field: str) -> None:
-    code, text = refused(decode_attach, encode(replace(WORKER, **changes)))
+    code, text = refused(decode_first, encode(replace(WORKER, **changes)))
     assert code == "field"
     assert text.startswith(f"{field}=")
 
@@ -415,8 +426,11 @@ def test_only_a_model_that_is_files_is_named_beside_its_namespace() -> None:
     """Sidecars of before refuse the field, so it is sent only where it says something."""
     sent = msgspec.msgpack.decode(encode(WORKER))
     assert "model" not in sent
-    assert decode_attach(encode(WORKER)).model == ""
-    named = decode_attach(encode(replace(WORKER, model="/models/llama")))
+    first = decode_first(encode(WORKER))
+    named = decode_first(encode(replace(WORKER, model="/models/llama")))
+    assert isinstance(first, Attach)
+    assert isinstance(named, Attach)
+    assert first.model == ""
     assert {part.model for part in named.parts} == {"/models/llama"}
 
 
@@ -424,6 +438,6 @@ def test_an_impossible_layout_is_refused() -> None:
     fields = msgspec.to_builtins(WORKER)
     fields["layout"]["block_stride_bytes"] = 1
     fields["namespace"] = WORKER.namespace
-    code, text = refused(decode_attach, msgspec.msgpack.encode(fields))
+    code, text = refused(decode_first, msgspec.msgpack.encode(fields))
     assert code == "field"
     assert "block_stride_bytes" in text

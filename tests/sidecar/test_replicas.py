@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.core.commands import Gather, Scatter, Write
-from sidecar.protocol import Done, Outcome, ProtocolError, Role, decode_attach, encode
+from sidecar.protocol import Done, Outcome, ProtocolError, Role, decode_first, encode
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,
@@ -103,7 +103,7 @@ def test_copies_take_turns() -> None:
 def test_copies_come_in_whole_sets(replicas: int) -> None:
     message = attach_message(Role.SCHEDULER, world_size=4, replicas=replicas)
     with pytest.raises(ProtocolError, match=f"replicas={replicas}"):
-        decode_attach(encode(message))
+        decode_first(encode(message))
 
 
 def test_a_cut_into_another_number_of_segments_is_another_realm(short_directory: Path) -> None:

@@ -160,7 +160,7 @@ def _chunks(config: Config) -> Check:
         return Check(
             CheckResult.WARN,
             "chunk.tokens",
-            f"{tokens} is no multiple of {BLOCK_TOKENS_LEAST}, so it is one of no block size",
+            f"{tokens} is not a multiple of {BLOCK_TOKENS_LEAST}, so it is one of no block size",
             "leave it out, or choose a multiple of the engine's block size",
         )
     told = f"{tokens}; it must be a multiple of the engine's block size"
