@@ -32,7 +32,7 @@ import zmq
 
 from sidecar.events.keyed_port import KeyedPort
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.events.unix_port import EventPort, EventPeer
+from sidecar.events.unix_port import EventPeer, EventPort
 from sidecar.transport.job_socket import Sent
 
 if TYPE_CHECKING:
