@@ -38,7 +38,7 @@ class CoreParts:
 class Outbox:
     """Commands of one event on their way out: in order, and packed into few messages.
 
-    The order is index, work, messages. A session gets one `MergedFiles` per event, and there is one
+    The order is index, work, messages. A session gets one `Done` per event, and there is one
     `Resume` until it is answered.
     """
 
@@ -69,7 +69,7 @@ class Outbox:
         self._resuming = False
 
     def job_ended(self, session_id: int, outcome: JobOutcome) -> None:
-        """Add a job's outcome to the session's next `MergedFiles`."""
+        """Add a job's outcome to the session's next `Done`."""
         self._jobs.setdefault(session_id, []).append(outcome)
 
     def take(self) -> list[Command]:

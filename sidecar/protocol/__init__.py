@@ -32,7 +32,7 @@ The whole conversation::
       | instead of Attach: Declined ----> |  listed in the status until EOF     |
 
 Invariants: every message carries the sidecar's `epoch`, and one from another life is dropped and
-counted; every `Submit` job gets exactly one outcome in a `MergedFiles`, unless the session ends
+counted; every `Submit` job gets exactly one outcome in a `Done`, unless the session ends
 first; nothing is pickled; a frame over `FRAME_BYTES_MAX` is refused before it is decoded.
 """
 

@@ -137,7 +137,7 @@ class HostPart:
 
 
 class HostTransfer:
-    """A copy that runs in `finish`, in the thread that calls it. A `StagedTransfer`."""
+    """A copy that runs in `finish`, in the thread that calls it. A `Transfer`."""
 
     def __init__(
         self, copy: Callable[..., None], region: HostRegion, block_ids: BlockIds, payload: Bytes

@@ -245,7 +245,7 @@ class DeviceMemory:
 
 
 class Flight:
-    """A copy on its way: a `StagedTransfer`."""
+    """A copy on its way: a `Transfer`."""
 
     def __init__(self, lane: CopyStream, number: int, payload: Bytes, *, load: bool) -> None:
         self._lane = lane

@@ -5,7 +5,7 @@ in a thread, because few of them are thread-safe; asynchronous ones on the calle
 s3fs, gcsfs and adlfs have classes of their own, so that a verb costs as few requests as the store
 allows, is not retried below `wrap.Retrying`, and a missing bucket is no empty listing.
 
-Does not own how `AccessSettings` is spelt for these clients (`fsspec_options.py`), nor what errors
+Does not own how `Access` is spelt for these clients (`fsspec_options.py`), nor what errors
 mean.
 
 Risk taken: these clients hash and send a body on the event loop's thread, and gcsfs renews its

@@ -1,7 +1,7 @@
-"""`AccessSettings` as s3fs, gcsfs and adlfs spell it.
+"""`Access` as s3fs, gcsfs and adlfs spell it.
 
 Owns the translation, and nothing that runs later. `storage_options` of the operator win over what
-is derived here: they are the way to say what `AccessSettings` has no word for.
+is derived here: they are the way to say what `Access` has no word for.
 
 Invariants: no client retries by itself, because `wrap.Retrying` does, with the operator's limits,
 and layers of it would multiply; nothing is sent from here.

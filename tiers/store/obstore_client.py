@@ -1,6 +1,6 @@
 """S3, GCS and Azure through obstore: the fast path.
 
-Owns the obstore client of a store, `AccessSettings` as obstore spells it, and when a slot is free
+Owns the obstore client of a store, `Access` as obstore spells it, and when a slot is free
 again. A body is sent from the slot's own memory by Rust threads that never take the GIL; what is
 read is copied into the slot off the event loop; where `s3_direct.py` can, it goes to the slot at
 once and obstore is not asked. Does not own names, arguments or the meaning of errors
