@@ -34,9 +34,9 @@ HELP: Final = {
     "stores_expired": "Of these, jobs whose deadline passed first",
     "answers_stale": "Messages of an earlier life of the sidecar, which were dropped",
     "pins_skipped": "Chunks that were to be pinned (pin_seconds) while there was no sidecar",
-    "requests_uncached": "Requests that came while the engine had no sidecar, or was refused",
     "expected_late": "Requests for which another engine's chunks (expect_tokens) did not come in"
     " time",
+    "requests_uncached": "Requests that came while the engine had no sidecar, or was refused",
 }
 """What each count is of, by its field in `Stats`."""
 

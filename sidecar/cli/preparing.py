@@ -76,6 +76,9 @@ def _keygen(options: argparse.Namespace) -> int:
     from sidecar.config.secret_files import SecretFileError, write_secret
 
     public, secret = zmq.curve_keypair()
+    while b"$" in public:
+        # A configuration file takes `$$` and `${` for something else.
+        public, secret = zmq.curve_keypair()
     try:
         write_secret(options.out, secret.decode())
     except SecretFileError as error:

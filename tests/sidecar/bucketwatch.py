@@ -24,6 +24,7 @@ KINDS = {
     "chunk": re.compile(r"v1/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}/[^/]+\.arrow"),
     "log": re.compile(r"v1/[0-9a-f]{16}/catalog/log/.+"),
     "snapshot": re.compile(r"v1/[0-9a-f]{16}/catalog/snapshot/.+"),
+    "about": re.compile(r"v1/[0-9a-f]{16}/namespace\.json"),
     "manifest": re.compile(r"v1/[0-9a-f]{16}/catalog/manifest/.+"),
     "lease": re.compile(r"v1/lease/.+"),
     "probe": re.compile(r"probe/.+"),

@@ -168,7 +168,7 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
         ("run vllm serve m", "write -- before the engine's command: kvlake run -- vllm serve m"),
         ("run --config c vllm m", "kvlake run --config c -- vllm m"),
         ("doctor vllm serve m", "command: kvlake doctor -- vllm serve m"),
-        ("ls", "the built-in defaults have no store; give the sidecar's own file"),
+        ("gc", "the built-in defaults have no store; give the sidecar's own file"),
         ("keygen --out /nope/key", "No such file or directory; make its folder first"),
         ("status --timeout 0", "'0' is no number of seconds above 0"),
         ("status --timeout nan", "'nan' is no number of seconds above 0"),
@@ -197,8 +197,18 @@ def test_a_file_without_a_store_is_named(
 ) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("{}")
-    code, _, err = kvlake(capsys, "du", "--config", str(file))
+    code, _, err = kvlake(capsys, "gc", "--config", str(file))
     assert (code, f"{file} has no section store" in err) == (2, True), err
+
+
+def test_a_public_key_has_nothing_that_a_configuration_file_takes_for_a_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pairs = [(b"a$$b", b"first"), (b"a${b", b"second"), (b"ab", b"third")]
+    monkeypatch.setattr("zmq.curve_keypair", lambda: pairs.pop(0))
+    code, out, _ = kvlake(capsys, "keygen", "--out", str(tmp_path / "key"))
+    assert (code, out.splitlines()[-1]) == (0, "As a CURVE key, its public part is ab")
+    assert (tmp_path / "key").read_text().strip() == "third"
 
 
 # --- run -----------------------------------------------------------------------------------------

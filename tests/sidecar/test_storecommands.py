@@ -351,7 +351,7 @@ def test_each_bound_withdraws_and_deletes_the_oldest(
 @pytest.mark.parametrize(
     ("words", "sections", "said"),
     [
-        (["gc"], {}, "has no store"),
+        (["gc"], {}, "has no section store"),
         (["ls", "ffff"], {"store": {"url": "file:///nowhere/at/all"}}, "0 of the store's"),
         (["gc"], {"store": {"url": "file:///proc/nowhere"}}, "store.url"),
         (["gc", "--list"], {"store": {"url": "file:///tmp"}}, "give it together with --dry-run"),

@@ -88,6 +88,7 @@ RARE = {
     "copy expired: was not reached", "counter reads_dropped_full", "damage outlives a sidecar",
     "lookup CORRUPT", "read missing", "scatter expired", "scatter failed",
     "store: answer to read lost", "store: object missing", "store: read damaged",
+    "wire: message lost with the sidecar",
 }  # fmt: skip
 """Those that fewer than four of the lives of `make test` reached when this was written.
 
