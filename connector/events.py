@@ -1,7 +1,7 @@
 """What the tiers gain and lose, in the words of vLLM's KV events; and where vLLM publishes its own.
 
 Does not own which events those are (`tier_events.py`), nor the joined stream, which is the
-sidecar's (`docs/events.md`).
+sidecar's (`docs/reference/events.md`).
 """
 
 from __future__ import annotations

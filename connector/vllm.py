@@ -74,7 +74,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector of kvlake; see `docs/operations.md` for its extra configuration."""
+    """vLLM's KV connector of kvlake; its options: docs/how-to/operations.md."""
 
     def __init__(
         self,

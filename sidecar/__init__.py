@@ -1,1 +1,1 @@
-"""kvlake's sidecar: the process beside vLLM (docs/architecture.md)."""
+"""kvlake's sidecar: the process beside vLLM."""

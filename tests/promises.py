@@ -1,8 +1,8 @@
 """Which test shows which promise.
 
 `promises.toml` lists what kvlake promises. Tests name its ids with the marker `promise`, and
-`make promises` writes `docs/traceability.md` from both. Owns the marker's meaning, the checks and
-the page; `test_promises.py` runs the checks wherever all tests were collected.
+`make promises` writes `docs/evidence/traceability.md` from both. Owns the marker's meaning, the
+checks and the page; `test_promises.py` runs the checks wherever all tests were collected.
 
 A promise may also be a cell of a matrix. A test is in the cell of a row and a column if it names
 both, or if it is parametrized as `row-column`. A method that overrides another keeps its promises.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REPOSITORY: Final = Path(__file__).parents[1]
 LIST: Final = REPOSITORY / "tests" / "promises.toml"
-PAGE: Final = REPOSITORY / "docs" / "traceability.md"
+PAGE: Final = REPOSITORY / "docs" / "evidence" / "traceability.md"
 
 HEAD: Final = """# Which test shows which promise
 
@@ -222,7 +222,7 @@ def shown_in(matrix: Matrix, row: str, column: str, tests: Sequence[Evidence]) -
 
 
 def page(sections: Sequence[Section], tests: Sequence[Evidence]) -> str:
-    """`docs/traceability.md`."""
+    """`docs/evidence/traceability.md`."""
     parts = [HEAD]
     for section in sections:
         if isinstance(section, Area):

@@ -26,7 +26,7 @@ TODAYS: Final = [page for page in PAGES if page.parent.name != "adr"]
 OF_DOCS: Final = [
     page for page in PAGES if page.is_relative_to(REPOSITORY / "docs") and page.name != "nightly.md"
 ]
-SUPPORT: Final = REPOSITORY / "docs" / "support.md"
+SUPPORT: Final = REPOSITORY / "docs" / "reference" / "support.md"
 SECTIONS: Final = {
     one.title: one.promises for one in read(LIST.read_text()) if isinstance(one, Area)
 }
@@ -49,7 +49,7 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", OF_DOCS, ids=name_of)
 def test_no_page_names_tests(page: Path) -> None:
-    """`docs/traceability.md` says which promise has a test; it is made of markers on the tests."""
+    """The page of promises names them: `make promises` writes it from markers on the tests."""
     assert not re.findall(r"\btest_\w+\.py", page.read_text())
 
 
@@ -122,7 +122,7 @@ def test_every_promise_to_users_is_on_the_support_page() -> None:
 
 
 def test_the_security_page_has_all_promises_of_security() -> None:
-    text = (REPOSITORY / "docs" / "security.md").read_text()
+    text = (REPOSITORY / "docs" / "reference" / "security.md").read_text()
     assert [one for one in SECTIONS["Security"].values() if f"- {one}\n" not in text] == []
 
 

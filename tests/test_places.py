@@ -39,7 +39,7 @@ FILES = {
     "lower/inner/__init__.py": "from lower.limits import JOBS_MAX\n",
     "lower/inner/second.py": "class Engine:\n    async def stop(self): ...\n",
     "lower/double.py": "def start(): ...\n",
-    "docs/testing.md": "",
+    "docs/evidence/testing.md": "",
     "docs/guides/install.md": "",
     "docs/guides/README.md": "",
     "docs/adr/README.md": "",
@@ -138,7 +138,7 @@ def test_a_patch_of_a_method_is_one_of_the_class() -> None:
 
 
 def test_a_page_is_found_by_its_name(product: Path) -> None:
-    assert places.page("testing.md") == product / "docs" / "testing.md"
+    assert places.page("testing.md") == product / "docs" / "evidence" / "testing.md"
     assert places.page("install.md") == product / "docs" / "guides" / "install.md"
     for name in ("README.md", "nothing.md"):
         with pytest.raises(LookupError, match="pages with the name"):

@@ -1,1 +1,1 @@
-"""kvlake's tiers: what bytes of KV are, and where they are kept (docs/architecture.md)."""
+"""kvlake's tiers: what bytes of KV are, and where they are kept."""

@@ -1,7 +1,7 @@
 """Figures taken on a GPU: what was measured, what was asked, and whether it holds.
 
 Owns their JSON under `benchmarks/results/`, one file for each device, and the table between the
-markers of `docs/performance.md`, which is made of these files and of nothing else.
+markers of `docs/evidence/performance.md`, which is made of these files and of nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.gpu.real.preflight import Device
 
 RESULTS: Final = Path("benchmarks/results")
-PAGE: Final = Path("docs/performance.md")
+PAGE: Final = Path("docs/evidence/performance.md")
 BEGIN: Final = "<!-- GPU: made by `make gpu-test` and `make gpu-bench`, do not edit -->"
 END: Final = "<!-- end of GPU -->"
 NOT_YET: Final = "not yet run"

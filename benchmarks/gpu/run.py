@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.run [--only PART …] [--out FOLDER] [--seconds 540]
 
 Prints every figure beside what was asked of it, those that fall short as plainly as the others,
-and leaves them as JSON with the device's name and in docs/performance.md. Ends with 0 if all was
-measured, 1 if a part could not be, 2 where it cannot run here.
+and leaves them as JSON with the device's name and in docs/evidence/performance.md. Ends with 0 if
+all was measured, 1 if a part could not be, 2 where it cannot run here.
 """
 
 from __future__ import annotations

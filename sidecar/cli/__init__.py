@@ -43,8 +43,7 @@ first steps:
 
 `kvlake COMMAND --help` tells more about each command. Exit codes: 0 done, 1 the answer is no,
 2 change the command or the configuration, 3 the sidecar could not start, 4 it stopped with chunks
-unwritten, 5 a second signal ended it, 70 a bug (docs/operations.md has the table). `run` ends with
-the engine's own code.
+unwritten, 5 a second signal ended it, 70 a bug. `run` ends with the engine's own code.
 """
 
 

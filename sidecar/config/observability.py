@@ -64,7 +64,7 @@ class HttpSettings(Section):
 
 
 class EventsSettings(Section):
-    """What the tiers and the engines' own caches gain and lose, for routers (docs/events.md)."""
+    """What the tiers and the engines' caches gain and lose (docs/reference/events.md)."""
 
     enabled: Flag = False
     """Publish KV events. Whoever subscribes reads the prompts' token ids."""

@@ -352,7 +352,7 @@ class TestGpu:
     ("kv_role", "takes"), [("kv_both", True), ("kv_consumer", True), ("kv_producer", False)]
 )
 def test_embeddings_are_taken_by_engines_that_load(model: Path, kv_role: str, takes: bool) -> None:
-    """As `docs/security.md` says; where vLLM leaves this off again, it need not."""
+    """As `docs/reference/security.md` says; where vLLM leaves this off again, it need not."""
     config = vllm_config(model, kv_role=kv_role, media_cache_gb=4.0)
     config._resolve_mm_embedding_inputs()  # noqa: SLF001 (of vLLM)
     media = config.model_config.multimodal_config

@@ -1,6 +1,6 @@
 """Features of vLLM that meet the cache: on vLLM's own scheduler, with a model that checks its KV.
 
-`docs/traceability.md` says which of them were also run on a real engine.
+`docs/evidence/traceability.md` says which of them were also run on a real engine.
 """
 
 # pyright: reportPrivateUsage=false

@@ -1,7 +1,7 @@
 """vLLM's interfaces, as each supported release has them, against what kvlake expects of them.
 
 The installed release is read from its source anew; the others by what was recorded of theirs. A
-failure names what moved. How to take a new release in: `docs/testing.md`.
+failure names what moved. How to take a new release in: `docs/evidence/testing.md`.
 """
 
 from __future__ import annotations
@@ -65,16 +65,20 @@ def test_the_installed_release(here: dict[str, Any]) -> None:
 def test_what_was_recorded_of_the_installed_release_is_true(here: dict[str, Any]) -> None:
     known = recorded(here["version"])
     assert known is not None, "run: python -m tests.contract"
-    assert dump(here) == dump(known), "the records are of another surface; see docs/testing.md"
+    assert dump(here) == dump(known), (
+        "the records are of another surface; see docs/evidence/testing.md"
+    )
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_a_recorded_release(version: str) -> None:
     manifest = recorded(version)
-    assert manifest is not None, f"{version} was never recorded; see docs/testing.md"
+    assert manifest is not None, f"{version} was never recorded; see docs/evidence/testing.md"
     assert manifest["version"] == version
     # Recorded with this surface, not with an older one that asked for less.
-    assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, "record it anew; see docs/testing.md"
+    assert manifest["symbols"].keys() == {BASE_CLASS, *USED}, (
+        "record it anew; see docs/evidence/testing.md"
+    )
     lines = moved(manifest)
     assert not lines, f"vLLM {version} moved:\n" + "\n".join(lines)
 

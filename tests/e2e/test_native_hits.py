@@ -84,7 +84,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEn
 
 
 def test_vllms_metrics_tell_of_a_hit(engine: DemoEngine) -> None:
-    """By the names in `docs/operations.md`: tokens, chunks and bytes of the same hit."""
+    """By the names in `docs/how-to/operations.md`: tokens, chunks and bytes of the same hit."""
 
     def tokens() -> list[float]:
         return [

@@ -288,7 +288,7 @@ class Process:
 def campaign(folder: Path, seed: int, *, seconds_max: float, attacks_max: int) -> dict[str, int]:
     """Attack a new sidecar; returns what was counted. Raises `AssertionError` for a finding."""
     # ZMQ never reads from a second peer of one name. If that one sends more than may wait, not even
-    # its end is noticed (docs/security.md); this attacker sends 20 at most to each.
+    # its end is noticed (docs/reference/security.md); this attacker sends 20 at most to each.
     config = {
         "host": {"size": "16MiB", "prefault": False},
     }

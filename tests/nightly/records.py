@@ -17,7 +17,7 @@ from typing import Final
 REPOSITORY: Final = Path(__file__).parents[2]
 FOLDER: Final = REPOSITORY / "build" / "nightly"
 RESULTS: Final = REPOSITORY / "tests" / "nightly" / "results.json"
-PAGE: Final = REPOSITORY / "docs" / "nightly.md"
+PAGE: Final = REPOSITORY / "docs" / "evidence" / "nightly.md"
 SOURCES: Final = (".", *(f":!{path.relative_to(REPOSITORY)}" for path in (RESULTS, PAGE)))
 """What a record depends on: all but the results, which are committed after the run."""
 

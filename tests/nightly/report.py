@@ -1,4 +1,4 @@
-"""The results of a nightly run as a table, for the terminal and for docs/nightly.md.
+"""The results of a nightly run as a table, for the terminal and for docs/evidence/nightly.md.
 
 Owns rendering, and writing the committed results.
 """

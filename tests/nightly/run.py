@@ -5,7 +5,7 @@
     python -m tests.nightly.run --only 'simulate-*' soak
     python -m tests.nightly.run --again fuzz        also where it has passed
     python -m tests.nightly.run --any-commit        only what has passed on no commit
-    python -m tests.nightly.run --report            write docs/nightly.md and what it is made of
+    python -m tests.nightly.run --report            write docs/evidence/nightly.md and its source
 
 Owns running the stages one after another. Does not own which there are (`stages.py`), what is kept
 of them (`records.py`) and how it is shown (`report.py`).
@@ -189,7 +189,9 @@ def _options() -> argparse.Namespace:
         description=__doc__,
     )
     parser.add_argument("--list", action="store_true", help="show stages and results, run nothing")
-    parser.add_argument("--report", action="store_true", help="write docs/nightly.md, run nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="write docs/evidence/nightly.md, run nothing"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="names or patterns")
     parser.add_argument("--again", nargs="+", default=[], metavar="STAGE", help="run these again")
     parser.add_argument(

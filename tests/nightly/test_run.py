@@ -69,7 +69,7 @@ def command(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
             given,
             repository / "build",
             repository / "tests" / "nightly" / "results.json",
-            repository / "docs" / "nightly.md",
+            repository / "docs" / "evidence" / "nightly.md",
         )
 
     # It sets how this process takes signals.

@@ -29,7 +29,7 @@ KINDS = {
     "lease": re.compile(r"v1/lease/.+"),
     "probe": re.compile(r"probe/.+"),
 }
-"""The names that kvlake makes, as docs/format.md has them."""
+"""The names that kvlake makes, as docs/reference/format.md has them."""
 
 LIST_SECONDS = 0.1
 

@@ -1,4 +1,4 @@
-"""docs/object-stores.md: every example is a configuration that the sidecar takes."""
+"""docs/how-to/object-stores.md: every example is a configuration that the sidecar takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What two sidecars leave in a real bucket while they write at full rate, and after they stop.
 
 A client of its own lists the bucket. The bounds that are asserted here are those of
-docs/object-stores.md.
+docs/how-to/object-stores.md.
 """
 
 from __future__ import annotations

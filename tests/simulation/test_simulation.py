@@ -1,6 +1,6 @@
 """Random lives of a node keep every rule, reach every situation, and repeat exactly.
 
-What is simulated, and how to replay a seed: docs/testing.md.
+What is simulated, and how to replay a seed: docs/evidence/testing.md.
 """
 
 from __future__ import annotations

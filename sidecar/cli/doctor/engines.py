@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sidecar.config.model import Config
 
 SUPPORTED: Final = ("0.31", "0.32", "0.33")
-"""Releases of vLLM with which docs/support.md says that kvlake works."""
+"""Releases of vLLM with which docs/reference/support.md says that kvlake works."""
 DISTRIBUTION: Final = "kvlake"
 PACKAGES: Final = ("connector", "sidecar", "tiers")
 GROUP: Final = "vllm.general_plugins"

@@ -81,7 +81,7 @@ def _require_packages() -> None:
         raise CannotRun(
             f"{sys.executable} has no {', '.join(missing)}. Install it there, name an interpreter "
             "that has them (GPU_PYTHON=...), or, without a network, put wheels into a folder and "
-            "name it: WHEELS=folder (docs/testing.md, On a GPU)"
+            "name it: WHEELS=folder (docs/evidence/testing.md, On a GPU)"
         )
 
 
