@@ -50,8 +50,7 @@ from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
 from connector.requests import Settings
 from connector.scheduler import SchedulerRole
-from connector.sleep import SharedMemory
-from connector.worker import TransferResults, WorkerRole
+from connector.worker import SleepMode, TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
-        self._shared: SharedMemory | None = None
+        self._sleep_mode: SleepMode | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
         self._untold_refusal = ""
@@ -231,7 +230,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
             self._decline("memory", self._untold_refusal)
             return
-        self._shared = SharedMemory(self._worker, share)
+        self._sleep_mode = SleepMode(self._worker, share)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
@@ -239,16 +238,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def unregister_kv_caches(self) -> None:
-        """Before sleep: the sidecar lets go of memory that is about to go."""
-        if self._shared is not None:
-            self._shared.unregister()
+        """Before sleep: have the sidecar release the memory."""
+        if self._sleep_mode is not None:
+            self._sleep_mode.unregister()
 
     def restore_kv_caches(self) -> None:
-        """After sleep: share the memory that came back."""
-        if self._shared is not None:
-            self._shared.restore()
-            if self._shared.lost_why:
-                self._decline("memory", self._shared.lost_why)
+        """After sleep: share the memory again."""
+        if self._sleep_mode is not None:
+            self._sleep_mode.restore()
+            if self._sleep_mode.failure:
+                self._decline("memory", self._sleep_mode.failure)
 
     def _attached(self, client: Client) -> Client:
         client.wait_attached(self._engine.attach_seconds)

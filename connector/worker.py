@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, SidecarSession
+from connector.export import EXPORT_FAULTS, fault_told
 from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
@@ -46,6 +47,8 @@ logger = logging.getLogger("vllm.kvlake")
 JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 IDLE_WAIT_MS: Final = 2
 """vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends it early."""
+RELEASE_SECONDS_MAX: Final = 10.0
+"""How long `SleepMode` waits for the sidecar to unmap; it takes milliseconds unless a copy runs."""
 
 
 @dataclass(slots=True)
@@ -308,6 +311,51 @@ class WorkerRole:
         """Detach. Jobs that are still open end with the session."""
         self.client.close()
         self._memory.close()
+
+
+class SleepMode:
+    """Releases a worker's KV memory before the engine sleeps, and shares it again afterwards.
+
+    vLLM 0.33 and later free the memory between `unregister_kv_caches` and `restore_kv_caches`. A
+    sidecar that still maps it keeps the old pages, so a late copy harms nobody. Both calls may be
+    repeated.
+
+    Args:
+        share: exports the KV cache as it is now; raises one of `EXPORT_FAULTS`.
+    """
+
+    def __init__(self, role: WorkerRole, share: Callable[[], ExportedMemory]) -> None:
+        self._role = role
+        self._share = share
+        self._shared = True
+        self.failure = ""
+        """Why the memory could not be shared again, or nothing."""
+
+    def unregister(self) -> None:
+        """Have the sidecar unmap the memory, which is about to be freed."""
+        if not self._shared:
+            return
+        self._shared = False
+        if not self._role.suspend(RELEASE_SECONDS_MAX):
+            logger.warning(
+                "kvlake: the sidecar did not release this engine's KV memory within %g s; the "
+                "memory stays allocated until it does",
+                RELEASE_SECONDS_MAX,
+            )
+
+    def restore(self) -> None:
+        """Share the memory that came back. After a failure this rank stays uncached for good."""
+        if self._shared or self.failure:
+            return
+        try:
+            memory = self._share()
+            self._role.resume(memory)
+        except EXPORT_FAULTS as error:
+            # Not tried again: the other ranks and the scheduler leave too, and nothing calls them.
+            self.failure = f"after sleep mode {fault_told(error)}; restart the engine"
+            self._role.give_up(self.failure)
+            return
+        self._shared = True
 
 
 def _in_messages(plan: StepPlan) -> Iterator[tuple[list[Load], list[Store]]]:

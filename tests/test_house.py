@@ -27,7 +27,7 @@ LONGER: Final = {
     "tiers/store/fsspec_client.py": 515,
 }
 """Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"connector": 28, "sidecar/core": 22, "tiers/catalog": 21}
+WIDER: Final = {"connector": 27, "sidecar/core": 22, "tiers/catalog": 21}
 """Folders with more modules than they should have, and how many until then."""
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SLEEP_IS_TOLD: Final = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether this vLLM tells a connector before its memory goes; see `sleep.py`."""
+"""Whether this vLLM tells a connector before its memory goes; see `SleepMode`."""
 _VARIANT_FROM_A_PREFIX: Final = ("FLASHINFER", "TRITON_MLA")
 """Backends with which vLLM turns its prefix caching off where it is to be batch invariant."""
 

@@ -34,8 +34,8 @@ from connector.export import ExportedMemory, ExportRefused
 from connector.identity.eligibility import SLEEP_IS_TOLD, chunks_refusal, prefix_refusal
 from connector.identity.nodes import nodes_refusal
 from connector.identity.parallelism import Place
-from connector.sleep import SharedMemory
 from connector.vllm import KVLakeConnector
+from connector.worker import SleepMode
 from sidecar.protocol import Role, Submit
 from tests import places
 from tests.connector.configurations import (
@@ -316,13 +316,13 @@ class TestRanksThatAreNotServed:
         def share() -> ExportedMemory:
             raise ExportRefused("it is in pieces")
 
-        rank.connector._shared = SharedMemory(rank.role, share)  # noqa: SLF001 (its public names are vLLM's)
+        rank.connector._sleep_mode = SleepMode(rank.role, share)  # noqa: SLF001 (its public names are vLLM's)
         rank.connector.unregister_kv_caches()
         rank.connector.restore_kv_caches()
         caplog.clear()
         engine.run(request_of("b", PROMPT, max_tokens=40))
         (line,) = [one.getMessage() for one in caplog.records if "kvlake: " in one.message]
-        assert "because after its sleep it is in pieces; restart the engine" in line
+        assert "because after sleep mode it is in pieces; restart the engine" in line
         assert engine.client.closed
         assert engine.ranks[0].client.closed
         assert engine.computed["b"] >= len(PROMPT)

@@ -1,4 +1,4 @@
-"""What a worker does of vLLM's sleep mode: leaves once, and comes back with what is there then."""
+"""Sleep mode in a worker: detaches once, and attaches again with the memory that came back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from connector.export import ExportedMemory, ExportRefused
 from connector.plan import StepPlan
-from connector.sleep import SharedMemory
+from connector.worker import SleepMode
 from sidecar.protocol import Outcome
 from tests.connector.test_worker import LAYOUT, Rank, load, store
 
@@ -18,11 +18,11 @@ def exported() -> ExportedMemory:
     return ExportedMemory(os.memfd_create("kv"), 4096, LAYOUT)
 
 
-def test_jobs_end_when_the_engine_goes_to_sleep_and_steps_count_on_when_it_wakes() -> None:
+def test_jobs_end_before_sleep_and_steps_are_counted_on_after_it() -> None:
     rank = Rank()
     rank.role.submit(StepPlan(loads=[load(1, "one")], stores=[store(2)]))
-    shared = SharedMemory(rank.role, exported)
-    shared.unregister()
+    sleep_mode = SleepMode(rank.role, exported)
+    sleep_mode.unregister()
     results = rank.role.collect()
     assert results.failed == {"one"}
     assert results.report.ended == {2: 1}
@@ -30,7 +30,7 @@ def test_jobs_end_when_the_engine_goes_to_sleep_and_steps_count_on_when_it_wakes
     assert rank.void(1), "however late the sidecar looks at it"
     rank.role.submit(StepPlan(loads=[load(3, "three")]))
     assert rank.role.collect().failed == {"three"}
-    shared.restore()
+    sleep_mode.restore()
     rank.attach()
     rank.role.submit(StepPlan(stores=[store(4)]))
     assert rank.fence.reached(2)
@@ -39,7 +39,7 @@ def test_jobs_end_when_the_engine_goes_to_sleep_and_steps_count_on_when_it_wakes
     rank.close()
 
 
-def test_both_are_harmless_twice() -> None:
+def test_both_calls_may_be_repeated() -> None:
     rank = Rank()
     given: list[ExportedMemory] = []
 
@@ -47,22 +47,22 @@ def test_both_are_harmless_twice() -> None:
         given.append(exported())
         return given[-1]
 
-    shared = SharedMemory(rank.role, share)
-    shared.restore()
-    shared.unregister()
-    shared.unregister()
-    shared.restore()
-    shared.restore()
+    sleep_mode = SleepMode(rank.role, share)
+    sleep_mode.restore()
+    sleep_mode.unregister()
+    sleep_mode.unregister()
+    sleep_mode.restore()
+    sleep_mode.restore()
     assert len(given) == 1
     rank.close()
 
 
-def test_a_sidecar_that_keeps_the_memory_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sidecar_that_keeps_the_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank()
     rank.client.releases = False
     with caplog.at_level(logging.WARNING, "vllm.kvlake"):
-        SharedMemory(rank.role, exported).unregister()
-    assert "has not let go" in caplog.text
+        SleepMode(rank.role, exported).unregister()
+    assert "did not release" in caplog.text
     rank.close()
 
 
@@ -74,7 +74,7 @@ def test_a_sidecar_that_keeps_the_memory_is_told_of(caplog: pytest.LogCaptureFix
         (KeyError("layer.0"), "vLLM registered no cache of layer 'layer.0'; restart"),
     ],
 )
-def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler(
+def test_memory_that_cannot_be_shared_again_is_reported_to_the_scheduler(
     error: Exception, told: str
 ) -> None:
     rank = Rank()
@@ -84,17 +84,17 @@ def test_memory_that_cannot_be_shared_again_is_told_to_the_scheduler(
         given.append(1)
         raise error
 
-    shared = SharedMemory(rank.role, share)
-    shared.unregister()
-    shared.restore()
+    sleep_mode = SleepMode(rank.role, share)
+    sleep_mode.unregister()
+    sleep_mode.restore()
     rank.role.submit(StepPlan(loads=[load(1, "one")]))
     results = rank.role.collect()
     assert results.failed == {"one"}
     assert told in results.report.refusal
-    assert shared.lost_why == results.report.refusal
+    assert sleep_mode.failure == results.report.refusal
     assert rank.role.collect().report.empty, "told once"
     # The others have left for good, so there is nothing to come back to.
-    shared.unregister()
-    shared.restore()
+    sleep_mode.unregister()
+    sleep_mode.restore()
     assert len(given) == 1
     rank.close()

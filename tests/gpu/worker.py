@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from connector.export import ExportedMemory, GroupTensors, export
-from connector.sleep import SharedMemory
+from connector.worker import SleepMode
 from tests.gpu.device import Device, call
 from tests.gpu.steps import Steps
 from tiers.kv.layout import KVLayout
@@ -126,18 +126,18 @@ class Rank(DriverCache, Steps):
         self.memory = share(self.gpu, self.base, layout)
         self.kind = self.memory.shared.kind
         self.join(socket, self.memory, rank=rank, world_size=world_size, engine_id=engine_id)
-        self.shared = SharedMemory(self.role, lambda: share(self.gpu, self.base, layout))
+        self.sleep_mode = SleepMode(self.role, lambda: share(self.gpu, self.base, layout))
 
     def go_to_sleep(self) -> None:
         """As vLLM's worker: its streams are idle, the connector is told, the memory goes."""
         call("cuStreamSynchronize", self.gpu.stream)
-        self.shared.unregister()
+        self.sleep_mode.unregister()
         self.gpu.discard_vmm(self.base, self.layout.size_bytes)
 
     def wake_up(self) -> None:
         """The memory comes back, with nothing of before in it, and the connector is told."""
         self.gpu.restore_vmm(self.base, self.layout.size_bytes)
-        self.shared.restore()
+        self.sleep_mode.restore()
 
     def close(self) -> None:
         """Leave, and give everything of the driver back."""
