@@ -22,7 +22,7 @@ from sidecar.catalog.service import Catalogs
 from sidecar.catalog.sync import StoreWatch
 from sidecar.core.commands import IndexOffer, IndexSet, SessionOpened
 from sidecar.core.engine import Engine
-from sidecar.data.index_writer import Indexing
+from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.sessions.namespaces import Realms
 from tiers.catalog import manifest as manifests
@@ -168,7 +168,7 @@ class Reading:
         )
         self.directory = self.engine.directory.realms[world.realm.realm_id]
         self._tasks = anyio.create_task_group()
-        self.indexing = Indexing(lambda realm: None, self._grow)
+        self.indexes = IndexUpdater(lambda realm: None, self._grow)
         self.watch = StoreWatch(
             world.tier,
             Catalogs(world.tier, rows_max=1000, flush_seconds=1.0),
@@ -180,7 +180,7 @@ class Reading:
             reconcile_seconds=86_400.0,
             feed=self._feed,
             held=self.engine.stored_mask,
-            index_settled=self.indexing.settled,
+            index_settled=self.indexes.settled,
         )
 
     @contextlib.asynccontextmanager
@@ -195,10 +195,10 @@ class Reading:
         reason = await self.watch._list(self.world.realm)  # noqa: SLF001
         if reason is not None:
             raise RuntimeError(reason)
-        await self.indexing.settled(self.world.realm)
+        await self.indexes.settled(self.world.realm)
 
     def _grow(self, realm: Any) -> None:
-        self._tasks.start_soon(self.indexing.grow, realm)
+        self._tasks.start_soon(self.indexes.grow, realm)
 
     def _feed(self, event: Event) -> None:
         self._execute(self.engine.handle(event, time.monotonic()))
@@ -206,9 +206,9 @@ class Reading:
     def _execute(self, commands: Iterable[Command]) -> None:
         for command in commands:
             if isinstance(command, IndexSet):
-                self.indexing.set(self.world.realm, command)
+                self.indexes.set(self.world.realm, command)
             elif isinstance(command, IndexOffer):
-                self.indexing.offer(self.world.realm, command)
+                self.indexes.offer(self.world.realm, command)
 
 
 class LagProbe:

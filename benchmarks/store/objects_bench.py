@@ -41,7 +41,7 @@ import obstore
 from benchmarks.store.plain_server import PlainServer, plain_server
 from sidecar.config.host import IntegritySettings
 from sidecar.config.store import StoreSettings
-from sidecar.data.verify import StreamingVerifier
+from sidecar.data.read import StreamingVerifier
 from sidecar.demo.servers import S3Server, s3_server
 from sidecar.service.store_stack import open_store
 from sidecar.sessions.namespaces import RankLayout
@@ -223,12 +223,12 @@ class Bench:
         await self._tier.read(self._names[number], slot)
 
     async def _get_verified(self, number: int, slot: Bytes) -> None:
-        arrival = StreamingVerifier(self._rank, bytes(32), slot)
-        size_bytes = await self._tier.read(self._names[number], slot, seen=arrival.seen)
-        if arrival.judged(size_bytes):
-            meta = arrival.verdict(size_bytes)
+        verifier = StreamingVerifier(self._rank, bytes(32), slot)
+        size_bytes = await self._tier.read(self._names[number], slot, seen=verifier)
+        if verifier.has_verified(size_bytes):
+            meta = verifier.result(size_bytes)
         else:
-            meta = await run_to_end(lambda: arrival.verdict(size_bytes), self._verifying)
+            meta = await run_to_end(lambda: verifier.result(size_bytes), self._verifying)
         assert meta is not None
 
     def _summary(self) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""The executor carries the engine's commands out on the tiers and tells it how each ended.
+"""Carries out the engine's commands and reports to it how each ended.
 
-Owns no state of its own beyond what is running: copies go to `copies.py`, objects to the store,
-index entries to `index_writer.py`, messages to the server. Does not decide anything: what to
-copy, when to write and what to do about a failure is the engine's.
+Copies go to `copies.py`, reads to `read.py`, index entries to `index_writer.py`, messages to the
+server; writes are done here. Decides nothing: what to copy, when to write and what follows from a
+failure is the engine's.
 
 Invariants:
 
 * Every command that the engine waits for ends in exactly one event, whatever is raised.
-* What comes in from the store was verified, all of it, before anybody is told of it. What leaves
-  host memory is verified where its command says so. The event loop itself never touches payload.
+* What leaves host memory is verified where its command says so. The event loop itself never
+  touches payload.
 * A slot named in a command is touched until its event is fed, and not after: the tiers' verbs
   return only when nothing touches the caller's memory any more.
 """
@@ -32,7 +32,6 @@ from sidecar.core.commands import (
     IndexSet,
     Quarantine,
     Read,
-    ReadDone,
     Reply,
     Resume,
     Resumed,
@@ -43,22 +42,12 @@ from sidecar.core.commands import (
     Written,
 )
 from sidecar.data.copy_queue import CopyGroup
-from sidecar.data.index_writer import Indexing
-from sidecar.data.reread import Rereader
-from sidecar.data.reshard import Resharder, SourceError, damaged, fingerprint
-from sidecar.data.verify import StreamingVerifier
+from sidecar.data.index_writer import IndexUpdater
+from sidecar.data.read import SegmentReader
 from sidecar.logs import fields
 from tiers.catalog.names import object_name
 from tiers.catalog.rows import Row
-from tiers.errors import (
-    ChunkCorrupt,
-    ChunkMissing,
-    ImageTruncated,
-    ObjectDenied,
-    TierExpired,
-    TierFull,
-    TierUnavailable,
-)
+from tiers.errors import ChunkCorrupt, TierExpired, TierFull, TierUnavailable
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:
@@ -72,13 +61,12 @@ if TYPE_CHECKING:
     from sidecar.protocol import ServerMessage
     from sidecar.sessions.namespaces import RankLayout, RealmLayout, Realms
     from sidecar.sessions.session import Session, Sessions
-    from tiers.kv.slot_image import SegmentMeta
     from tiers.store.object_tier import ObjectTier
 
 C = TypeVar("C", Write, Read, str)
 
 VERIFY_THREADS: Final = 1
-"""Threads that hash what the store's own did not, and what goes to it; copies have their own."""
+"""Threads that hash what was not hashed on arrival, and what is written. Copies have their own."""
 
 GIVE_WAY_SECONDS_MAX: Final = 1.0
 GIVE_WAY_POLL_SECONDS: Final = 0.002
@@ -115,11 +103,12 @@ class Executor:
         self._store_deadline_seconds = store_deadline_seconds
         self._feed = feed
         self._reply = reply
-        self.indexing = Indexing(index_moved, self._grow)
-        self._store_failed = store_failed
+        self.indexes = IndexUpdater(index_moved, self._grow)
+        self._store_failed = store_failed or (lambda _: None)
         self._verifying = anyio.CapacityLimiter(VERIFY_THREADS)
-        self._assembler = None if store is None else Resharder(store, self._verifying)
-        self._second_look = None if store is None else Rereader(store, self._verifying)
+        self._reader = (
+            None if store is None else SegmentReader(store, self._verifying, self._store_failed)
+        )
         self._tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -145,9 +134,9 @@ class Executor:
                 case Reply():
                     self._reply(command.session_id, command.message)
                 case IndexSet():
-                    self.indexing.set(self._realms[command.realm_id].indexed_in, command)
+                    self.indexes.set(self._realms[command.realm_id].indexed_in, command)
                 case IndexOffer():
-                    self.indexing.offer(self._realms[command.realm_id].indexed_in, command)
+                    self.indexes.offer(self._realms[command.realm_id].indexed_in, command)
                 case Write():
                     self._start(self._write, command)
                 case Read():
@@ -196,7 +185,7 @@ class Executor:
 
     def _grow(self, realm: RealmLayout) -> None:
         assert self._tasks is not None, "commands come only while run() runs"
-        self._tasks.start_soon(self.indexing.grow, realm)
+        self._tasks.start_soon(self.indexes.grow, realm)
 
     def _object(self, realm_id: int, bit: int, key: bytes) -> tuple[RankLayout, str]:
         realm = self._realms[realm_id]
@@ -219,11 +208,12 @@ class Executor:
         except ChunkCorrupt as error:
             outcome = StoreOutcome.CORRUPT
             _logger.error("slot is corrupt, not written", extra=fields(object=name, error=error))  # noqa: TRY400
-        except TierExpired as error:
-            outcome = StoreOutcome.EXPIRED
-            self._note_failure("write expired", name, error)
         except (TierUnavailable, TierFull) as error:
-            self._note_failure("write failed", name, error)
+            if isinstance(error, TierExpired):
+                outcome = StoreOutcome.EXPIRED
+            # A store that is down fails every request. Its watch logs that once.
+            _logger.debug("write failed", extra=fields(object=name, error=error))
+            self._store_failed(error)
         except Exception:
             _logger.exception("write failed", extra=fields(object=name))
         num_bytes = template.image_bytes if outcome is StoreOutcome.OK else 0
@@ -262,100 +252,11 @@ class Executor:
             await anyio.sleep(GIVE_WAY_POLL_SECONDS)
 
     async def _read(self, command: Read) -> None:
-        rank, name = self._object(command.realm_id, command.rank, command.key)
-        slot = self._pool[command.slot : command.slot + rank.templates.slot_bytes]
-        try:
-            if command.sources == (command.rank,):
-                meta, num_bytes = await self._read_own(command, rank, name, slot)
-            else:
-                assert self._assembler is not None, "the engine reads only where there is a store"
-                realm = self._realms[command.realm_id]
-                meta, num_bytes = await self._assembler.assemble(realm, command, slot)
-            done = ReadDone(
-                command.read_id, StoreOutcome.OK, meta.num_blocks, meta.parent, num_bytes
-            )
-        except SourceError as error:
-            done = await self._source_failed(command, error)
-        except Exception as error:
-            outcome = self._read_outcome(error, name, foreign=False)
-            done = ReadDone(command.read_id, outcome)
-        self._feed(done)
-
-    async def _read_own(
-        self, command: Read, rank: RankLayout, name: str, slot: npt.NDArray[np.uint8]
-    ) -> tuple[SegmentMeta, int]:
-        """Read a rank's own segment, in whatever blocks it was stored."""
-        assert self._store is not None, "the engine reads only where there is a store"
-        assert self._assembler is not None, "made where there is a store"
-        arrival = StreamingVerifier(rank, command.key, slot)
-        try:
-            num_bytes = await self._store.read(name, slot, seen=arrival.seen)
-        except ImageTruncated:
-            # Blocks of another size make other headers, and those may be a page longer.
-            realm = self._realms[command.realm_id]
-            return await self._assembler.assemble(realm, command, slot)
-        try:
-            if arrival.judged(num_bytes):
-                meta = arrival.verdict(num_bytes)
-            else:
-                meta = await run_to_end(lambda: arrival.verdict(num_bytes), self._verifying)
-        except ChunkCorrupt as error:
-            came = await run_to_end(lambda: fingerprint(slot[:num_bytes]), self._verifying)
-            raise SourceError(command.rank, name, came) from error
-        if meta is None:
-            meta = await self._assembler.regroup(command, rank, slot, num_bytes)
-        return meta, num_bytes
-
-    async def _source_failed(self, command: Read, error: SourceError) -> ReadDone:
-        """How a read ended whose source failed: a damaged one is looked at twice."""
-        cause: BaseException = error.__cause__ or error
-        foreign = error.bit != command.rank
-        failed = error.bit if foreign else -1
-        if isinstance(cause, ChunkCorrupt) and (damaged(cause) or not foreign):
-            try:
-                assert self._second_look is not None, "made where there is a store"
-                holder, name = self._object(command.realm_id, error.bit, command.key)
-                if not await self._second_look.confirms(error, name, holder, command.key):
-                    _logger.error(
-                        "object arrived damaged, and otherwise the second time: look for failing "
-                        "memory on this node, or a proxy before the store",
-                        extra=fields(object=name, error=cause),
-                    )
-                    outcome = StoreOutcome.UNAVAILABLE
-                    return ReadDone(command.read_id, outcome, failed=failed, garbled=True)
-            except Exception as again:
-                cause = again
-        outcome = self._read_outcome(cause, error.name, foreign=foreign)
-        return ReadDone(command.read_id, outcome, failed=failed)
-
-    def _read_outcome(self, error: BaseException, name: str, *, foreign: bool) -> StoreOutcome:
-        """What a failed read was, told where somebody should know."""
-        if isinstance(error, ChunkMissing):
-            return StoreOutcome.MISSING
-        if isinstance(error, ChunkCorrupt):
-            told = fields(object=name, error=error)
-            if isinstance(error, ObjectDenied):
-                _logger.warning("object must not be read", extra=told)
-                return StoreOutcome.UNREADABLE
-            if foreign and not damaged(error):
-                _logger.warning("object of another cut is not used", extra=told)
-                return StoreOutcome.UNREADABLE
-            _logger.error("object is corrupt", extra=told)
-            return StoreOutcome.CORRUPT
-        if isinstance(error, TierExpired):
-            self._note_failure("read expired", name, error)
-            return StoreOutcome.EXPIRED
-        if isinstance(error, TierUnavailable | TierFull):
-            self._note_failure("read failed", name, error)
-        else:
-            _logger.error("read failed", extra=fields(object=name), exc_info=error)
-        return StoreOutcome.UNAVAILABLE
-
-    def _note_failure(self, what: str, name: str, error: Exception) -> None:
-        # A store that is down fails every request: that it is unwell is told once, by its watch.
-        _logger.debug(what, extra=fields(object=name, error=error))
-        if self._store_failed is not None:
-            self._store_failed(error)
+        assert self._reader is not None, "the engine reads only where there is a store"
+        realm = self._realms[command.realm_id]
+        slot_bytes = realm.ranks[command.rank].templates.slot_bytes
+        slot = self._pool[command.slot : command.slot + slot_bytes]
+        self._feed(await self._reader.read(realm, command, slot))
 
     async def _quarantine(self, name: str) -> None:
         try:

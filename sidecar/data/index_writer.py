@@ -36,7 +36,7 @@ INDEX_RETRY_SECONDS: Final = 10.0
 _logger = logging.getLogger("kvlake.index")
 
 
-class Indexing:
+class IndexUpdater:
     """Writes the indexes of all realms.
 
     Args:

@@ -329,7 +329,7 @@ class Dispatcher:
     @property
     def index_bytes(self) -> int:
         """Shared memory of all indexes, those that are being filled to take a place included."""
-        return self.realms.index_bytes + self.executor.indexing.growing_bytes
+        return self.realms.index_bytes + self.executor.indexes.growing_bytes
 
     def forget_layouts(self) -> None:
         """Forget geometries of slots that no realm has."""
@@ -399,7 +399,7 @@ class Dispatcher:
         session.connection.hang_up()
 
     async def _index_settled(self, realm: RealmLayout) -> None:
-        await self.executor.indexing.settled(realm.indexed_in)
+        await self.executor.indexes.settled(realm.indexed_in)
 
     def _index_moved(self, realm: RealmLayout) -> None:
         moved = encode(IndexMoved(self.epoch, realm.index.size_bytes))

@@ -131,7 +131,7 @@ class Forgetting:
         dispatcher = self._dispatcher
         for names in _batches(held.stored_names()):
             if not realm.indexed_in.forgotten:
-                dispatcher.executor.indexing.withdraw(realm.indexed_in, names)
+                dispatcher.executor.indexes.withdraw(realm.indexed_in, names)
             if dispatcher.events is not None:
                 dispatcher.events.forgotten(realm, names)
             await anyio.lowlevel.checkpoint()

@@ -298,6 +298,6 @@ async def test_a_large_index_grows_beside_the_other_commands(
         executor.execute([IndexOffer(bench.realm.realm_id, keys)])
         assert bench.realm.index is smaller
         with anyio.fail_after(60):
-            await executor.indexing.settled(bench.realm)
+            await executor.indexes.settled(bench.realm)
     assert bench.realm.index.slots == 2 * smaller.slots
     assert len(bench.realm.index) == count

@@ -20,7 +20,7 @@ CLIENTS = (
     ),
     Mutation(
         "an index entry is lost when the index grows",
-        "Indexing.set",
+        "IndexUpdater.set",
         "self._see_to_room(realm)",
         "smaller = realm.index; self._see_to_room(realm); realm.index is smaller "
         "or realm.index.set(tag_of(command.key, realm.index_salt), 0)",

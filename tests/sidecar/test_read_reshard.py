@@ -1,4 +1,4 @@
-"""Segments that are made from objects of another cut: real objects, real templates, every byte."""
+"""Segments that are built from objects of other ranks: real objects, real templates, every byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sidecar.core.commands import Read
 from sidecar.core.stored_table import SegmentSources
-from sidecar.data.reshard import Resharder, SourceError, damaged
+from sidecar.data.read import SegmentReader, SourceError, is_damaged
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import RankLayout, Realms
 from tests.sidecar.client import attach_message
@@ -111,6 +111,10 @@ def command(rank: int, sources: tuple[int, ...]) -> Read:
     return Read(1, 1, rank, 0, KEY, sources)
 
 
+def segment_reader(store: ObjectTier) -> SegmentReader:
+    return SegmentReader(store, anyio.CapacityLimiter(1), lambda _: None)
+
+
 @st.composite
 def stages(draw: st.DrawFn) -> list[Segment]:
     """Pipeline stages of any size, whose heads are cut evenly."""
@@ -158,10 +162,10 @@ async def test_any_cut_reads_any_other(
     for segment in written:
         mask |= names.get(segment.name, 0)
     assert known.obtainable(mask) == realm_full(realm)
-    assembler = Resharder(store, anyio.CapacityLimiter(1))
+    reader = segment_reader(store)
     for rank, segment in enumerate(segments):
         slot = np.full(realm.ranks[rank].templates.slot_bytes, 0xA5, dtype=np.uint8)
-        meta, _ = await assembler.assemble(realm, command(rank, known.sources(mask, rank)), slot)
+        meta, _ = await reader.reshard(realm, command(rank, known.sources(mask, rank)), slot)
         blocks = num_tokens // BLOCK_TOKENS
         assert (meta.key, meta.parent, meta.num_blocks) == (KEY, PARENT, blocks)
         template = realm.ranks[rank].templates[blocks]
@@ -177,9 +181,9 @@ async def test_what_is_no_whole_block_here_is_not_used(tmp_path: Path) -> None:
     await write(store, realm, grid(1, 2), 6, block_tokens=2)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await segment_reader(store).reshard(realm, command(0, (1, 2)), slot)
     assert "6 tokens" in str(caught.value.__cause__)
-    assert not damaged(caught.value.__cause__)
+    assert not is_damaged(caught.value.__cause__)
     assert not slot.any()
     await store.close()
 
@@ -216,8 +220,8 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
     segments, written = grid(1, ranks), grid(1, 1)
     realm = realm_of(segments, written)
     await write(store, realm, written, 2 * BLOCK_TOKENS)
-    # More ranks than there are assemblies at a time: all of them still use one download.
-    assembler = Resharder(store, anyio.CapacityLimiter(1))
+    # More ranks than chunks that may be resharded at a time: they still share one download.
+    reader = segment_reader(store)
     reads = 0
     read = store.read
 
@@ -230,13 +234,13 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
     slots = [np.zeros(one.templates.slot_bytes, dtype=np.uint8) for one in realm.ranks.values()]
     told: list[int] = []
 
-    async def assemble(rank: int) -> None:
-        built = await assembler.assemble(realm, command(rank, (ranks,)), slots[rank])
-        told.append(built.num_bytes)
+    async def reshard(rank: int) -> None:
+        _, num_bytes = await reader.reshard(realm, command(rank, (ranks,)), slots[rank])
+        told.append(num_bytes)
 
     async with anyio.create_task_group() as tasks:
         for rank in range(len(slots)):
-            tasks.start_soon(assemble, rank)
+            tasks.start_soon(reshard, rank)
     assert reads == 1
     # Or the store would seem as many times faster than it is.
     image = realm.by_bit(ranks).templates[2].image_bytes
@@ -245,7 +249,7 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
         template = realm.ranks[rank].templates[2]
         assert template.verify(slot[: template.image_bytes], KEY).num_blocks == 2
     # Whoever comes later reads again: nothing is kept.
-    await assembler.assemble(realm, command(0, (ranks,)), slots[0])
+    await reader.reshard(realm, command(0, (ranks,)), slots[0])
     assert reads == 2
     await store.close()
 
@@ -253,13 +257,13 @@ async def test_ranks_that_ask_together_share_a_download(tmp_path: Path, ranks: i
 async def test_a_failure_is_told_to_all_who_shared_and_not_remembered(tmp_path: Path) -> None:
     store = UrlObjects(f"file://{tmp_path}")
     realm = realm_of(grid(1, 8), grid(1, 1))
-    assembler = Resharder(store, anyio.CapacityLimiter(1))
+    reader = segment_reader(store)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     failed: list[int] = []
 
     async def expect_failure(rank: int) -> None:
         with pytest.raises(SourceError) as caught:
-            await assembler.assemble(realm, command(rank, (8,)), slot)
+            await reader.reshard(realm, command(rank, (8,)), slot)
         assert isinstance(caught.value.__cause__, ChunkMissing)
         failed.append(rank)
 
@@ -271,10 +275,10 @@ async def test_a_failure_is_told_to_all_who_shared_and_not_remembered(tmp_path: 
     await write(store, realm, grid(1, 1), BLOCK_TOKENS)
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await assembler.assemble(realm, command(1, (8,)), slot)
+        await reader.reshard(realm, command(1, (8,)), slot)
     # Nothing of what failed or was cancelled holds a place.
     for rank in range(8):
-        meta, _ = await assembler.assemble(realm, command(rank, (8,)), slot)
+        meta, _ = await reader.reshard(realm, command(rank, (8,)), slot)
         assert meta.num_blocks == 1
     await store.close()
 
@@ -285,7 +289,7 @@ async def test_a_missing_source_is_named(tmp_path: Path) -> None:
     await write(store, realm, grid(1, 2)[:1], 2 * BLOCK_TOKENS)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await segment_reader(store).reshard(realm, command(0, (1, 2)), slot)
     assert caught.value.bit == 2
     assert isinstance(caught.value.__cause__, ChunkMissing)
     assert not slot.any(), "nothing was written before all was there"
@@ -305,10 +309,10 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
     await store.write(object_name(realm.namespace_digest, KEY, written[1]), image)
     slot = np.zeros(realm.ranks[0].templates.slot_bytes, dtype=np.uint8)
     with pytest.raises(SourceError) as caught:
-        await Resharder(store, anyio.CapacityLimiter(1)).assemble(realm, command(0, (1, 2)), slot)
+        await segment_reader(store).reshard(realm, command(0, (1, 2)), slot)
     assert caught.value.bit == 2
     # Only what is as expected but for its bytes is damaged for those who wrote it, too.
-    assert damaged(caught.value.__cause__) == (place == "payload")
+    assert is_damaged(caught.value.__cause__) == (place == "payload")
     assert isinstance(caught.value.__cause__, ImageChecksumMismatch) == (place == "payload")
     assert not slot.any()
     await store.close()

@@ -1,4 +1,4 @@
-"""What is hashed while it arrives: the same verdict as afterwards, in whatever pieces it came."""
+"""A segment that is hashed while it arrives: the same result as afterwards, in any pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.data.verify import StreamingVerifier
+from sidecar.data.read import StreamingVerifier
 from sidecar.sessions.namespaces import RankLayout
 from tests.sidecar.client import layout_of
 from tiers.errors import ChunkCorrupt, ImageChecksumMismatch, ImageKeyMismatch
@@ -37,9 +37,9 @@ def slot_with(num_blocks: int) -> tuple[Bytes, int]:
     return slot, template.image_bytes
 
 
-def arrive(arrival: StreamingVerifier, size_bytes: int, edges: list[int]) -> None:
+def arrive(verifier: StreamingVerifier, size_bytes: int, edges: list[int]) -> None:
     for first, last in pairwise(sorted({0, size_bytes, *(at for at in edges if at < size_bytes)})):
-        arrival.seen(size_bytes, first, last)
+        verifier(size_bytes, first, last)
 
 
 @given(
@@ -54,14 +54,14 @@ def test_the_verdict_is_that_of_verifying_afterwards(
     if flipped is not None:
         at = flipped // 8 % size_bytes
         slot[at] ^= 1 << flipped % 8
-    arrival, later = StreamingVerifier(RANK, KEY, slot), StreamingVerifier(RANK, KEY, slot)
-    arrive(arrival, size_bytes, edges)
-    assert arrival.judged(size_bytes)
-    assert not later.judged(size_bytes)
+    verifier, later = StreamingVerifier(RANK, KEY, slot), StreamingVerifier(RANK, KEY, slot)
+    arrive(verifier, size_bytes, edges)
+    assert verifier.has_verified(size_bytes)
+    assert not later.has_verified(size_bytes)
     told: list[str] = []
-    for one in (arrival, later):
+    for one in (verifier, later):
         try:
-            meta = one.verdict(size_bytes)
+            meta = one.result(size_bytes)
         except ChunkCorrupt as error:
             told.append(repr(error))
         else:
@@ -73,42 +73,42 @@ def test_the_verdict_is_that_of_verifying_afterwards(
 def test_what_changes_after_it_was_hashed_is_not_looked_at_again() -> None:
     """So whoever changes bytes on their way must not tell of them before."""
     slot, size_bytes = slot_with(4)
-    arrival = StreamingVerifier(RANK, KEY, slot)
-    arrive(arrival, size_bytes, [5000])
+    verifier = StreamingVerifier(RANK, KEY, slot)
+    arrive(verifier, size_bytes, [5000])
     slot[6000] ^= 1
-    meta = arrival.verdict(size_bytes)
+    meta = verifier.result(size_bytes)
     assert meta is not None
     assert meta.key == KEY
     with pytest.raises(ImageChecksumMismatch):
-        StreamingVerifier(RANK, KEY, slot).verdict(size_bytes)
+        StreamingVerifier(RANK, KEY, slot).result(size_bytes)
 
 
 def test_a_read_that_is_tried_again_is_hashed_anew() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = StreamingVerifier(RANK, KEY, slot)
+    verifier = StreamingVerifier(RANK, KEY, slot)
     slot[9000] ^= 1
-    arrive(arrival, size_bytes, [4096, 12_000])
+    arrive(verifier, size_bytes, [4096, 12_000])
     with pytest.raises(ImageChecksumMismatch):
-        arrival.verdict(size_bytes)
+        verifier.result(size_bytes)
     slot[9000] ^= 1
-    arrival.seen(size_bytes, 0, 10_000)
-    assert not arrival.judged(size_bytes), "a try that is not over has no verdict"
-    arrive(arrival, size_bytes, [10_000])
-    meta = arrival.verdict(size_bytes)
+    verifier(size_bytes, 0, 10_000)
+    assert not verifier.has_verified(size_bytes), "a try that is not over has no verdict"
+    arrive(verifier, size_bytes, [10_000])
+    meta = verifier.result(size_bytes)
     assert meta is not None
     assert meta.num_blocks == 4
 
 
 def test_a_try_that_tells_nothing_is_not_judged_by_the_one_before() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = StreamingVerifier(RANK, KEY, slot)
-    arrive(arrival, size_bytes, [10_000])
-    assert arrival.judged(size_bytes)
-    arrival.seen(0, 0, 0)
+    verifier = StreamingVerifier(RANK, KEY, slot)
+    arrive(verifier, size_bytes, [10_000])
+    assert verifier.has_verified(size_bytes)
+    verifier(0, 0, 0)
     slot[9000] ^= 1
-    assert not arrival.judged(size_bytes)
+    assert not verifier.has_verified(size_bytes)
     with pytest.raises(ImageChecksumMismatch):
-        arrival.verdict(size_bytes)
+        verifier.result(size_bytes)
 
 
 def test_without_all_pieces_in_order_there_is_no_verdict() -> None:
@@ -120,26 +120,26 @@ def test_without_all_pieces_in_order_there_is_no_verdict() -> None:
         [(0, size_bytes - 1)],
         [],
     ):
-        arrival = StreamingVerifier(RANK, KEY, slot)
+        verifier = StreamingVerifier(RANK, KEY, slot)
         for first, last in pieces:
-            arrival.seen(size_bytes, first, last)
-        assert not arrival.judged(size_bytes)
-        meta = arrival.verdict(size_bytes)
+            verifier(size_bytes, first, last)
+        assert not verifier.has_verified(size_bytes)
+        meta = verifier.result(size_bytes)
         assert meta is not None
         assert meta.num_blocks == 2
-    arrival = StreamingVerifier(RANK, KEY, slot)
-    arrive(arrival, size_bytes, [])
-    assert not arrival.judged(size_bytes - 1), "another object than the one that arrived"
+    verifier = StreamingVerifier(RANK, KEY, slot)
+    arrive(verifier, size_bytes, [])
+    assert not verifier.has_verified(size_bytes - 1), "another object than the one that arrived"
 
 
 def test_of_whatever_length_it_is_judged_when_it_is_there() -> None:
     slot, size_bytes = slot_with(4)
-    arrival = StreamingVerifier(RANK, KEY, slot)
-    arrive(arrival, size_bytes - 1, [5000])
-    assert not arrival.judged(size_bytes - 1)
+    verifier = StreamingVerifier(RANK, KEY, slot)
+    arrive(verifier, size_bytes - 1, [5000])
+    assert not verifier.has_verified(size_bytes - 1)
     with pytest.raises(ChunkCorrupt):
-        arrival.verdict(size_bytes - 1)
+        verifier.result(size_bytes - 1)
     other = StreamingVerifier(RANK, b"o" * 32, slot)
     arrive(other, size_bytes, [5000])
     with pytest.raises(ImageKeyMismatch):
-        other.verdict(size_bytes)
+        other.result(size_bytes)

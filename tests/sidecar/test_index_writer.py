@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from sidecar.core.commands import IndexOffer, IndexSet
-from sidecar.data.index_writer import Indexing
+from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import Role
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from tests import places
@@ -42,7 +42,7 @@ class Bench:
 
     realms: Realms
     realm: RealmLayout
-    indexing: Indexing
+    indexes: IndexUpdater
     moved: list[IndexWriter] = field(default_factory=list[IndexWriter])
     starts: list[RealmLayout] = field(default_factory=list[RealmLayout])
     """Growths that were asked for and not run yet."""
@@ -61,10 +61,10 @@ class Bench:
         return sorted({int(flags) for flags in np.unique(found)})
 
     def offer(self, keys: Keys) -> None:
-        self.indexing.offer(self.realm, IndexOffer(self.realm.realm_id, keys))
+        self.indexes.offer(self.realm, IndexOffer(self.realm.realm_id, keys))
 
     def set(self, key: npt.NDArray[np.uint8], *, host: bool, store: bool) -> None:
-        self.indexing.set(self.realm, IndexSet(self.realm.realm_id, key.tobytes(), host, store))
+        self.indexes.set(self.realm, IndexSet(self.realm.realm_id, key.tobytes(), host, store))
 
 
 @pytest.fixture
@@ -75,7 +75,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench(
         realms,
         realm,
-        Indexing(lambda moved: made.moved.append(moved.index), lambda one: made.starts.append(one)),
+        IndexUpdater(
+            lambda moved: made.moved.append(moved.index), lambda one: made.starts.append(one)
+        ),
     )
     yield made
     for reader in made.readers:
@@ -161,8 +163,8 @@ async def test_a_large_index_grows_while_entries_come_and_go(
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(come_and_go)
-            tasks.start_soon(bench.indexing.grow, bench.realm)
-            await bench.indexing.settled(bench.realm)
+            tasks.start_soon(bench.indexes.grow, bench.realm)
+            await bench.indexes.settled(bench.realm)
             assert bench.realm.index is not smaller, "settled before it has grown"
     assert len(turns_at_steps) == smaller.slots // SLOTS_PER_PASS
     assert len(set(turns_at_steps)) == len(turns_at_steps), "others had no turn between two steps"
@@ -172,7 +174,7 @@ async def test_a_large_index_grows_while_entries_come_and_go(
     assert np.array_equal(found, expected)
     assert bench.flags(keys, reader) == [0]
     # It is over: nobody waits, and the next one may start.
-    await bench.indexing.settled(bench.realm)
+    await bench.indexes.settled(bench.realm)
     bench.offer(keys_of(bench.realm.index.capacity_entries, seed=3))
     assert bench.starts == [bench.realm] * 2
 
@@ -181,7 +183,7 @@ async def test_a_growth_that_is_cut_short_leaves_nothing(bench: Bench) -> None:
     smaller, before = indexed(bench, LARGE_ENTRIES), mappings()
     keys = filled(bench)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(bench.indexing.grow, bench.realm)
+        tasks.start_soon(bench.indexes.grow, bench.realm)
         with anyio.fail_after(120):
             while mappings() == before:
                 await anyio.lowlevel.checkpoint()
@@ -206,9 +208,9 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
         keys = filled(bench)
         assert bench.starts == [bench.realm]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(bench.indexing.grow, bench.realm)
+            tasks.start_soon(bench.indexes.grow, bench.realm)
             # Whoever takes in a catalog waits for no growth that does not run.
-            await bench.indexing.settled(bench.realm)
+            await bench.indexes.settled(bench.realm)
     assert "no memory for a larger index" in caplog.text
     assert bench.realm.index is smaller
     assert not bench.moved
@@ -220,7 +222,7 @@ async def test_without_memory_the_smaller_index_stays_and_it_is_tried_again(
     bench.set(keys[0], host=True, store=True)
     if entries == LARGE_ENTRIES:
         assert bench.starts == [bench.realm] * 2
-        await bench.indexing.grow(bench.realm)
+        await bench.indexes.grow(bench.realm)
     assert bench.moved == [bench.realm.index]
     assert bench.realm.index.slots == 2 * smaller.slots
     assert bench.flags(keys[:1]) == [FLAG_HOST | FLAG_STORE]
@@ -234,19 +236,19 @@ async def test_a_growth_ends_when_its_realm_is_forgotten(bench: Bench) -> None:
     filled(bench)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(bench.indexing.grow, bench.realm)
-            while not bench.indexing.growing_bytes:
+            tasks.start_soon(bench.indexes.grow, bench.realm)
+            while not bench.indexes.growing_bytes:
                 await anyio.lowlevel.checkpoint()
             bench.realms.forget([bench.realm])
     assert not bench.moved
-    assert (mappings(), bench.indexing.growing_bytes) == (before - FDS_PER_INDEX, 0)
-    await bench.indexing.settled(bench.realm)
+    assert (mappings(), bench.indexes.growing_bytes) == (before - FDS_PER_INDEX, 0)
+    await bench.indexes.settled(bench.realm)
 
 
 def test_chunks_are_withdrawn_by_the_first_halves_of_their_keys(bench: Bench) -> None:
     keys = keys_of(100)
     bench.offer(keys)
-    bench.indexing.withdraw(bench.realm, [key[:16].tobytes() for key in keys[:60]])
+    bench.indexes.withdraw(bench.realm, [key[:16].tobytes() for key in keys[:60]])
     assert bench.flags(keys[:60]) == [0]
     assert bench.flags(keys[60:]) == [FLAG_STORE]
     assert len(bench.realm.index) == 40
