@@ -1,7 +1,7 @@
 """The scheduler role's counts in the shape of vLLM's statistics, and beside its own metrics.
 
 Owns the words for what each count is of. Does not own the counts: that is
-`connector.requests.Stats`.
+`connector.scheduler.requests.Stats`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HELP: Final = {
 
 
 class KVLakeStats(KVConnectorStats):
-    """Counts of one interval, by the field names of `connector.requests.Stats`."""
+    """Counts of one interval, by the field names of `connector.scheduler.requests.Stats`."""
 
     def reset(self) -> None:
         """Forget the counts."""

@@ -25,7 +25,6 @@ from vllm.v1.request import RequestStatus
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
 from connector.declining import Declining
-from connector.engine import EngineGroup, ServedEngine
 from connector.events import events_endpoints, events_of, hits_are_told
 from connector.export import (
     EXPORT_FAULTS,
@@ -42,14 +41,15 @@ from connector.identity.loaded_adapters import LoadedAdapters
 from connector.identity.mamba import states_of
 from connector.identity.namespace import digest_of
 from connector.identity.parallelism import this_place
+from connector.identity.profile import EngineGroup, EngineProfile
 from connector.identity.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
 from connector.multi_connector import asked_by_several, outer_transfer, recomputes
 from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
-from connector.requests import Settings
-from connector.scheduler import SchedulerRole
+from connector.scheduler.requests import Settings
+from connector.scheduler.role import SchedulerRole
 from connector.worker import SleepMode, TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 
@@ -98,7 +98,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             complain_of_unknown(extra, CONNECTOR_OPTIONS)
-        self._engine = ServedEngine(vllm_config, kv_cache_config)
+        self._engine = EngineProfile(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
                 logger.warning(

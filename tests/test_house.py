@@ -19,7 +19,7 @@ MODULES_MAX: Final = 16
 CORE_MODULES_MAX: Final = 21
 
 LONGER: Final = {
-    "connector/scheduler.py": 661,
+    "connector/scheduler/role.py": 668,
     "sidecar/core/engine.py": 521,
     "sidecar/demo/engine.py": 660,
     "tiers/kv/index.py": 511,
@@ -27,7 +27,7 @@ LONGER: Final = {
     "tiers/store/fsspec_client.py": 515,
 }
 """Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"connector": 27, "sidecar/core": 22, "tiers/catalog": 21}
+WIDER: Final = {"connector": 19, "sidecar/core": 22, "tiers/catalog": 21}
 """Folders with more modules than they should have, and how many until then."""
 
 

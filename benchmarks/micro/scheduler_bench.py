@@ -23,10 +23,10 @@ from vllm.v1.request import Request
 
 from connector.client import Client, SidecarSession
 from connector.identity.groups import CachedGroup, Geometry
-from connector.keys import KeyChain, root_key
+from connector.identity.keys import KeyChain, root_key
 from connector.plan import StepReport
-from connector.requests import Settings
-from connector.scheduler import SchedulerRole
+from connector.scheduler.requests import Settings
+from connector.scheduler.role import SchedulerRole
 from sidecar.protocol import ClientMessage, Limits, ServerMessage, encode
 from tiers.kv.index import FLAG_HOST, IndexReader, IndexWriter, tag_of
 
@@ -198,7 +198,7 @@ def measure(slots: int, tokens: int, rounds: int) -> dict[str, object]:
 
 def main() -> None:
     """Parse the options, measure, print."""
-    parser = argparse.ArgumentParser(description="micro-benchmark of connector/scheduler.py")
+    parser = argparse.ArgumentParser(description="micro-benchmark of connector/scheduler/role.py")
     parser.add_argument("--slots", type=int, default=1 << 20)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=300)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.export import ExportedMemory
-from connector.keys import NO_PARENT
+from connector.identity.keys import NO_PARENT
 from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
 from sidecar.protocol import JOBS_PER_MESSAGE_MAX
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment

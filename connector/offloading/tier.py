@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
+from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
-from connector.keys import NO_PARENT
 from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging

@@ -28,7 +28,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.scheduler import SchedulerRole
+from connector.scheduler.role import SchedulerRole
 from tests import places
 from tests.connector.configurations import BLOCK_TOKENS, kv_cache_config, spec_of, vllm_config
 from tests.connector.content import content_of, first_read, next_token, recur

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from connector.identity.keys import KeyChain, root_key
 from connector.identity.namespace import digest_of
-from connector.keys import KeyChain, root_key
-from connector.requests import Stats
+from connector.scheduler.requests import Stats
 from sidecar.protocol import Limits, Submit
 from tests.connector.configurations import BLOCK_TOKENS, CHUNK_TOKENS, request_of
 from tests.connector.engine import Engine

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from connector.export import ExportedMemory
-from connector.keys import NO_PARENT
+from connector.identity.keys import NO_PARENT
 from connector.offloading.staging import (
     BLOCK_TOKENS,
     TOKEN_IDS,

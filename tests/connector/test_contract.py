@@ -41,7 +41,7 @@ from connector.identity.eligibility import SLEEP_IS_TOLD, unsupported_reason
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import HELP, KVLakeStats
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
-from connector.requests import Stats
+from connector.scheduler.requests import Stats
 from connector.vllm import KVLakeConnector
 from tests import places
 from tests.connector.configurations import kv_cache_config, vllm_config

@@ -19,9 +19,9 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-from connector.engine import ServedEngine
 from connector.events import events_endpoints
-from connector.requests import Stats
+from connector.identity.profile import EngineProfile
+from connector.scheduler.requests import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests import places
@@ -470,10 +470,10 @@ def test_ranks_that_are_engines_of_their_own_publish_each_for_itself(model: Path
     assert config.parallel_config.data_parallel_rank == 0
     asked: list[Any] = []
 
-    def attach(self: ServedEngine, *_: Any, **options: Any) -> None:
+    def attach(self: EngineProfile, *_: Any, **options: Any) -> None:
         asked.append(options)
 
-    with patch.object(ServedEngine, "attach", attach), places.patched("Client", Mock()):
+    with patch.object(EngineProfile, "attach", attach), places.patched("Client", Mock()):
         KVLakeConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(64, 1, ()))
     (options,) = asked
     assert options["events_endpoint"] == "tcp://127.0.0.1:5560"

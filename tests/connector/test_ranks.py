@@ -17,10 +17,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.identity.namespace import encoding_of, namespace_of
 from connector.identity.parallelism import ParallelLayout, Place
+from connector.identity.profile import EngineProfile
 from sidecar.protocol import Role
 from tiers.errors import LayoutError
 from tiers.kv.layout import Segment
@@ -85,12 +85,12 @@ def config_of(
 
 def engine_of(
     spec: Any, tp_size: int, *, beside: Any = None, layers: range = range(LAYERS), **changes: Any
-) -> ServedEngine:
+) -> EngineProfile:
     names = [f"layer.{number}" for number in layers]
     specs = [spec] if beside is None else [spec, beside]
     groups = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=one) for one in specs]
     caches: Any = SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
-    return ServedEngine(config_of(tp_size, **changes), caches)
+    return EngineProfile(config_of(tp_size, **changes), caches)
 
 
 def test_mla_is_one_head_that_every_rank_holds() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connector.keys import KeyChain
-from connector.pending import SESSIONS_ASKED_MAX
+from connector.identity.keys import KeyChain
+from connector.scheduler.pending import SESSIONS_ASKED_MAX
 from sidecar.protocol import (
     Lease,
     Lookup,

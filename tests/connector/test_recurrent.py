@@ -23,11 +23,11 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from connector.engine import ServedEngine
 from connector.export import GroupTensors, MemfdAllocation, export
 from connector.identity.groups import whole_blocks
+from connector.identity.keys import KeyChain, root_key
 from connector.identity.namespace import digest_of
-from connector.keys import KeyChain, root_key
+from connector.identity.profile import EngineProfile
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Pin, Submit
 from tests.connector.configurations import (
@@ -218,7 +218,7 @@ class TestStores:
 class TestNamespaces:
     def of(self, model: Path, spec: MambaSpec, ranks: int = 1) -> dict[str, Any]:
         config = vllm_config(model, ranks=ranks)
-        served = ServedEngine(config, kv_cache_config(ranks=ranks, specs=[spec_of(), spec]))
+        served = EngineProfile(config, kv_cache_config(ranks=ranks, specs=[spec_of(), spec]))
         assert not served.refusal
         description: dict[str, Any] = json.loads(served.groups[1].namespace)
         return description

@@ -17,14 +17,14 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 
-from connector.engine import ServedEngine
+from connector.identity.keys import KeyChain
+from connector.identity.profile import EngineProfile
 from connector.identity.speculative import (
     NO_DRAFTS,
     Speculation,
     speculation_of,
     speculation_unsupported_reason,
 )
-from connector.keys import KeyChain
 from connector.offloading.spec import identity_note
 from connector.vllm import KVLakeConnector
 from tests.connector.configurations import (
@@ -194,7 +194,7 @@ class TestNamespace:
     """Engines that draft share what they have in common, and nothing else."""
 
     def namespace(self, model: Path, speculative: dict[str, Any] | None) -> bytes:
-        engine = ServedEngine(vllm_config(model, speculative=speculative), kv_cache_config())
+        engine = EngineProfile(vllm_config(model, speculative=speculative), kv_cache_config())
         assert engine.refusal == ""
         return engine.groups[0].namespace
 

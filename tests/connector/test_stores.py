@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.plan import Load, StepPlan, StepReport, Store
-from connector.stores import BLOCKS_WAIT_SECONDS_MAX
+from connector.scheduler.stores import BLOCKS_WAIT_SECONDS_MAX
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import (
     Limits,

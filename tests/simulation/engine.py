@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from connector.client import Attempt
 from connector.identity.groups import CachedGroup
 from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
-from connector.requests import Settings
-from connector.scheduler import SchedulerRole
-from connector.stores import Part
+from connector.scheduler.requests import Settings
+from connector.scheduler.role import SchedulerRole
+from connector.scheduler.stores import Part
 from connector.worker import TransferResults
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
 from tests.simulation.blocks import Block, BlockPool, Request

@@ -29,13 +29,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from connector.identity.speculative import NO_DRAFTS, Speculation
-from connector.lookup import HitFinder, pieces_kept, pieces_of
-from connector.pending import PendingLookups
 from connector.plan import Load, LoadPiece, StepPlan, StepReport
 from connector.rate import PrefillRate
 from connector.request_params import EXPECT, PARAMS
-from connector.requests import GroupState, Requests, RequestState, Settings, Stats
-from connector.stores import Part, Stores, blocks_cached, in_jobs, state_parts, states_held
+from connector.scheduler.lookup import HitFinder, pieces_kept, pieces_of
+from connector.scheduler.pending import PendingLookups
+from connector.scheduler.requests import GroupState, Requests, RequestState, Settings, Stats
+from connector.scheduler.stores import (
+    Part,
+    Stores,
+    blocks_cached,
+    in_jobs,
+    state_parts,
+    states_held,
+)
 from connector.tier_events import TierEvents
 from connector.vllm_workarounds import Withdrawn
 from sidecar.protocol import KEYS_PER_MESSAGE_MAX, Lease, LookupDone, Pin, Release

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.identity.adapters import NO_ADAPTER, Adapter, Adapters
-from connector.keys import KeyChain, MediaItem, root_key
+from connector.identity.keys import KeyChain, MediaItem, root_key
 from connector.request_params import RequestParams, RequestParamsReader
 from sidecar.protocol import tenant_id
 

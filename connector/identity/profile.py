@@ -62,7 +62,7 @@ class EngineGroup:
         return cut.segment(self.layer_names, self.num_heads, place, latent=self.latent)
 
 
-class ServedEngine:
+class EngineProfile:
     """What both roles must agree on, read from vLLM's configuration once."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from connector.client import SidecarSession
     from connector.identity.groups import Geometry
-    from connector.requests import GroupState, RequestState
+    from connector.scheduler.requests import GroupState, RequestState
 
     Under = Callable[[bytes], bool]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from connector.identity.groups import Geometry
     from connector.identity.mamba import State
     from connector.plan import StepReport
-    from connector.requests import GroupState, RequestState, Stats
+    from connector.scheduler.requests import GroupState, RequestState, Stats
 
 JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
 """How much of a message a job takes: it cannot be cut later, and fails with its message."""

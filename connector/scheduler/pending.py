@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from connector.requests import PendingRead
+from connector.scheduler.requests import PendingRead
 from sidecar.protocol import Lookup, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from connector.client import Client, SidecarSession
-    from connector.lookup import HitFinder
     from connector.rate import PrefillRate
-    from connector.requests import RequestState, Stats
+    from connector.scheduler.lookup import HitFinder
+    from connector.scheduler.requests import RequestState, Stats
     from sidecar.protocol import LookupDone
 
 SESSIONS_ASKED_MAX: Final = 4
