@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
 
 pytest_plugins = ["tests.durations", "tests.promises"]
@@ -140,18 +140,17 @@ def warm_server(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def warm_sidecars(warm_server: None) -> Iterator[None]:
     """Sidecars of a module's tests are forked from that process."""
-    from sidecar.demo.sidecars import SidecarProcess
-    from tests import warm
+    from tests import places, warm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SidecarProcess, "launch", staticmethod(warm.sidecar))
+        places.patch(patch, "launch_sidecar", warm.sidecar)
         yield
 
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """S3: SeaweedFS."""
-    from sidecar.demo.servers import s3_server
+    from tests.harness.servers import s3_server
 
     with s3_server(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
@@ -160,7 +159,7 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """S3, lighter, and AWS's STS: moto."""
-    from sidecar.demo.servers import moto_server
+    from tests.harness.servers import moto_server
 
     with moto_server(tmp_path_factory.mktemp("moto")) as server:
         yield server

@@ -165,27 +165,27 @@ class EngineStarts:
     """Measures engine starts in the process that runs the tests, and adds them to its reports."""
 
     def __init__(self, config: pytest.Config) -> None:
-        from sidecar.demo.engine import DemoEngine
+        from tests.harness.engine import EngineProcess
 
         self._seconds: list[float] = []
-        begun: weakref.WeakKeyDictionary[DemoEngine, float] = weakref.WeakKeyDictionary()
-        start, wait_ready = DemoEngine.__init__, DemoEngine.wait_ready
+        begun: weakref.WeakKeyDictionary[EngineProcess, float] = weakref.WeakKeyDictionary()
+        start, wait_ready = EngineProcess.__init__, EngineProcess.wait_ready
 
         @functools.wraps(start)
-        def timed_start(engine: DemoEngine, *args: Any, **options: Any) -> None:
+        def timed_start(engine: EngineProcess, *args: Any, **options: Any) -> None:
             begun[engine] = time.monotonic()
             start(engine, *args, **options)
 
         @functools.wraps(wait_ready)
-        def timed_wait(engine: DemoEngine, *args: Any, **options: Any) -> DemoEngine:
+        def timed_wait(engine: EngineProcess, *args: Any, **options: Any) -> EngineProcess:
             try:
                 return wait_ready(engine, *args, **options)
             finally:
                 self._seconds.append(time.monotonic() - begun[engine])
 
         patch = pytest.MonkeyPatch()
-        patch.setattr(DemoEngine, "__init__", timed_start)
-        patch.setattr(DemoEngine, "wait_ready", timed_wait)
+        patch.setattr(EngineProcess, "__init__", timed_start)
+        patch.setattr(EngineProcess, "wait_ready", timed_wait)
         config.add_cleanup(patch.undo)
 
     @pytest.hookimpl(wrapper=True)

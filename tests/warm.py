@@ -30,9 +30,9 @@ from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from sidecar.demo import engine as demo_engine
-from sidecar.demo import sidecars
+from sidecar.demo.sidecars import launch_sidecar
 from tests import places
+from tests.harness import engine as harness_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -164,15 +164,33 @@ def engine(
     argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
 ) -> WarmProcess:
     """An engine, in place of `launch` of its module."""
+    return _engine(harness_engine, [argument], environment, answers, log)
+
+
+def demo_engine(
+    model: str, socket: str, environment: Mapping[str, str], answers: int, log: IO[bytes]
+) -> WarmProcess:
+    """An engine of the demo, in place of `launch_engine`."""
+    module = places.find("launch_engine").module
+    return _engine(module, [model, socket], environment, answers, log)
+
+
+def _engine(
+    module: Any,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    answers: int,
+    log: IO[bytes],
+) -> WarmProcess:
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     return WarmProcess(
-        demo_engine.__name__,
-        [argument],
+        module.__name__,
+        arguments,
         {
             **environment,
             **ENVIRONMENT,
             bind: _other_cores(environment[bind]),
-            demo_engine.ANSWERS_FD: answers,
+            module.ANSWERS_FD: answers,
         },
         prepare=_fork_workers,
         stdin=subprocess.PIPE,
@@ -183,11 +201,11 @@ def engine(
 
 def sidecar(
     program: Sequence[str], arguments: Sequence[str], ready: int, log: IO[bytes]
-) -> sidecars.Process:
-    """A sidecar, in place of `launch` of its module, if the program is a module with a `main`."""
+) -> WarmProcess | subprocess.Popen[bytes]:
+    """A sidecar, in place of `launch_sidecar`, if the program is a module with a `main`."""
     option, module, *before = program
     if option != "-m":
-        return sidecars.launch(program, arguments, ready, log)
+        return launch_sidecar(program, arguments, ready, log)
     with Path(os.devnull).open("rb") as nothing:
         return WarmProcess(
             module,

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.counting import StepCounter
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.sidecars import SidecarProcess
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 
 DECODES = 4
 
@@ -30,7 +30,7 @@ DECODES = 4
 class Arm:
     """One engine and the count of its scheduler's steps."""
 
-    engine: DemoEngine
+    engine: EngineProcess
     counter: StepCounter
 
 
@@ -68,7 +68,7 @@ class Bench:
             "kv_connector_extra_config": {"socket": socket, "steps": steps},
         }
         spec = EngineSpec(self._model, socket, connector=connector)
-        engine = DemoEngine(spec, self._folder / f"{name}.log")
+        engine = EngineProcess(spec, self._folder / f"{name}.log")
         return Arm(engine, StepCounter(steps))
 
     def run(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Bench:
                 self._throughput("throughput", kvlake.engine, nothing.engine)
         return self.results
 
-    def _hits(self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+    def _hits(self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
         prompt = self.prompt(tokens)
         engine.generate(prompt, max_tokens=1)
         timed: dict[str, list[float]] = {"own": [], "host": [], "folder": [], "cold": []}
@@ -150,7 +150,7 @@ class Bench:
             self._holds(f"{case}_ttft", ttft[f"{case}_kvlake"] <= ttft[f"{case}_nothing"] + 1)
             self._holds(f"{case}_steps", counts[f"{case}_kvlake"] <= counts[f"{case}_nothing"])
 
-    def _throughput(self, what: str, kvlake: DemoEngine, nothing: DemoEngine) -> None:
+    def _throughput(self, what: str, kvlake: EngineProcess, nothing: EngineProcess) -> None:
         timed: dict[str, list[float]] = {"kvlake": [], "nothing": []}
         for _ in range(max(3, self._rounds // 2)):
             for name, engine in (("kvlake", kvlake), ("nothing", nothing)):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import obstore
 from obstore.store import S3Store
 
-from sidecar.demo.servers import s3_server
+from tests.harness.servers import s3_server
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

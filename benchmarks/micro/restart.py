@@ -27,8 +27,8 @@ from sidecar.core.engine import Engine, EngineLimits
 from sidecar.core.writes import WritePolicy
 from sidecar.data.host_pool import open_pool
 from sidecar.data.pool_slots import PoolSlots
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Role
+from tests.harness.sidecars import SidecarProcess
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplates
 from tiers.policy import make

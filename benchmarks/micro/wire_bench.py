@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from connector.client import Attempt, Client
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Lookup, LookupDone, Role
+from tests.harness.sidecars import SidecarProcess
 
 
 def round_trips(client: Client, keys: int, count: int) -> list[float]:

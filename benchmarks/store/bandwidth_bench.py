@@ -30,10 +30,10 @@ import anyio
 import numpy as np
 
 from benchmarks.store.throttle import Throttle
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.servers import S3Server, s3_server
-from sidecar.demo.sidecars import SidecarProcess
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.servers import S3Server, s3_server
+from tests.harness.sidecars import SidecarProcess
 from tiers.store.object_tier import UrlObjects
 
 MEGABYTES_PER_SECOND: Final = (10, 25, 50, 100, 200, 500, 1000, 2000)
@@ -71,9 +71,9 @@ class Bench:
             )
         )
         model = str(write_model(folder / "model"))
-        self._kvlake = DemoEngine(EngineSpec(model, self._sidecar.socket), folder / "kvlake.log")
+        self._kvlake = EngineProcess(EngineSpec(model, self._sidecar.socket), folder / "kvlake.log")
         stack.enter_context(self._kvlake)
-        self._nothing = DemoEngine(EngineSpec(model, None), folder / "nothing.log")
+        self._nothing = EngineProcess(EngineSpec(model, None), folder / "nothing.log")
         stack.enter_context(self._nothing)
         for engine in (self._kvlake, self._nothing):
             engine.wait_ready()
@@ -127,7 +127,7 @@ class Bench:
             "cached_tokens": statistics.median(cached[FIRST_REQUESTS:]),
         }
 
-    def _request(self, engine: DemoEngine) -> tuple[float, int]:
+    def _request(self, engine: EngineProcess) -> tuple[float, int]:
         engine.reset_prefix_cache()
         prompt = self._prompts[self._turn % PROMPTS]
         generation = engine.generate(prompt, max_tokens=1)

@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.store.plain_server import plain_server
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome, Release
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import BLOCK_TOKENS, BLOCKS_PER_CHUNK, Scheduler, Worker, key_of
 from tiers.kv.layout import KVLayout, Segment
 

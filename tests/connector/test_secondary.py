@@ -38,8 +38,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from connector.offloading.keys import namespace_of
 from connector.offloading.tier import KVLakeTier
 from connector.offloading.workarounds import guard
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.settling import empty_host_tier
+from tests.harness.sidecars import SidecarProcess
 from tests.releases import has_vllm
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import Medium, OffloadKey
 
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import tiers_owner
 from tests.connector.test_secondary import CHUNKS, CONFIG, ROW_BYTES, Node, node, words
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Subscriber
 
 pytestmark = pytest.mark.usefixtures("warm_sidecars")

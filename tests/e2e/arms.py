@@ -26,8 +26,8 @@ from tests.releases import has_vllm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.demo.engine import DemoEngine, Generation
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess, Generation
+    from tests.harness.sidecars import SidecarProcess
 
 BLOCK_TOKENS: Final = 32
 CHUNK_TOKENS: Final = 256
@@ -66,17 +66,17 @@ def whole_blocks(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def chunk_tokens(engine: DemoEngine) -> int:
+def chunk_tokens(engine: EngineProcess) -> int:
     """Tokens of a chunk that this engine stores."""
     return int(getattr(engine, "chunk_tokens", CHUNK_TOKENS))
 
 
-def has_host_tier(engine: DemoEngine) -> bool:
+def has_host_tier(engine: EngineProcess) -> bool:
     """Whether this engine has chunks of its own in host memory, before kvlake is asked."""
     return bool(getattr(engine, "has_host_tier", False))
 
 
-def sessions_of(engine: DemoEngine) -> int:
+def sessions_of(engine: EngineProcess) -> int:
     """What this engine attaches: its scheduler and its workers.
 
     With a host tier of its own it attaches one of either, however many ranks it has.
@@ -99,7 +99,7 @@ class Call:
     prompt: list[int]
     max_tokens: int = GENERATED_TOKENS
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further ones of `DemoEngine.begin`."""
+    """Further ones of `EngineProcess.begin`."""
     media_tokens: int = 0
     """What the engine puts in for an image, less the one token that stands for it."""
 
@@ -108,13 +108,13 @@ class Call:
         """What the engine makes of the prompt."""
         return len(self.prompt) + self.media_tokens
 
-    def begin(self, engine: DemoEngine, salt: str) -> int:
-        """Start it; `DemoEngine.finish` takes the handle."""
+    def begin(self, engine: EngineProcess, salt: str) -> int:
+        """Start it; `EngineProcess.finish` takes the handle."""
         return engine.begin(
             self.prompt, max_tokens=self.max_tokens, cache_salt=salt, **self.options
         )
 
-    def generate(self, engine: DemoEngine, salt: str) -> Generation:
+    def generate(self, engine: EngineProcess, salt: str) -> Generation:
         """Run it."""
         return engine.finish(self.begin(engine, salt))
 
@@ -129,7 +129,7 @@ class Measured:
     salt: str
 
 
-def empty(engine: DemoEngine) -> None:
+def empty(engine: EngineProcess) -> None:
     """Forget the engine's prefix cache and overwrite its KV memory.
 
     Blocks are held until their store was answered, so after this the sidecar has everything. (Its
@@ -139,25 +139,25 @@ def empty(engine: DemoEngine) -> None:
     engine.poison()
 
 
-def blocks_of(engine: DemoEngine) -> list[Counter[str]]:
+def blocks_of(engine: EngineProcess) -> list[Counter[str]]:
     """Contents of the blocks that are not poison, per worker."""
     return [Counter(worker.values()) for worker in engine.digests()]
 
 
-def own_hit(engine: DemoEngine, call: Call, *, before: Sequence[Call] = ()) -> Measured:
+def own_hit(engine: EngineProcess, call: Call, *, before: Sequence[Call] = ()) -> Measured:
     """The first arm: the engine's own prefix cache, from poison on."""
     return _arm(engine, call, before, None)
 
 
 def external_hit(
-    engine: DemoEngine, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
+    engine: EngineProcess, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
 ) -> Measured:
     """The second arm: `before` is forgotten by the engine; `local` fills its cache again."""
     return _arm(engine, call, before, local)
 
 
 def _arm(
-    engine: DemoEngine, call: Call, before: Sequence[Call], local: Sequence[Call] | None
+    engine: EngineProcess, call: Call, before: Sequence[Call], local: Sequence[Call] | None
 ) -> Measured:
     salt = fresh_salt()
     empty(engine)
@@ -199,7 +199,7 @@ def _away(given: dict[str, float], expected: dict[str, float]) -> list[float]:
 
 
 def check_throughout(
-    engine: DemoEngine, call: Call, generation: Generation, rounding: float = CLOSE
+    engine: EngineProcess, call: Call, generation: Generation, rounding: float = CLOSE
 ) -> None:
     """Assert that tokens came of what a cold run of all before them gives, but for rounding.
 
@@ -222,7 +222,7 @@ def check_throughout(
 
 
 def check_reloaded(
-    engine: DemoEngine,
+    engine: EngineProcess,
     calls: Sequence[Call],
     generations: Sequence[Generation],
     salts: Sequence[str],
@@ -260,7 +260,7 @@ def check_equal(measured: Measured, oracle: Measured, *, block_tokens: int = BLO
 
 
 def check_hit(
-    engine: DemoEngine, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
+    engine: EngineProcess, call: Call, *, before: Sequence[Call] = (), local: Sequence[Call] = ()
 ) -> Generation:
     """Run both arms, assert that they are equal; what the second one generated."""
     before = before or [call]
@@ -277,7 +277,7 @@ class Oracle:
     only while the engine has nothing else to do.
     """
 
-    def __init__(self, engine: DemoEngine, call: Call) -> None:
+    def __init__(self, engine: EngineProcess, call: Call) -> None:
         self.call = call
         self._engine = engine
         self._known: dict[int, Measured] = {}
@@ -317,7 +317,7 @@ class Oracle:
 # --- what the engine's metrics tell --------------------------------------------------------------
 
 
-def told(engine: DemoEngine) -> list[float]:
+def told(engine: EngineProcess) -> list[float]:
     """Tokens of hits outside of the engine so far: in all, then from host memory and the store.
 
     As kvlake counts them and then as vLLM does, so far as this engine has such metrics.
@@ -331,7 +331,9 @@ def told(engine: DemoEngine) -> list[float]:
     return [engine.counter(f"vllm:{name}", **labels) for name, labels in names]
 
 
-def check_told(engine: DemoEngine, before: list[float], *, host: int = 0, store: int = 0) -> None:
+def check_told(
+    engine: EngineProcess, before: list[float], *, host: int = 0, store: int = 0
+) -> None:
     """Assert that the metrics have these tokens more than they had."""
     more = [now - then for now, then in zip(told(engine), before, strict=True)]
     assert more == [host + store, host, store, host, store][: len(more)]
@@ -357,7 +359,7 @@ def idle(status: dict[str, Any]) -> bool:
     return not held(status)
 
 
-def attach(engine: DemoEngine, sidecar: SidecarProcess, *, sessions: int = SESSIONS) -> None:
+def attach(engine: EngineProcess, sidecar: SidecarProcess, *, sessions: int = SESSIONS) -> None:
     """Wait until the engine is attached to this sidecar, as both of them see it."""
     sidecar.wait("the engine attaches", lambda status: len(status["sessions"]) == sessions)
     # The sidecar knows a session a moment before the engine does: a store proves it is there.

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from sidecar.demo.sidecars import POOLS
+from tests.harness.sidecars import POOLS
 from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 MAGIC: Final = b"ARROW1\0\0"
 QUARANTINE: Final = "quarantine"

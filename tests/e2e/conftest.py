@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine
 from sidecar.demo.model import write_model
-from tests import warm
+from tests import places, warm
+from tests.harness.engine import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def warm_engines(warm_server: None) -> Iterator[None]:
     """Engines of these tests are forked from a process that has imported vLLM."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DemoEngine, "launch", staticmethod(warm.engine))
+        patch.setattr(EngineProcess, "launch", staticmethod(warm.engine))
+        places.patch(patch, "launch_engine", warm.demo_engine)
         yield
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from tests.e2e.arms import (
     ALIKE,
     GENERATED_TOKENS,
@@ -41,13 +40,14 @@ from tests.e2e.arms import (
 )
 from tests.e2e.holds import LOAD, Holds
 from tests.e2e.setups import SMALL, attached, folder_store, in_steps, listed, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
-    from sidecar.demo.engine import Generation
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import Generation
+    from tests.harness.sidecars import SidecarProcess
 
 
 def nightly_but(one: int, sizes: Sequence[int]) -> list[Any]:
@@ -67,8 +67,8 @@ ENGINE_ARGS: Final[dict[str, Any]] = {
 
 @contextlib.contextmanager
 def engine_of(
-    model: Path, folder: Path, *, kind: type[DemoEngine] = DemoEngine, **engine_args: Any
-) -> Generator[DemoEngine]:
+    model: Path, folder: Path, *, kind: type[EngineProcess] = EngineProcess, **engine_args: Any
+) -> Generator[EngineProcess]:
     """An engine for the suite."""
     spec = EngineSpec(str(model), sidecar_in(folder).socket, {**ENGINE_ARGS, **engine_args})
     with kind(spec, folder / "engine.log") as engine:
@@ -76,7 +76,7 @@ def engine_of(
 
 
 def succeeded(
-    engine: DemoEngine, sidecar: SidecarProcess, bucket: Path, *, sessions: int = SESSIONS
+    engine: EngineProcess, sidecar: SidecarProcess, bucket: Path, *, sessions: int = SESSIONS
 ) -> None:
     """End the sidecar, and start one with empty memory that has read what is in its store."""
     empty(engine)
@@ -113,7 +113,7 @@ class GroupSuite:
         return Call(words(tokens, seed), max_tokens)
 
     @pytest.fixture
-    def sidecar(self, folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+    def sidecar(self, folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
         with attached(folder, engine) as sidecar:
             yield sidecar
 
@@ -129,7 +129,7 @@ class GroupSuite:
             assert (worker & expected).total() >= self.blocks_read(cached_tokens)
             assert (worker - expected).total() <= self.groups
 
-    def check_same(self, engine: DemoEngine, call: Call, expected: Measured) -> None:
+    def check_same(self, engine: EngineProcess, call: Call, expected: Measured) -> None:
         """Assert that on poison a request under the salt of `expected` gives what that gave."""
         empty(engine)
         generation = call.generate(engine, expected.salt)
@@ -139,7 +139,7 @@ class GroupSuite:
 
     @pytest.mark.promise("host-hit")
     @pytest.mark.parametrize("tokens", nightly_but(515, [125, 160, 512, 515, 1500]))
-    def test_host_hits(self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+    def test_host_hits(self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
         # To vLLM's host tier a group is a part of a key.
         realms = 1 if has_host_tier(engine) else self.groups
         assert len(sidecar.status()["realms"]) == realms
@@ -153,7 +153,9 @@ class GroupSuite:
         self.check_bytes(measured, oracle)
         assert counters(sidecar)["loads_missing"] == before["loads_missing"]
 
-    def test_behind_the_engines_own_hit(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_behind_the_engines_own_hit(
+        self, engine: EngineProcess, sidecar: SidecarProcess
+    ) -> None:
         call = self.call(1300, 1)
         head = replace(call, prompt=[*call.prompt[: 512 - call.media_tokens], 7], max_tokens=1)
         oracle = own_hit(engine, call, before=[head, call])
@@ -163,7 +165,7 @@ class GroupSuite:
         assert same_output(measured.generation, oracle.generation)
 
     @pytest.mark.promise("store-hit")
-    def test_object_hit(self, folder: Path, engine: DemoEngine) -> None:
+    def test_object_hit(self, folder: Path, engine: EngineProcess) -> None:
         """An empty sidecar offers what another one left: every group of it, or nothing."""
         bucket, call = folder / "store", self.call(1500, 7, max_tokens=1)
         with attached(folder, engine, store=folder_store(bucket)) as sidecar:
@@ -174,7 +176,7 @@ class GroupSuite:
 
     @pytest.mark.promise("abort-of-load")
     @pytest.mark.nightly
-    def test_an_abort_during_a_load(self, folder: Path, engine: DemoEngine) -> None:
+    def test_an_abort_during_a_load(self, folder: Path, engine: EngineProcess) -> None:
         """Half-way through its copy, beside loads of others: each of them gets its own bytes.
 
         Blocks of the aborted one are nobody else's until its copy has ended.
@@ -204,7 +206,7 @@ class GroupSuite:
 
     @pytest.mark.promise("preemption")
     @pytest.mark.nightly
-    def test_preemption(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_preemption(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         """More requests than the KV cache has room for: they are preempted, and load again."""
         calls = [
             self.call(self.preempted_tokens + 10 * number, 60 + number, max_tokens=250)
@@ -232,7 +234,7 @@ class GroupSuite:
 
     @pytest.mark.promise("engine-restart")
     def test_engine_restarted(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Another engine of the same model hits what the first one stored."""
         call = self.call(1100, 8, max_tokens=1)
@@ -247,7 +249,7 @@ class GroupSuite:
 
     @pytest.mark.promise("two-ranks")
     @pytest.mark.nightly
-    def test_two_ranks(self, folder: Path, engine: DemoEngine) -> None:
+    def test_two_ranks(self, folder: Path, engine: EngineProcess) -> None:
         """Each rank has its own part of every group, and loads that."""
         engine_args = {**engine.spec.engine_args, "tensor_parallel_size": 2}
         spec = replace(engine.spec, engine_args=engine_args, threads_bind="0|1")

@@ -19,17 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sidecar.demo.engine import DemoEngine
 from sidecar.protocol import Role
 from tests.e2e.arms import BLOCK_TOKENS, CHUNK_TOKENS
 from tests.e2e.kill_table import Backend
 from tests.e2e.native import NativeEngine
+from tests.harness.engine import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sidecar.demo.engine import EngineSpec
+    from tests.harness.engine import EngineSpec
 
 PROMPT_TOKENS: Final = 700
 
@@ -48,7 +48,7 @@ class Seam:
     """One of the two."""
 
     backend: Backend
-    make_engine: Callable[[EngineSpec, Path], DemoEngine]
+    make_engine: Callable[[EngineSpec, Path], EngineProcess]
     chunk_tokens: int
     chunks: int
     """What a prompt is stored as."""
@@ -70,7 +70,7 @@ class Seam:
 
 CONNECTOR: Final = Seam(
     Backend.CONNECTOR,
-    DemoEngine,
+    EngineProcess,
     CHUNK_TOKENS,
     chunks=3,
     whole_tokens=672,

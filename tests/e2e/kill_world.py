@@ -19,7 +19,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests.e2e.arms import PATIENT, Call, Oracle, empty, fresh_salt, idle, words
 from tests.e2e.holds import Holds
@@ -29,15 +28,16 @@ from tests.e2e.leftovers import SHARED_MEMORY, alive, counts_of, more_than
 from tests.e2e.struck import HOLDS, Struck
 from tests.e2e.waiting import WAIT_SECONDS_MAX, until, until_or_not
 from tests.faulty_proxy import Fault, FaultyProxy
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from anyio.from_thread import BlockingPortal
 
-    from sidecar.demo.engine import Generation
-    from sidecar.demo.servers import S3Server
     from tests.e2e.kill_seams import Seam
+    from tests.harness.engine import Generation
+    from tests.harness.servers import S3Server
 
 GENERATED_TOKENS: Final = 16
 """Enough that a request still runs while its prompt is being stored."""

@@ -1,7 +1,7 @@
 """vLLM's own offloading in the end-to-end tests: an engine with `KVLakeOffloadingSpec`.
 
-`NativeEngine` stands in for `DemoEngine` in tests that were written for the connector. Two things
-are different, and are made alike in the engine's process (`settling.py`):
+`NativeEngine` stands in for `EngineProcess` in tests that were written for the connector. Two
+things are different, and are made alike in the engine's process (`settling.py`):
 
 * vLLM's host tier would serve what the engine itself stored. It is emptied before a request that
   comes alone, so that what is loaded comes from kvlake.
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from sidecar.demo.engine import DemoEngine, EngineFailed, EngineSpec
+from tests.harness.engine import EngineFailed, EngineProcess, EngineSpec
 
 HOST_TIER_BYTES: Final = 128 * 1024 * 1024
 BLOCKS_PER_CHUNK: Final = 1
@@ -29,7 +29,7 @@ def settled_path(settled: str, rank: int) -> Path:
     return Path(f"{settled}-{rank}")
 
 
-class NativeEngine(DemoEngine):
+class NativeEngine(EngineProcess):
     """An engine with vLLM's `OffloadingConnector` on the tiers of a sidecar."""
 
     chunk_tokens = CHUNK_TOKENS

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import anyio
 import numpy as np
 
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import PATIENT, SESSIONS, attach, empty, idle
+from tests.harness.sidecars import SidecarProcess
 from tiers.catalog.names import parse_name
 from tiers.store.object_tier import UrlObjects
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.servers import S3Server
     from tests.e2e.holds import Holds
+    from tests.harness.engine import EngineProcess
+    from tests.harness.servers import S3Server
 
 SMALL: Final[dict[str, Any]] = {"num_gpu_blocks_override": 256, "max_model_len": 4096}
 """Of an engine: memory for two of the longest prompts, so that a dozen requests fill it."""
@@ -93,7 +93,7 @@ def sidecar_in(
 
 @contextlib.contextmanager
 def attached(
-    folder: Path, engine: DemoEngine, *, sessions: int = SESSIONS, **options: Any
+    folder: Path, engine: EngineProcess, *, sessions: int = SESSIONS, **options: Any
 ) -> Generator[SidecarProcess]:
     """An empty sidecar that the engine is attached to; at its end everything has ended.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e.leftovers import called, group_of, shared_memory_of
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
     from tests.sidecar.subscriber import Subscriber
 
 CACHED_BLOCKS: Final = "kvlake_cached_blocks"
@@ -51,7 +51,7 @@ def shown(name: int | bytes) -> int | str:
     return name.hex() if isinstance(name, bytes) else name
 
 
-def copies_of(engine: DemoEngine, rank: int = 0) -> dict[Block, int]:
+def copies_of(engine: EngineProcess, rank: int = 0) -> dict[Block, int]:
     """How often each block is in vLLM's own cache, of one data-parallel rank."""
     return {(group, name): copies for group, name, copies in engine.core(CACHED_BLOCKS)[rank]}
 

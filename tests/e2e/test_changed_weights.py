@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import write_model
 from tests.e2e import adapters
 from tests.e2e.arms import Call, empty, fresh_salt, own_hit, whole_blocks, words
 from tests.e2e.setups import SMALL, attached, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.demo.engine import Generation
+    from tests.harness.engine import Generation
 
 pytestmark = [
     pytest.mark.engine,
@@ -37,10 +37,10 @@ CACHED: Final = whole_blocks(len(PROMPT))
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = sidecar_in(folder).socket
     with (
-        DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine,
+        EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine,
         attached(folder, engine.wait_ready()),
     ):
         yield engine
@@ -61,7 +61,7 @@ class Adapter:
         shutil.rmtree(self.place)
         adapters.write_adapter(self.place, seed)
 
-    def generate(self, engine: DemoEngine, salt: str) -> Generation:
+    def generate(self, engine: EngineProcess, salt: str) -> Generation:
         """From nothing that the engine itself has."""
         empty(engine)
         return Call(PROMPT, options={"adapter": self.known}).generate(engine, salt)
@@ -69,7 +69,7 @@ class Adapter:
 
 @pytest.mark.promise("adapters")
 def test_an_adapter_whose_files_are_replaced_while_another_is_in_memory(
-    engine: DemoEngine, folder: Path
+    engine: EngineProcess, folder: Path
 ) -> None:
     one, other = Adapter(folder, "one", 1), Adapter(folder, "other", 2)
     salt = fresh_salt()
@@ -93,7 +93,7 @@ def test_an_adapter_whose_files_are_replaced_while_another_is_in_memory(
 
 @pytest.mark.promise("adapters")
 def test_an_adapter_that_was_loaded_before_its_files_were_replaced(
-    engine: DemoEngine, folder: Path
+    engine: EngineProcess, folder: Path
 ) -> None:
     salt = fresh_salt()
     stored = Adapter(folder, "stored", 5)
@@ -115,7 +115,9 @@ def test_an_adapter_that_was_loaded_before_its_files_were_replaced(
 
 
 @pytest.mark.promise("weights-replaced")
-def test_a_model_whose_weights_are_replaced(engine: DemoEngine, folder: Path, model: str) -> None:
+def test_a_model_whose_weights_are_replaced(
+    engine: EngineProcess, folder: Path, model: str
+) -> None:
     """From then on the engine is by itself."""
     other = write_model(folder / "other-model", layers=6, hidden=256, heads=4, kv_heads=4, seed=9)
     call, salt = Call(PROMPT), fresh_salt()
@@ -145,7 +147,7 @@ def test_a_model_whose_weights_are_replaced(engine: DemoEngine, folder: Path, mo
 
 
 @pytest.mark.promise("weights-replaced")
-def test_an_extension_of_the_worker_that_loads_weights(engine: DemoEngine) -> None:
+def test_an_extension_of_the_worker_that_loads_weights(engine: EngineProcess) -> None:
     """The engine core does not know the call; the worker says so with the next step."""
     call, salt = Call(PROMPT), fresh_salt()
     call.generate(engine, salt)

@@ -48,7 +48,7 @@ def test_every_scene_is_right(
 ) -> None:
     """In this process, so that its engines start warm. With an S3 server installed, and without."""
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    places.patch(monkeypatch, "s3_is_here", lambda: s3)
+    places.patch(monkeypatch, "has_s3_server", lambda: s3)
     assert main(["demo", "--json"]) == 0
     check(json.loads(capsys.readouterr().out))
     assert not list(folder.glob("kvlake-demo-*")), "its folder is removed where nothing failed"

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.servers import S3Server, s3_server
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     PATIENT,
     SESSIONS,
@@ -28,6 +25,9 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, Bucket
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.servers import S3Server, s3_server
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -46,8 +46,8 @@ CALL: Final = Call(words(TOKENS, 77))
 class Pair(NamedTuple):
     """Two engines, and the folders of the sidecars that they attach to."""
 
-    producer: DemoEngine
-    consumer: DemoEngine
+    producer: EngineProcess
+    consumer: EngineProcess
     places: tuple[Path, Path]
 
 
@@ -57,7 +57,7 @@ def pair(folder: Path, model: str) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
-                DemoEngine(
+                EngineProcess(
                     EngineSpec(
                         model,
                         SidecarProcess(place, {}).socket,

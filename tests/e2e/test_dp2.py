@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import telling
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -30,6 +28,8 @@ from tests.e2e.arms import (
 )
 from tests.e2e.setups import SMALL, sidecar_in
 from tests.e2e.waiting import until
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Subscriber
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[EngineProcess]:
     engine_args = {**SMALL, "data_parallel_size": RANKS, "kv_events_config": _events()}
     connector = telling.connector_of(sidecar.socket)
     spec = EngineSpec(model, sidecar.socket, engine_args, connector, threads_bind="0|1")
-    with DemoEngine(spec, folder / "engine.log") as engine:
+    with EngineProcess(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         attach_ranks(engine, sidecar)
         yield engine
@@ -80,14 +80,14 @@ def _events() -> dict[str, Any]:
             }
 
 
-def attach_ranks(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def attach_ranks(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """Wait until all ranks are attached to this sidecar, as both sides see it."""
     sidecar.wait("all attach", lambda now: len(now["sessions"]) == RANKS * SESSIONS)
     for rank in range(RANKS):
         _attached(engine, sidecar, rank)
 
 
-def _attached(engine: DemoEngine, sidecar: SidecarProcess, rank: int) -> None:
+def _attached(engine: EngineProcess, sidecar: SidecarProcess, rank: int) -> None:
     """The sidecar knows a session a moment before the engine does: a store proves it is there."""
     before = counters(sidecar)["chunks_stored"]
 
@@ -108,7 +108,7 @@ def _of(rank: int, measured: Measured) -> Measured:
 
 
 @pytest.mark.promise("data-parallel")
-def test_each_rank_is_an_engine_of_its_own(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_each_rank_is_an_engine_of_its_own(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     sessions = sidecar.status()["sessions"]
     roles: dict[str, list[str]] = {}
     for session in sessions:
@@ -121,7 +121,7 @@ def test_each_rank_is_an_engine_of_its_own(engine: DemoEngine, sidecar: SidecarP
 @pytest.mark.promise("data-parallel")
 @pytest.mark.parametrize("reader", range(RANKS))
 def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
-    engine: DemoEngine, sidecar: SidecarProcess, reader: int
+    engine: EngineProcess, sidecar: SidecarProcess, reader: int
 ) -> None:
     prompt = words(TOKENS, 10 + reader)
     here, there = (Call(prompt, options={"rank": rank}) for rank in (reader, 1 - reader))
@@ -133,7 +133,7 @@ def test_a_prompt_of_one_rank_is_a_hit_in_the_other(
     assert counters(sidecar)["bytes_loaded"] - before == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
 
 
-def test_both_ranks_at_once(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_both_ranks_at_once(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """What either one stored, both load side by side."""
     calls = [Call(words(700, 20 + rank), options={"rank": rank}) for rank in range(RANKS)]
     salt = fresh_salt()
@@ -154,7 +154,7 @@ def test_both_ranks_at_once(engine: DemoEngine, sidecar: SidecarProcess) -> None
 
 @pytest.mark.promise("events-engine")
 def test_what_each_ranks_own_cache_holds_is_told(
-    engine: DemoEngine, sidecar: SidecarProcess
+    engine: EngineProcess, sidecar: SidecarProcess
 ) -> None:
     """By vLLM's hashes, under the rank's name and number."""
     salt = fresh_salt()

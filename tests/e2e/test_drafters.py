@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec, Generation
 from sidecar.demo.model import write_model
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -33,6 +31,8 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, attached, in_steps, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec, Generation
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,16 +83,16 @@ def engine_args(drafter: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine(
     folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
     spec = EngineSpec(model, sidecar_in(folder).socket, engine_args(drafter))
-    with DemoEngine(spec, folder / "engine.log") as engine:
+    with EngineProcess(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
     with attached(folder, engine) as sidecar:
         yield sidecar
 
@@ -107,7 +107,7 @@ class Drafted(NamedTuple):
     accepted: float
 
 
-def arm(engine: DemoEngine, before: Call, call: Call, *, forgotten: bool) -> Drafted:
+def arm(engine: EngineProcess, before: Call, call: Call, *, forgotten: bool) -> Drafted:
     """Run both under a new salt; where `forgotten`, what the first one left must be loaded."""
     salt = fresh_salt()
     empty(engine)
@@ -126,7 +126,7 @@ def arm(engine: DemoEngine, before: Call, call: Call, *, forgotten: bool) -> Dra
 
 
 @pytest.mark.promise("eagle")
-def test_the_drafters_layer_is_loaded_too(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_the_drafters_layer_is_loaded_too(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """vLLM drops the last block of its own hit, whose KV may be of another next token.
 
     So the prompt that the oracle's hit comes of is longer. Both are computed in equal steps.
@@ -152,7 +152,9 @@ def test_the_drafters_layer_is_loaded_too(engine: DemoEngine, sidecar: SidecarPr
 
 
 @pytest.mark.promise("eagle")
-def test_another_next_token_is_another_chunk(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_another_next_token_is_another_chunk(
+    engine: EngineProcess, sidecar: SidecarProcess
+) -> None:
     """Up to the chunk before it the prompts share; its last block too, but for that token.
 
     vLLM's own keys do not name that token: there the drafter's layer of it is the other prompt's.
@@ -169,7 +171,7 @@ def test_another_next_token_is_another_chunk(engine: DemoEngine, sidecar: Sideca
 
 
 @pytest.mark.promise("eagle")
-def test_next_turn(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_next_turn(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """What was drafted and accepted is found, and of the drafter, what it wrote for that."""
     salt = fresh_salt()
     first = Call(words(300, 5), max_tokens=100)

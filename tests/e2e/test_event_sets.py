@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import telling
 from tests.e2e.arms import BLOCK_TOKENS, SESSIONS, counters, idle, words
 from tests.e2e.group_suite import ENGINE_ARGS
 from tests.e2e.setups import folder_store
 from tests.e2e.test_hybrid import WINDOW, write_gemma
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.subscriber import Place, Subscriber
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Followers:
         for subscriber in self._made:
             subscriber.close()
 
-    def check(self, engine: DemoEngine | None) -> dict[str, telling.Blocks]:
+    def check(self, engine: EngineProcess | None) -> dict[str, telling.Blocks]:
         """Assert that each has what there is, and what that is. Without an engine it is gone."""
         self._equal(self.first, engine)
         late = self._subscribe(self._sidecar.status()["events"])
@@ -152,7 +152,7 @@ class Followers:
         """Subscribe to what an engine publishes itself, from its start."""
         self.own = self._subscribe(self._published)
 
-    def check_published(self, engine: DemoEngine) -> None:
+    def check_published(self, engine: EngineProcess) -> None:
         """Assert that the engine itself has told what the tiers hold."""
         assert self.own is not None
         deadline = time.monotonic() + EQUAL_SECONDS_MAX
@@ -174,7 +174,7 @@ class Followers:
         return self._made[-1]
 
     def _equal(
-        self, subscriber: Subscriber, engine: DemoEngine | None
+        self, subscriber: Subscriber, engine: EngineProcess | None
     ) -> dict[str, telling.Blocks]:
         deadline = time.monotonic() + EQUAL_SECONDS_MAX
         while True:
@@ -188,7 +188,7 @@ class Followers:
             subscriber.recover()
         raise AssertionError(apart(held, had))
 
-    def _held(self, engine: DemoEngine | None) -> dict[str, telling.Blocks]:
+    def _held(self, engine: EngineProcess | None) -> dict[str, telling.Blocks]:
         copies: dict[telling.Block, int] = {}
         if engine is not None:
             copies = telling.copies_of(engine)
@@ -235,7 +235,7 @@ def attached(sidecar: SidecarProcess) -> None:
     sidecar.wait("the engine attaches", lambda now: len(now["sessions"]) == SESSIONS)
 
 
-def run(engine: DemoEngine, chooser: random.Random, rounds: int) -> None:
+def run(engine: EngineProcess, chooser: random.Random, rounds: int) -> None:
     """Several requests at a time; some are aborted, some have nothing but whole blocks."""
     for _ in range(rounds):
         handles: list[int] = []
@@ -252,14 +252,14 @@ def run(engine: DemoEngine, chooser: random.Random, rounds: int) -> None:
             engine.finish(handle)
 
 
-def twice(engine: DemoEngine) -> None:
+def twice(engine: EngineProcess) -> None:
     """A prompt of whole blocks, of which vLLM computes the last one again."""
     for _ in range(2):
         engine.generate(words(4 * BLOCK_TOKENS, 0), max_tokens=1, cache_salt="all")
 
 
 def first_life(
-    engine: DemoEngine,
+    engine: EngineProcess,
     sidecar: SidecarProcess,
     case: Case,
     followers: Followers,
@@ -314,7 +314,7 @@ def test_a_random_life_with_evictions_and_restarts(
     folder: Path, case: Case, sidecar: SidecarProcess, spec: EngineSpec, followers: Followers
 ) -> None:
     chooser = random.Random(5)
-    with DemoEngine(spec, folder / "engine.log") as engine:
+    with EngineProcess(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         attached(sidecar)
         followers.meet()
@@ -324,7 +324,7 @@ def test_a_random_life_with_evictions_and_restarts(
     assert left["CPU"]
     assert left["STORAGE"]
     for _ in range(1, case.engines):
-        with DemoEngine(spec, folder / "engine.log") as engine:
+        with EngineProcess(spec, folder / "engine.log") as engine:
             engine.wait_ready()
             attached(sidecar)
             followers.meet()

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.contract.calls import FOLDER, SCHEDULER, WORKER, departure
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -19,6 +17,8 @@ from tests.e2e.arms import (
     whole_blocks,
     words,
 )
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 from tests.releases import has_vllm
 from tests.sidecar.subscriber import Subscriber
 
@@ -41,7 +41,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[EngineProcess]:
     calls = folder / "calls"
     calls.mkdir()
     connector = {
@@ -65,7 +65,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEn
     spec = EngineSpec(model, sidecar.socket, engine_args, connector=connector)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(calls))
-        with DemoEngine(spec, folder / "engine.log") as engine:
+        with EngineProcess(spec, folder / "engine.log") as engine:
             engine.wait_ready()
             attach(engine, sidecar)
             yield engine
@@ -87,7 +87,7 @@ def subscribe(sidecar: SidecarProcess) -> Iterator[Any]:
 
 @pytest.mark.promise("events-engine")
 def test_one_stream_of_engine_and_tiers(
-    engine: DemoEngine, sidecar: SidecarProcess, subscribe: Any
+    engine: EngineProcess, sidecar: SidecarProcess, subscribe: Any
 ) -> None:
     follower = subscribe()
     follower.recover()
@@ -130,7 +130,7 @@ def test_one_stream_of_engine_and_tiers(
 
 
 @pytest.mark.promise("vllm-call-order")
-def test_the_order_of_calls(engine: DemoEngine, folder: Path) -> None:
+def test_the_order_of_calls(engine: EngineProcess, folder: Path) -> None:
     """Of a run with a miss, stores, a hit, several requests at once and an abort."""
     prompts = [words(700, seed) for seed in range(20, 24)]
     salt = fresh_salt()

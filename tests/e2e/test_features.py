@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -45,13 +44,14 @@ from tests.e2e.arms import (
 from tests.e2e.group_suite import GroupSuite, engine_of, succeeded
 from tests.e2e.setups import SMALL, attached, folder_store, sidecar_in
 from tests.e2e.test_hybrid import WINDOW, reached
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Generation
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import Generation
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -72,22 +72,22 @@ LOCAL_TOKENS: Final = 128
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
-    with DemoEngine(spec, folder / LOG) as engine:
+    with EngineProcess(spec, folder / LOG) as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="class")
-def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
     with attached(folder, engine) as sidecar:
         yield sidecar
 
 
 @pytest.fixture
-def kind() -> type[DemoEngine]:
+def kind() -> type[EngineProcess]:
     """Of engines that a test starts itself."""
-    return DemoEngine
+    return EngineProcess
 
 
 def wishing(call: Call, **request_params: Any) -> Call:
@@ -95,7 +95,7 @@ def wishing(call: Call, **request_params: Any) -> Call:
     return asking(call, request_params)
 
 
-def chunks_of(engine: DemoEngine) -> int:
+def chunks_of(engine: EngineProcess) -> int:
     """Chunks of a prompt of `TOKENS`."""
     return -(-WHOLE_TOKENS // chunk_tokens(engine))
 
@@ -105,7 +105,7 @@ def asking(call: Call, request_params: object) -> Call:
     return replace(call, options={**call.options, **params})
 
 
-def stored_by(engine: DemoEngine, sidecar: SidecarProcess, call: Call) -> tuple[str, int]:
+def stored_by(engine: EngineProcess, sidecar: SidecarProcess, call: Call) -> tuple[str, int]:
     """Run a request from poison on; its salt, and how many chunks it stored."""
     salt = fresh_salt()
     empty(engine)
@@ -125,13 +125,13 @@ class TestWishes:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def sidecar(cls, folder: Path, engine: DemoEngine, bucket: Path) -> Iterator[SidecarProcess]:
+    def sidecar(cls, folder: Path, engine: EngineProcess, bucket: Path) -> Iterator[SidecarProcess]:
         with attached(folder, engine, store=folder_store(bucket)) as sidecar:
             yield sidecar
 
     @pytest.mark.promise("read-write")
     def test_write_false_stores_nothing_and_loads(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         call = Call(words(TOKENS, 1))
         reader = wishing(call, write=False)
@@ -142,7 +142,7 @@ class TestWishes:
         assert call.generate(engine, salt).cached_tokens == 0
 
     @pytest.mark.promise("read-write")
-    def test_read_false_loads_nothing_and_stores(self, engine: DemoEngine) -> None:
+    def test_read_false_loads_nothing_and_stores(self, engine: EngineProcess) -> None:
         call = Call(words(TOKENS, 2))
         writer = wishing(call, read=False)
         check_equal(external_hit(engine, writer, before=[call]), own_hit(engine, call))
@@ -150,7 +150,7 @@ class TestWishes:
         check_equal(external_hit(engine, call, before=[writer]), oracle)
 
     @pytest.mark.promise("read-write")
-    def test_neither(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_neither(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 3))
         other = wishing(call, read=False, write=False)
         check_equal(external_hit(engine, other, before=[call]), own_hit(engine, call))
@@ -158,7 +158,7 @@ class TestWishes:
 
     @pytest.mark.promise("host-only", "ttl")
     def test_only_host_memory(
-        self, engine: DemoEngine, sidecar: SidecarProcess, bucket: Path
+        self, engine: EngineProcess, sidecar: SidecarProcess, bucket: Path
     ) -> None:
         """What only the store has is not read, and what stays in host memory is not written."""
         call, near, brief = (Call(words(TOKENS, seed)) for seed in (4, 5, 6))
@@ -188,7 +188,7 @@ class TestWishes:
             assert counters(sidecar)["chunks_read"] == chunks_of(engine)
 
     @pytest.mark.promise("ttl")
-    def test_ttl(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_ttl(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         call = Call(words(TOKENS, 7))
         oracle = own_hit(engine, call, before=[call])
         check_equal(external_hit(engine, call, before=[wishing(call, ttl_seconds=3600)]), oracle)
@@ -205,7 +205,7 @@ class TestWishes:
 
     @pytest.mark.promise("malformed-params")
     def test_what_is_not_understood_is_taken_as_less(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         call = Call(words(TOKENS, 8))
         cold = own_hit(engine, call)
@@ -215,13 +215,13 @@ class TestWishes:
         log = (folder / LOG).read_text()
         assert log.count("is not understood") == 1, "told once"
 
-    def test_another_connectors_words_are_none_of_ours(self, engine: DemoEngine) -> None:
+    def test_another_connectors_words_are_none_of_ours(self, engine: EngineProcess) -> None:
         call = Call(words(TOKENS, 9), options={"kv_transfer_params": {"of_others": True}})
         assert check_hit(engine, call).cached_tokens == WHOLE_TOKENS
 
 
 @pytest.mark.promise("pin")
-def test_what_is_pinned_stays(folder: Path, engine: DemoEngine) -> None:
+def test_what_is_pinned_stays(folder: Path, engine: EngineProcess) -> None:
     """In a pool that others' prompts fill several times over."""
     call = Call(words(700, 10))
     with attached(folder, engine, host={"size": "32MiB"}) as sidecar:
@@ -242,7 +242,7 @@ def test_what_is_pinned_stays(folder: Path, engine: DemoEngine) -> None:
 class TestRequests:
     @pytest.mark.promise("no-cache-reads")
     def test_a_request_that_may_not_read_the_cache(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """One that asks for its prompt's log probabilities needs all of it computed. It stores."""
         call = Call(words(TOKENS, 20))
@@ -261,7 +261,7 @@ class TestRequests:
 
     @pytest.mark.promise("samples")
     def test_several_samples_of_one_prompt(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Each is a request to the cache: it loads the prompt, and stores what it generated."""
         number = 4
@@ -294,7 +294,7 @@ class TestRequests:
             Oracle(engine, turn).check_close(generation)
 
     @pytest.mark.promise("priority-scheduling")
-    def test_priority_scheduling(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_priority_scheduling(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         """Who matters more overtakes those that wait, and others are preempted and load again."""
         prompts = [words(1300, seed) for seed in (26, 27, 28)]
         oracles = [Oracle(engine, Call(prompt, max_tokens=1)) for prompt in prompts]
@@ -333,7 +333,7 @@ class TestRequests:
 class TestNotCached:
     @pytest.mark.promise("prompt-embeddings")
     def test_prompt_embeddings_are_served_and_not_cached(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """They are those of a prompt's tokens, and so give what the tokens give."""
         prompt = words(TOKENS, 21)
@@ -352,7 +352,7 @@ class TestNotCached:
 
     @pytest.mark.promise("streaming-input")
     def test_streaming_input_is_served_and_not_cached(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Each answer is that of all inputs so far; vLLM drops an answer's last token."""
         first, second = words(700, 22), words(500, 23)
@@ -391,7 +391,7 @@ def part(generation: Generation, start: int) -> Generation:
 
 
 @pytest.mark.promise("no-prefix-caching")
-def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: DemoEngine) -> None:
+def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: EngineProcess) -> None:
     """Then kvlake's is the only one there is; the oracle is an engine that has its own."""
     call, other = Call(words(TOKENS, 30)), Call(words(TOKENS, 31))
     engine_args = {**SMALL, "enable_prefix_caching": False}
@@ -421,7 +421,7 @@ def test_prefix_caching_off_in_the_engine(folder: Path, model: str, engine: Demo
 
 
 @pytest.mark.promise("beside-others")
-def test_beside_another_connector(folder: Path, model: str, kind: type[DemoEngine]) -> None:
+def test_beside_another_connector(folder: Path, model: str, kind: type[EngineProcess]) -> None:
     """vLLM's `ExampleConnector`, which keeps prompts in files, by their tokens and nothing else.
 
     So it has what an engine computed under any salt, and kvlake only what it was asked for.
@@ -502,7 +502,9 @@ class TestWindowsAlone(GroupSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+    def engine(
+        cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("mistral")
         write_mistral(model)
         # So few that a dozen requests do not fit.
@@ -510,7 +512,7 @@ class TestWindowsAlone(GroupSuite):
             yield engine
 
     @pytest.mark.skip(reason="vLLM lets no more of them in than have room, and preempts none")
-    def test_preemption(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_preemption(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         super().test_preemption(engine, sidecar)
 
     def blocks_read(self, tokens: int) -> int:
@@ -564,7 +566,9 @@ class TestChunkedLocal(GroupSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+    def engine(
+        cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("llama4")
         write_llama4(model)
         with engine_of(model, folder) as engine:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -66,7 +66,7 @@ def write_qwen3_next(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("qwen3-next")
     write_qwen3_next(model)
     with engine_of(model, folder) as engine:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -35,6 +33,8 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import in_steps, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,14 +58,14 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 )
 def engine(
     request: pytest.FixtureRequest, folder: Path, model: str, sidecar: SidecarProcess
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     engine_args = {
         "num_gpu_blocks_override": BLOCKS,
         "max_model_len": 4096,
         **in_steps(request.param),
     }
     spec = EngineSpec(model, sidecar.socket, engine_args)
-    with DemoEngine(spec, folder / f"engine-{request.param}.log") as engine:
+    with EngineProcess(spec, folder / f"engine-{request.param}.log") as engine:
         engine.wait_ready()
         attach(engine, sidecar)
         yield engine
@@ -81,7 +81,7 @@ def loaded_tokens(sidecar: SidecarProcess, before: dict[str, int]) -> int:
     return (counters(sidecar)["bytes_loaded"] - before["bytes_loaded"]) // KV_BYTES_PER_TOKEN
 
 
-def test_the_oracle_sees_what_it_should(engine: DemoEngine) -> None:
+def test_the_oracle_sees_what_it_should(engine: EngineProcess) -> None:
     """Two cold runs are equal, their KV too; another prompt, or the same one cached, is not."""
     call = Call(words(1500, 2))
     first = own_hit(engine, call)
@@ -95,7 +95,7 @@ def test_the_oracle_sees_what_it_should(engine: DemoEngine) -> None:
     assert hit.generation.cached_tokens == 1500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_cold_loads_nothing(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_cold_loads_nothing(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     before = counters(sidecar)
     empty(engine)
     generation = engine.generate(words(1500, 4), cache_salt=fresh_salt())
@@ -103,7 +103,7 @@ def test_cold_loads_nothing(engine: DemoEngine, sidecar: SidecarProcess) -> None
     assert counters(sidecar)["chunks_loaded"] == before["chunks_loaded"]
 
 
-def test_own_prefix_hit_costs_no_message(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_own_prefix_hit_costs_no_message(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     salt = fresh_salt()
     # What earlier tests stored has arrived: their blocks were given back.
     empty(engine)
@@ -129,7 +129,7 @@ def test_own_prefix_hit_costs_no_message(engine: DemoEngine, sidecar: SidecarPro
         *(2 * CHUNK_TOKENS + 1, 3000),
     ],
 )
-def test_host_hit(engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+def test_host_hit(engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
     before, metrics = counters(sidecar), told(engine)
     generation = check_hit(engine, Call(words(tokens, 100 + tokens)))
     assert generation.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -139,7 +139,7 @@ def test_host_hit(engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> N
 
 @pytest.mark.parametrize("tokens", [20, BLOCK_TOKENS + 5])
 def test_a_hit_too_short_to_pay_is_computed(
-    engine: DemoEngine, sidecar: SidecarProcess, tokens: int
+    engine: EngineProcess, sidecar: SidecarProcess, tokens: int
 ) -> None:
     before = counters(sidecar)
     call = Call(words(tokens, 200 + tokens))
@@ -149,7 +149,7 @@ def test_a_hit_too_short_to_pay_is_computed(
     assert loaded_tokens(sidecar, before) == 0
 
 
-def test_shared_prefix_of_another_prompt(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_shared_prefix_of_another_prompt(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """The hit ends at the last full chunk that both prompts share."""
     shared = words(2 * CHUNK_TOKENS + 100, 6)
     first, second = Call(shared + words(400, 7)), Call(shared + words(300, 8))
@@ -165,7 +165,7 @@ def test_shared_prefix_of_another_prompt(engine: DemoEngine, sidecar: SidecarPro
 
 @pytest.mark.parametrize("local_tokens", [CHUNK_TOKENS, 2 * CHUNK_TOKENS + 3 * BLOCK_TOKENS])
 def test_partial_local_hit_plus_external(
-    engine: DemoEngine, sidecar: SidecarProcess, local_tokens: int
+    engine: EngineProcess, sidecar: SidecarProcess, local_tokens: int
 ) -> None:
     """The engine holds the head itself; the load starts there, also in the middle of a chunk."""
     prompt = words(1300, 9)
@@ -182,7 +182,7 @@ def test_partial_local_hit_plus_external(
 
 
 @pytest.mark.parametrize("tokens", [3 * BLOCK_TOKENS, CHUNK_TOKENS, 4 * CHUNK_TOKENS])
-def test_full_prompt_hit(engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+def test_full_prompt_hit(engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
     """All tokens of a prompt are cached: its last one is computed again, to have something to
     sample from. That is a decoding step, so the oracle is one: the prompt's last token is what
     the engine generated behind the others."""
@@ -208,7 +208,7 @@ def test_full_prompt_hit(engine: DemoEngine, sidecar: SidecarProcess, tokens: in
 
 @pytest.mark.parametrize("generated", [1, 40, pytest.param(300, marks=pytest.mark.nightly)])
 def test_next_turn_continues_on_what_was_generated(
-    engine: DemoEngine, sidecar: SidecarProcess, generated: int
+    engine: EngineProcess, sidecar: SidecarProcess, generated: int
 ) -> None:
     """The tail of a finished request is stored under its own key, and the next turn finds it."""
     first = Call(words(700, 10), max_tokens=generated)
@@ -222,7 +222,7 @@ def test_next_turn_continues_on_what_was_generated(
     assert loaded_tokens(sidecar, before) == generation.cached_tokens
 
 
-def test_three_turns(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_three_turns(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     calls = [Call(words(333, 12), max_tokens=50)]
     salt = fresh_salt()
     for turn in range(2):
@@ -234,7 +234,7 @@ def test_three_turns(engine: DemoEngine, sidecar: SidecarProcess) -> None:
 
 
 @pytest.mark.promise("cache-salt")
-def test_another_salt_finds_nothing(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_another_salt_finds_nothing(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     prompt, tenant = words(1000, 16), fresh_salt()
     engine.generate(prompt, cache_salt=tenant)
     before = counters(sidecar)
@@ -246,7 +246,7 @@ def test_another_salt_finds_nothing(engine: DemoEngine, sidecar: SidecarProcess)
     assert engine.generate(prompt, cache_salt=tenant).cached_tokens == 992
 
 
-def test_without_a_salt(engine: DemoEngine) -> None:
+def test_without_a_salt(engine: EngineProcess) -> None:
     """Whoever gives no salt shares with all others who give none, and with nobody else."""
     # Never seen by this sidecar, whichever of its engines runs this: there is no salt to tell them.
     prompt = words(1020, random.randrange(1 << 30))
@@ -258,7 +258,7 @@ def test_without_a_salt(engine: DemoEngine) -> None:
     assert first.cached_tokens < again.cached_tokens == 1020 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_hits_of_several_requests_at_once(engine: DemoEngine, sidecar: SidecarProcess) -> None:
+def test_hits_of_several_requests_at_once(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """Loads of many requests run side by side; each gets its own bytes."""
     calls = [Call(words(500 + 40 * i, 400 + i), max_tokens=1) for i in range(8)]
     salt = fresh_salt()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -64,7 +64,7 @@ def write_gemma(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("gemma")
     write_gemma(model)
     with engine_of(model, folder) as engine:
@@ -74,12 +74,12 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 class TestGemma(GroupSuite):
     @pytest.mark.nightly
     def test_engine_restarted(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
     @pytest.mark.nightly
-    def test_two_ranks(self, folder: Path, engine: DemoEngine) -> None:
+    def test_two_ranks(self, folder: Path, engine: EngineProcess) -> None:
         super().test_two_ranks(folder, engine)
 
     def blocks_read(self, tokens: int) -> int:
@@ -91,7 +91,7 @@ class TestGemma(GroupSuite):
         return -(-tokens // CHUNK_TOKENS) + (self.groups - 1) * reached(tokens, WINDOW)
 
     @pytest.mark.nightly
-    def test_next_turn(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_next_turn(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         first = Call(words(700, 2), max_tokens=300)
         answer = engine.generate(first.prompt, max_tokens=300, cache_salt=fresh_salt()).tokens
         salt = fresh_salt()
@@ -108,7 +108,7 @@ class TestGemma(GroupSuite):
         Oracle(engine, Call(turn)).check_close(generation)
 
     def test_a_shared_head_is_found_where_vllm_itself_keeps_no_windows(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """The engine keeps windows at the ends of prompts alone; host memory has them all along.
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from sidecar.demo.engine import EngineFailed
-from sidecar.demo.servers import s3_server
 from sidecar.exits import Exit
 from sidecar.protocol import Role
 from tests.e2e.arms import empty, fresh_salt, idle
@@ -38,13 +36,15 @@ from tests.e2e.kill_world import World
 from tests.e2e.leftovers import mappings_of
 from tests.e2e.waiting import until
 from tests.faulty_proxy import faulty_proxy
+from tests.harness.engine import EngineFailed
+from tests.harness.servers import s3_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Generation
     from tests.e2e.kill_seams import Seam
+    from tests.harness.engine import Generation
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.promise("connector", "kill-matrix")]
 

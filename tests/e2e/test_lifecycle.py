@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -42,13 +40,15 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.chains import in_pool, pool_of
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 from tiers.kv.slot_image import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import Generation
+    from tests.harness.engine import Generation
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-lives")]
 
@@ -65,22 +65,22 @@ SEED = int(os.environ.get("KVLAKE_TEST_SEED", "20"))
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     """Started where there is no sidecar yet, as happens when a node boots."""
     socket = SidecarProcess(folder / "s", {}).socket
-    with DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    with EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def oracle(engine: DemoEngine) -> Oracle:
+def oracle(engine: EngineProcess) -> Oracle:
     return Oracle(engine, Call(words(PROMPT_TOKENS, 1000)))
 
 
 @contextlib.contextmanager
 def running(
     folder: Path,
-    engine: DemoEngine,
+    engine: EngineProcess,
     *,
     size: str = "256MiB",
     limits: dict[str, str] = PATIENT,
@@ -95,7 +95,7 @@ def running(
             sidecar.wait("everything ended", idle)
 
 
-def stored(engine: DemoEngine, prompt: list[int]) -> str:
+def stored(engine: EngineProcess, prompt: list[int]) -> str:
     """Have the prompt in host memory and nowhere else; its salt."""
     salt = fresh_salt()
     engine.generate(prompt, cache_salt=salt)
@@ -103,7 +103,9 @@ def stored(engine: DemoEngine, prompt: list[int]) -> str:
     return salt
 
 
-def check_loaded(oracle: Oracle, engine: DemoEngine, salt: str, *, rounded: bool = False) -> None:
+def check_loaded(
+    oracle: Oracle, engine: EngineProcess, salt: str, *, rounded: bool = False
+) -> None:
     """The whole prompt is loaded, though it may have no longer than a second for it.
 
     What is late on a busy machine is computed, and there the next time. `rounded`: as in
@@ -121,7 +123,7 @@ def check_loaded(oracle: Oracle, engine: DemoEngine, salt: str, *, rounded: bool
     raise AssertionError(f"{generation.cached_tokens} tokens of {WHOLE_TOKENS} were loaded")
 
 
-def check_rounded(oracle: Oracle, generation: Generation, engine: DemoEngine) -> None:
+def check_rounded(oracle: Oracle, generation: Generation, engine: EngineProcess) -> None:
     """As `Oracle.check`, of chunks that may have been computed behind others that were loaded.
 
     The connector computes all of a prompt or nothing, and so does not round otherwise.
@@ -138,21 +140,21 @@ def send(sidecar: SidecarProcess, number: signal.Signals) -> None:
 # --- starting and restarting ---------------------------------------------------------------------
 
 
-def test_without_a_sidecar(engine: DemoEngine) -> None:
+def test_without_a_sidecar(engine: EngineProcess) -> None:
     """The engine serves, and its own prefix cache works."""
     prompt = words(1000, 1)
     assert engine.generate(prompt).cached_tokens == 0
     assert engine.generate(prompt).cached_tokens == 992
 
 
-def test_sidecar_started_after_the_engine(folder: Path, engine: DemoEngine) -> None:
+def test_sidecar_started_after_the_engine(folder: Path, engine: EngineProcess) -> None:
     call = Call(words(PROMPT_TOKENS, 2))
     with running(folder, engine):
         expected = own_hit(engine, call, before=[call])
         check_equal(external_hit(engine, call, before=[call]), expected)
 
 
-def test_sidecar_restarted(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_sidecar_restarted(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     """A new sidecar is empty: the engine attaches by itself, misses, stores, hits."""
     prompt = oracle.call.prompt
     with running(folder, engine) as sidecar:
@@ -170,7 +172,7 @@ def test_sidecar_restarted(folder: Path, engine: DemoEngine, oracle: Oracle) -> 
 
 
 @pytest.mark.promise("engine-restart", "llama", "several-engines")
-def test_engine_restarted(folder: Path, model: str, engine: DemoEngine) -> None:
+def test_engine_restarted(folder: Path, model: str, engine: EngineProcess) -> None:
     """Another engine of the same model, beside the same sidecar, hits what the first one stored."""
     call = Call(words(PROMPT_TOKENS, 3))
     with running(folder, engine) as sidecar:
@@ -198,7 +200,7 @@ def test_engine_restarted(folder: Path, model: str, engine: DemoEngine) -> None:
 
 
 @pytest.mark.promise("reset")
-def test_reset_of_the_connector_forgets(folder: Path, engine: DemoEngine) -> None:
+def test_reset_of_the_connector_forgets(folder: Path, engine: EngineProcess) -> None:
     """Weights may have changed, says whoever resets the connector: nothing from before is found,
     what is stored from then on is."""
     prompt = words(1500, 4)
@@ -216,7 +218,7 @@ def test_reset_of_the_connector_forgets(folder: Path, engine: DemoEngine) -> Non
 
 
 @pytest.mark.promise("abort", "abort-of-load", "llama")
-def test_aborts_at_any_time_of_a_load(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_aborts_at_any_time_of_a_load(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     chooser = random.Random(SEED)
     prompt = oracle.call.prompt
     oracle.at(0)
@@ -236,7 +238,7 @@ def test_aborts_at_any_time_of_a_load(folder: Path, engine: DemoEngine, oracle: 
         oracle.check(generation)
 
 
-def test_abort_while_the_load_hangs(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_abort_while_the_load_hangs(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     """The blocks of an aborted request stay reserved until nothing can write to them."""
     prompt = oracle.call.prompt
     with running(folder, engine, limits=HASTY_LOADS) as sidecar:
@@ -255,7 +257,7 @@ def test_abort_while_the_load_hangs(folder: Path, engine: DemoEngine, oracle: Or
 
 
 @pytest.mark.nightly
-def test_abort_of_a_request_that_stores(folder: Path, engine: DemoEngine) -> None:
+def test_abort_of_a_request_that_stores(folder: Path, engine: EngineProcess) -> None:
     """What was computed before an abort may be stored, and is right if it is."""
     chooser = random.Random(SEED + 1)
     oracle = Oracle(engine, Call(words(2000, 5)))
@@ -277,7 +279,7 @@ def test_abort_of_a_request_that_stores(folder: Path, engine: DemoEngine) -> Non
 
 @pytest.mark.promise("failed-load")
 @pytest.mark.nightly
-def test_sidecar_stopped_during_a_load(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_sidecar_stopped_during_a_load(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     """The request is computed once the load's deadline is over; the load never happens."""
     prompt = oracle.call.prompt
     with running(folder, engine, limits=HASTY_LOADS) as sidecar:
@@ -299,7 +301,9 @@ def test_sidecar_stopped_during_a_load(folder: Path, engine: DemoEngine, oracle:
 
 
 @pytest.mark.nightly
-def test_sidecar_stopped_during_a_store(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_sidecar_stopped_during_a_store(
+    folder: Path, engine: EngineProcess, oracle: Oracle
+) -> None:
     """The blocks come back after the store's deadline, and what is in them then is not stored."""
     prompt, salt = oracle.call.prompt, fresh_salt()
     with running(folder, engine, limits=HASTY_STORES) as sidecar:
@@ -321,7 +325,7 @@ def test_sidecar_stopped_during_a_store(folder: Path, engine: DemoEngine, oracle
 
 @pytest.mark.nightly
 def test_sidecar_stopped_and_continued_in_time(
-    folder: Path, engine: DemoEngine, oracle: Oracle
+    folder: Path, engine: EngineProcess, oracle: Oracle
 ) -> None:
     """A pause shorter than the deadlines costs time and nothing else."""
     prompt = oracle.call.prompt
@@ -338,7 +342,7 @@ def test_sidecar_stopped_and_continued_in_time(
 
 @pytest.mark.promise("failed-load")
 def test_sidecar_killed_with_a_load_outstanding(
-    folder: Path, engine: DemoEngine, oracle: Oracle
+    folder: Path, engine: EngineProcess, oracle: Oracle
 ) -> None:
     """End of file ends the load at once, not its deadline of a minute."""
     prompt = oracle.call.prompt
@@ -355,7 +359,7 @@ def test_sidecar_killed_with_a_load_outstanding(
 
 @pytest.mark.nightly
 def test_sidecar_killed_with_stores_outstanding(
-    folder: Path, engine: DemoEngine, oracle: Oracle
+    folder: Path, engine: EngineProcess, oracle: Oracle
 ) -> None:
     prompt, salt = oracle.call.prompt, fresh_salt()
     with running(folder, engine) as sidecar:
@@ -370,7 +374,7 @@ def test_sidecar_killed_with_stores_outstanding(
 
 
 @pytest.mark.nightly
-def test_sidecar_killed_at_any_time(folder: Path, engine: DemoEngine, oracle: Oracle) -> None:
+def test_sidecar_killed_at_any_time(folder: Path, engine: EngineProcess, oracle: Oracle) -> None:
     chooser = random.Random(SEED + 2)
     loading, storing = oracle.call.prompt, Oracle(engine, Call(words(2500, 6)))
     oracle.at(0)
@@ -399,7 +403,7 @@ def test_sidecar_killed_at_any_time(folder: Path, engine: DemoEngine, oracle: Or
 
 @pytest.mark.promise("failed-load")
 def test_damaged_host_memory_is_never_used(
-    folder: Path, engine: DemoEngine, oracle: Oracle
+    folder: Path, engine: EngineProcess, oracle: Oracle
 ) -> None:
     """A byte of a slot changes after it was sealed: what was loaded of it is computed."""
     prompt = oracle.call.prompt
@@ -430,7 +434,7 @@ def test_damaged_host_memory_is_never_used(
 
 
 @pytest.mark.promise("llama", "preemption", "preemption-hits")
-def test_preemption(folder: Path, engine: DemoEngine) -> None:
+def test_preemption(folder: Path, engine: EngineProcess) -> None:
     """More requests than the KV cache has room for: they are preempted, and load again."""
     calls = [Call(words(700 + 10 * i, 20 + i), max_tokens=200) for i in range(8)]
     loaded: list[int] = []
@@ -454,7 +458,7 @@ def test_preemption(folder: Path, engine: DemoEngine) -> None:
         empty(engine)
 
 
-def test_pool_of_four_chunks(folder: Path, engine: DemoEngine) -> None:
+def test_pool_of_four_chunks(folder: Path, engine: EngineProcess) -> None:
     """Far too small a pool: chunks are evicted all the time, also between lookup and load."""
     chooser = random.Random(SEED + 3)
     slot_bytes = chunk_tokens(engine) * KV_BYTES_PER_TOKEN + 32 * 1024

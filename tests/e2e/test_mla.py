@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pytest
 import torch
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.model import write_model
 from tests.e2e.arms import (
     Call,
     Measured,
@@ -30,6 +28,8 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import folder_store, listed, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.model import write_mla_model
 from tiers.catalog.names import parse_name
 from tiers.kv.layout import Segment
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,20 +61,20 @@ class Place(NamedTuple):
 
     sidecar: SidecarProcess
     bucket: Path
-    one: DemoEngine
-    two: DemoEngine
+    one: EngineProcess
+    two: EngineProcess
 
 
 @pytest.fixture(scope="module")
 def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A sidecar with a folder as its store, and both engines attached."""
-    model = write_model(
+    model = write_mla_model(
         tmp_path_factory.mktemp("mla"), layers=LAYERS, hidden=256, heads=4, latent=512
     )
     bucket = folder / "bucket"
     with contextlib.ExitStack() as stack:
         sidecar = stack.enter_context(sidecar_in(folder, store=folder_store(bucket)))
-        engines: list[DemoEngine] = []
+        engines: list[EngineProcess] = []
         for ranks, bind in ((1, "0"), (2, "0|1")):
             args = {
                 "tensor_parallel_size": ranks,
@@ -82,7 +82,7 @@ def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
                 "max_model_len": 2048,
             }
             spec = EngineSpec(str(model), sidecar.socket, args, threads_bind=bind)
-            engines.append(stack.enter_context(DemoEngine(spec, folder / f"engine{ranks}.log")))
+            engines.append(stack.enter_context(EngineProcess(spec, folder / f"engine{ranks}.log")))
         for engine in engines:
             engine.wait_ready()
         for engine in engines:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine
 from sidecar.demo.model import WORDS
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -33,13 +32,14 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.group_suite import GroupSuite, engine_of, nightly_but
+from tests.harness.engine import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
     from tests.e2e.arms import Measured
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "idefics-3", "suite-multimodal")]
 
@@ -116,7 +116,7 @@ def write_idefics(folder: Path, tokenizer_from: str) -> None:
 @pytest.fixture(scope="module")
 def engine(
     folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     idefics = tmp_path_factory.mktemp("idefics")
     write_idefics(idefics, model)
     # What prepares the images needs the tokenizer.
@@ -131,7 +131,7 @@ def call_of(before: int, behind: int, image: int, max_tokens: int = GENERATED_TO
     return Call(prompt, max_tokens, {"image": image}, IMAGE_TOKENS - 1)
 
 
-def shared_tokens(engine: DemoEngine, call: Call) -> int:
+def shared_tokens(engine: EngineProcess, call: Call) -> int:
     """What a call finds of one with another image: the whole chunks before it."""
     chunk = chunk_tokens(engine)
     return call.prompt.index(IMAGE) // chunk * chunk
@@ -150,12 +150,12 @@ class TestIdefics3(GroupSuite):
 
     @pytest.mark.nightly
     def test_engine_restarted(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
     @pytest.mark.nightly
-    def test_two_ranks(self, folder: Path, engine: DemoEngine) -> None:
+    def test_two_ranks(self, folder: Path, engine: EngineProcess) -> None:
         super().test_two_ranks(folder, engine)
 
     def call(self, tokens: int, seed: int, max_tokens: int = GENERATED_TOKENS) -> Call:
@@ -176,7 +176,7 @@ class TestIdefics3(GroupSuite):
         """There is nothing but the one group, so all of it must be the same."""
         check_equal(measured, oracle)
 
-    def check_same(self, engine: DemoEngine, call: Call, expected: Measured) -> None:
+    def check_same(self, engine: EngineProcess, call: Call, expected: Measured) -> None:
         """And that another image is not taken for the one that is known."""
         super().check_same(engine, call, expected)
         empty(engine)
@@ -185,7 +185,7 @@ class TestIdefics3(GroupSuite):
         assert another.logprobs != expected.generation.logprobs
 
     @pytest.mark.parametrize("tokens", nightly_but(515, [125, 165, 515, 1500]))
-    def test_host_hits(self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+    def test_host_hits(self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
         """None of whole blocks: of such a prompt all is loaded, not only what vLLM would find."""
         super().test_host_hits(engine, sidecar, tokens)
 
@@ -196,7 +196,7 @@ class TestIdefics3(GroupSuite):
         ids=["first", "over two chunks", "second"],
     )
     def test_another_image_shares_only_what_is_before_it(
-        self, engine: DemoEngine, sidecar: SidecarProcess, before: int
+        self, engine: EngineProcess, sidecar: SidecarProcess, before: int
     ) -> None:
         one, other = (call_of(before, 500, image) for image in (1, 2))
         found = check_hit(engine, one)
@@ -219,7 +219,7 @@ class TestIdefics3(GroupSuite):
 
     @pytest.mark.promise("multimodal")
     def test_a_hit_that_ends_inside_an_image(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """The rest of the image is computed, of which the tower's output is needed again."""
         head = CHUNK_TOKENS - 24
@@ -235,7 +235,7 @@ class TestIdefics3(GroupSuite):
         assert again.cached_tokens == shared_tokens(engine, long)
 
     def test_a_prompt_that_ends_with_an_image(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Of whole blocks: its last token, which is one of the image's, is computed again."""
         call, salt = call_of(5 * BLOCK_TOKENS - IMAGE_TOKENS, 0, 5), fresh_salt()
@@ -249,7 +249,7 @@ class TestIdefics3(GroupSuite):
     @pytest.mark.promise("media-not-hashed")
     @pytest.mark.nightly
     def test_images_that_vllm_only_counts_are_not_cached(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Of an engine that hashes none of them; its prompts of words alone are."""
         call, text = self.call(900, 40), Call(words(900, 41))
@@ -258,7 +258,7 @@ class TestIdefics3(GroupSuite):
         empty(engine)
         engine_args = {**engine.spec.engine_args, **COUNTING}
         spec, log = replace(engine.spec, engine_args=engine_args), folder / "counting.log"
-        with DemoEngine(spec, log) as counting:
+        with EngineProcess(spec, log) as counting:
             counting.wait_ready()
             attach(counting, sidecar, sessions=2 * SESSIONS)
             sidecar.wait("everything ended", idle)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e.arms import empty, idle
 from tests.e2e.native import NativeEngine
 from tests.e2e.setups import SMALL, sidecar_in
@@ -23,13 +22,14 @@ from tests.e2e.test_dp2 import (  # noqa: F401 (the tests)
     test_both_ranks_at_once,
     test_each_rank_is_an_engine_of_its_own,
 )
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -45,7 +45,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[EngineProcess]:
     engine_args = {**SMALL, "data_parallel_size": RANKS}
     spec = EngineSpec(model, sidecar.socket, engine_args, threads_bind="0|1")
     with NativeEngine(spec, folder / "engine.log") as engine:

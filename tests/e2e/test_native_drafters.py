@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e.native import NativeEngine
 from tests.e2e.setups import sidecar_in
 from tests.e2e.test_drafters import (  # noqa: F401 (the tests, and their fixture)
@@ -24,12 +23,13 @@ from tests.e2e.test_drafters import (  # noqa: F401 (the tests, and their fixtur
     test_the_drafters_layer_is_loaded_too,
     write_eagle,
 )
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,7 +41,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def engine(
     folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     drafter = tmp_path_factory.mktemp("eagle")
     write_eagle(drafter)
     spec = EngineSpec(model, sidecar_in(folder).socket, engine_args(drafter))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e import test_features
 from tests.e2e.arms import (
     BLOCK_TOKENS,
@@ -42,13 +41,14 @@ from tests.e2e.test_features import (  # noqa: F401 (the tests)
     test_beside_another_connector,
     test_prefix_caching_off_in_the_engine,
 )
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -58,26 +58,26 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
     with NativeEngine(spec, folder / LOG) as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture
-def kind() -> type[DemoEngine]:
+def kind() -> type[EngineProcess]:
     return NativeEngine
 
 
 @pytest.fixture(scope="class")
-def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
     with attached(folder, engine) as sidecar:
         yield sidecar
 
 
 class TestCachedByVllmsHashes:
     @pytest.mark.promise("prompt-embeddings")
-    def test_prompt_embeddings(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_prompt_embeddings(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         """They are cached as such: what was computed of tokens is not found."""
         prompt = words(TOKENS, 21)
         cold = own_hit(engine, Call(prompt))
@@ -90,7 +90,7 @@ class TestCachedByVllmsHashes:
         assert counters(sidecar)["chunks_loaded"] > loaded
 
     @pytest.mark.promise("streaming-input")
-    def test_streaming_input(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_streaming_input(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         """It is stored until it goes on: then vLLM mixes up its blocks
         (`connector/offloading/workarounds.py`)."""
         first, second = words(700, 22), words(500, 23)
@@ -125,7 +125,9 @@ class TestCachedByVllmsHashes:
 class TestWindowsAlone(test_features.TestWindowsAlone):
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+    def engine(
+        cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("mistral")
         test_features.write_mistral(model)
         with engine_of(model, folder, kind=NativeEngine, num_gpu_blocks_override=48) as engine:
@@ -139,7 +141,9 @@ class TestWindowsAlone(test_features.TestWindowsAlone):
 class TestChunkedLocal(test_features.TestChunkedLocal):
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+    def engine(
+        cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[EngineProcess]:
         model = tmp_path_factory.mktemp("llama4")
         test_features.write_llama4(model)
         with engine_of(model, folder, kind=NativeEngine) as engine:
@@ -150,12 +154,12 @@ class TestChunkedLocal(test_features.TestChunkedLocal):
         return self.groups * (tokens // BLOCK_TOKENS)
 
     @pytest.mark.parametrize("tokens", [125, 161, 513, 515, 1500])
-    def test_host_hits(self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+    def test_host_hits(self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
         super().test_host_hits(engine, sidecar, tokens)
 
     @pytest.mark.parametrize("tokens", [160, 512])
     def test_a_prompt_of_whole_blocks(
-        self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int
+        self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int
     ) -> None:
         """So all of it is loaded, and the last token is computed again."""
         call = self.call(tokens, tokens)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e import adapters
 from tests.e2e.arms import (
     Call,
@@ -29,12 +28,13 @@ from tests.e2e.group_suite import ENGINE_ARGS
 from tests.e2e.native import CHUNK_TOKENS, NativeEngine
 from tests.e2e.setups import attached, folder_store, listed, sidecar_in
 from tests.e2e.test_hybrid import check_bytes, write_gemma
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("offloading", "suite-windows")]
 
@@ -42,7 +42,7 @@ RANKS: dict[str, Any] = {"tensor_parallel_size": 2, **adapters.ENGINE_ARGS}
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("gemma")
     write_gemma(model)
     socket = sidecar_in(folder).socket
@@ -52,7 +52,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 
 @pytest.mark.promise("offloading-groups")
-def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: DemoEngine) -> None:
+def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: EngineProcess) -> None:
     """From host memory, and from the object store for a sidecar that is empty."""
     call, bucket = Call(words(900, 1), max_tokens=1), folder / "store"
     with attached(folder, engine, store=folder_store(bucket)):
@@ -73,7 +73,7 @@ def test_hits_of_all_groups_on_both_ranks(folder: Path, engine: DemoEngine) -> N
 
 
 @pytest.mark.promise("offloading-groups", "suite-requests")
-def test_an_adapter_has_its_own_chunks(folder: Path, engine: DemoEngine) -> None:
+def test_an_adapter_has_its_own_chunks(folder: Path, engine: EngineProcess) -> None:
     adapters.write_adapter(folder / "adapter", 1)
     options = {"adapter": ("adapter", 1, str(folder / "adapter"))}
     call, plain = Call(words(700, 2), options=options), Call(words(700, 2))

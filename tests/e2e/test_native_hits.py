@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import KV_BYTES_PER_TOKEN, PATIENT, Call, attach, check_hit, words
 from tests.e2e.native import CHUNK_TOKENS, NativeEngine
 from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after each)
@@ -32,12 +30,14 @@ from tests.e2e.test_hits import (  # noqa: F401 (the tests, and what runs after 
     test_three_turns,
     test_without_a_salt,
 )
+from tests.harness.engine import EngineSpec
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -69,7 +69,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[EngineProcess]:
     engine_args = {
         "num_gpu_blocks_override": BLOCKS,
         "max_num_batched_tokens": 512,
@@ -83,7 +83,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEn
         yield engine
 
 
-def test_vllms_metrics_tell_of_a_hit(engine: DemoEngine) -> None:
+def test_vllms_metrics_tell_of_a_hit(engine: EngineProcess) -> None:
     """By the names in `docs/how-to/operations.md`: tokens, chunks and bytes of the same hit."""
 
     def tokens() -> list[float]:

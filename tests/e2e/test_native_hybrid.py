@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 # One hit of this model, on two ranks, is in what is always run: `test_native_groups.py`.
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("gemma")
     test_hybrid.write_gemma(model)
     with engine_of(model, folder, kind=NativeEngine) as engine:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import attach
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_lifecycle import (  # noqa: F401 (the tests, and their fixture)
@@ -41,12 +39,14 @@ from tests.e2e.test_warm_restart import (  # noqa: F401 (the tests)
     test_next_life_hits_what_this_one_stored,
     test_slot_damaged_between_two_lives_is_computed,
 )
+from tests.harness.engine import EngineSpec
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -68,7 +68,7 @@ NIGHTLY: Final = (
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     """Started where there is no sidecar yet, as happens when a node boots."""
     socket = SidecarProcess(folder / "s", {}).socket
     with NativeEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
@@ -76,7 +76,7 @@ def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
     """Of the tests of warm restarts."""
     with outlived(folder) as sidecar:
         attach(engine, sidecar)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -42,7 +42,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def engine(
     folder: Path, model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     idefics = tmp_path_factory.mktemp("idefics")
     test_multimodal.write_idefics(idefics, model)
     with engine_of(idefics, folder, kind=NativeEngine, skip_tokenizer_init=False) as engine:
@@ -55,7 +55,7 @@ class TestIdefics3(test_multimodal.TestIdefics3):
         return self.blocks_read(tokens)
 
     def test_images_that_vllm_only_counts_are_not_cached(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """Which blocks hold an image is not seen here: nothing of such an engine is cached."""
         calls, salt = (self.call(900, 40), Call(words(900, 41))), fresh_salt()

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from sidecar.demo.model import write_model
 from tests.e2e.arms import Call, counters, empty, fresh_salt, idle, same_output, words
 from tests.e2e.native import NativeEngine
 from tests.e2e.setups import SMALL, attached
 from tests.e2e.test_pp2 import ENGINE_ARGS
 from tests.e2e.two_ranks import TOKENS, TwoRanksSuite, engine_of
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     with engine_of(folder, model, ENGINE_ARGS, kind=NativeEngine) as engine:
         engine.dummy_step()
         yield engine
@@ -46,7 +46,7 @@ class TestStages(TwoRanksSuite):
 
 @pytest.mark.promise("offloading-stages")
 def test_stages_of_different_numbers_of_layers(
-    folder: Path, engine: DemoEngine, tmp_path_factory: pytest.TempPathFactory
+    folder: Path, engine: EngineProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Seven layers are four and three. Served by no tier, such an engine is right."""
     model = write_model(tmp_path_factory.mktemp("seven"), layers=7, hidden=256, heads=4, kv_heads=4)

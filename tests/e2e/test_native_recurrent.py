@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("lfm2")
     test_recurrent.write_lfm2(model)
     with engine_of(model, folder, kind=NativeEngine) as engine:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e.native import NativeEngine
 from tests.e2e.setups import sidecar_in
 from tests.e2e.test_requests import (  # noqa: F401 (the tests, and their fixtures)
@@ -25,12 +24,13 @@ from tests.e2e.test_requests import (  # noqa: F401 (the tests, and their fixtur
     test_drafts_are_stored_once_they_are_known,
     test_requests_of_adapters_are_preempted_and_aborted,
 )
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -45,7 +45,7 @@ NIGHTLY: Final = (
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     spec = EngineSpec(model, sidecar_in(folder).socket, ENGINE_ARGS)
     with NativeEngine(spec, folder / "engine.log") as engine:
         yield engine.wait_ready()

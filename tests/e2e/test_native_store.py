@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e import test_store
 from tests.e2e.native import NativeEngine
 from tests.e2e.test_store import (  # noqa: F401 (the tests, and their fixtures)
@@ -34,12 +32,14 @@ from tests.e2e.test_store import (  # noqa: F401 (the tests, and their fixtures)
     test_two_sidecars_on_one_bucket,
     written,
 )
+from tests.harness.engine import EngineSpec
+from tests.harness.sidecars import SidecarProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,7 +61,7 @@ NIGHTLY: Final = (
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = SidecarProcess(folder / "s", {}).socket
     with NativeEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()

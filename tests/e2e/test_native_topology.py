@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from sidecar.demo.engine import EngineSpec
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -32,13 +31,14 @@ from tests.e2e.arms import (
 )
 from tests.e2e.native import NativeEngine
 from tests.e2e.setups import SMALL, sidecar_in
+from tests.harness.engine import EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -62,9 +62,9 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 @pytest.fixture(scope="module")
 def engines(
     folder: Path, model: str, sidecar: SidecarProcess
-) -> Iterator[tuple[DemoEngine, DemoEngine]]:
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     with contextlib.ExitStack() as stack:
-        made: list[DemoEngine] = []
+        made: list[EngineProcess] = []
         for ranks, bind in ((1, "0"), (2, "0|1")):
             spec = EngineSpec(
                 model,
@@ -83,7 +83,7 @@ def engines(
         sidecar.wait("everything ended", idle)
 
 
-def heads_of(engine: DemoEngine) -> Counter[tuple[str, ...]]:
+def heads_of(engine: EngineProcess) -> Counter[tuple[str, ...]]:
     """How often each content is in a block that is not poison: that of its heads, of all ranks."""
     ranks = engine.head_digests()
     return Counter(tuple(head for rank in ranks for head in rank[block]) for block in ranks[0])
@@ -92,7 +92,7 @@ def heads_of(engine: DemoEngine) -> Counter[tuple[str, ...]]:
 @pytest.mark.promise("offloading-canonical")
 @pytest.mark.parametrize("writer", [0, 1], ids=["TP1 stores", "TP2 stores"])
 def test_what_one_stored_the_other_loads(
-    sidecar: SidecarProcess, engines: tuple[DemoEngine, DemoEngine], writer: int
+    sidecar: SidecarProcess, engines: tuple[EngineProcess, EngineProcess], writer: int
 ) -> None:
     ours, theirs = engines[writer], engines[1 - writer]
     call, salt = Call(words(TOKENS, 10 + writer)), fresh_salt()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 # Two ranks with an adapter are in what is always run: `test_native_groups.py`.
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     with engine_of(folder, model, {"tensor_parallel_size": 2}, kind=NativeEngine) as engine:
         yield engine
 

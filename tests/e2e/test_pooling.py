@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec, Generation
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     Call,
@@ -31,12 +30,13 @@ from tests.e2e.arms import (
 from tests.e2e.native import HOST_TIER_BYTES, NativeEngine
 from tests.e2e.setups import SMALL, in_steps, sidecar_in
 from tests.e2e.test_hits import loaded_tokens
+from tests.harness.engine import EngineProcess, EngineSpec, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -58,7 +58,7 @@ ALIKE: Final = 0.99
 """Two embeddings, of length 1, that only rounding tells apart have a greater product than this."""
 
 
-class PoolingEngine(DemoEngine):
+class PoolingEngine(EngineProcess):
     """Takes every request as one for an embedding of its prompt."""
 
     def begin(self, prompt: list[int], *, cache_salt: str | None = None, **_: Any) -> int:
@@ -92,7 +92,7 @@ def product(one: list[float], other: list[float]) -> float:
 )
 def engine(
     request: pytest.FixtureRequest, folder: Path, model: str, sidecar: SidecarProcess
-) -> Iterator[DemoEngine]:
+) -> Iterator[EngineProcess]:
     spec = EngineSpec(model, sidecar.socket, LAST)
     with request.param(spec, folder / f"{request.param.__name__}.log") as engine:
         engine.wait_ready()
@@ -106,7 +106,7 @@ def engine(
 class TestLast:
     @pytest.mark.promise("pooling-last")
     @pytest.mark.parametrize("tokens", [97, 700, 1500])
-    def test_host_hit(self, engine: DemoEngine, sidecar: SidecarProcess, tokens: int) -> None:
+    def test_host_hit(self, engine: EngineProcess, sidecar: SidecarProcess, tokens: int) -> None:
         loaded, hits = counters(sidecar), engine.counter(HITS)
         found = check_hit(engine, Call(words(tokens, tokens)))
         assert found.cached_tokens == whole_blocks(tokens)
@@ -114,7 +114,7 @@ class TestLast:
 
     @pytest.mark.promise("pooling-last")
     def test_shared_prefix_of_another_prompt(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         shared = words(2 * CHUNK_TOKENS, 1)
         first, second = Call(shared + words(400, 2)), Call(shared + words(300, 3))
@@ -125,7 +125,7 @@ class TestLast:
         another = first.generate(engine, fresh_salt())
         assert product(embedding_of(found), embedding_of(another)) < ALIKE
 
-    def test_a_prompt_of_whole_blocks(self, engine: DemoEngine, sidecar: SidecarProcess) -> None:
+    def test_a_prompt_of_whole_blocks(self, engine: EngineProcess, sidecar: SidecarProcess) -> None:
         """Its last token is computed again, where vLLM's own hit goes back by a whole block.
 
         That is how the two are rounded otherwise. (Of vLLM's offloading the block is asked for.)
@@ -139,7 +139,7 @@ class TestLast:
 
     @pytest.mark.promise("pooling-last")
     def test_embeddings_of_all_tokens_read_no_cache(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """They are all wanted, so they are all computed, and then there for others to read."""
         prompt, salt = words(300, 5), fresh_salt()
@@ -161,7 +161,7 @@ class TestLast:
         assert product(embedding_of(whole), first.embeddings[-1]) > ALIKE
 
 
-def served_by(engine: DemoEngine) -> list[Generation]:
+def served_by(engine: EngineProcess) -> list[Generation]:
     """A prompt, the same one again, and one that begins as it does."""
     prompt, salt = words(700, 6), fresh_salt()
     served: list[Generation] = []

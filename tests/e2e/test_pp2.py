@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,7 +28,7 @@ ENGINE_ARGS: Final[dict[str, Any]] = {"pipeline_parallel_size": 2, **in_steps(51
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     with engine_of(folder, model, ENGINE_ARGS) as engine:
         engine.dummy_step()
         yield engine

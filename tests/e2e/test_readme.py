@@ -25,8 +25,9 @@ import pytest
 from sidecar.cli.status import StatusError, fetch, url_of
 from sidecar.config.model import Config
 from sidecar.demo.model import write_model
-from sidecar.demo.servers import free_ports, s3_server
+from sidecar.demo.servers import free_ports
 from tests import places
+from tests.harness.servers import s3_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

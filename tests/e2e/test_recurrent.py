@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import EngineProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -77,7 +77,7 @@ def write_lfm2(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoEngine]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tmp_path_factory.mktemp("lfm2")
     write_lfm2(model)
     with engine_of(model, folder) as engine:
@@ -89,7 +89,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.nightly
     def test_engine_restarted(
-        self, folder: Path, engine: DemoEngine, sidecar: SidecarProcess
+        self, folder: Path, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         super().test_engine_restarted(folder, engine, sidecar)
 
@@ -103,7 +103,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.parametrize("more", [20, 166])
     def test_a_prompt_that_begins_with_another(
-        self, engine: DemoEngine, sidecar: SidecarProcess, more: int
+        self, engine: EngineProcess, sidecar: SidecarProcess, more: int
     ) -> None:
         """Within the block of the other's end, and over several."""
         first = Call(words(1200, 20 + more), max_tokens=1)
@@ -116,7 +116,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.nightly
     def test_a_third_branch_finds_where_two_parted(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """vLLM stops where the second one parts, in the middle of a chunk of attention.
 
@@ -135,7 +135,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.nightly
     def test_the_next_turn_finds_the_prompt(
-        self, engine: DemoEngine, sidecar: SidecarProcess
+        self, engine: EngineProcess, sidecar: SidecarProcess
     ) -> None:
         """And computes the answer again: vLLM hands over no states of generated tokens by default.
 
@@ -151,7 +151,7 @@ class TestLfm2(GroupSuite):
         assert close(measured.generation, oracle.generation)
 
     @pytest.mark.promise("recurrent")
-    def test_the_next_life_of_the_sidecar(self, folder: Path, engine: DemoEngine) -> None:
+    def test_the_next_life_of_the_sidecar(self, folder: Path, engine: EngineProcess) -> None:
         """States outlive it in host memory as attention does."""
         sidecar = sidecar_in(folder, host={"size": "256MiB", "after_stop": "keep"})
         call = Call(words(1500, 5), max_tokens=1)
@@ -174,7 +174,7 @@ class TestLfm2(GroupSuite):
 
     @pytest.mark.promise("recurrent")
     def test_what_the_engine_holds_and_a_sidecar_lost_is_stored_again(
-        self, folder: Path, engine: DemoEngine
+        self, folder: Path, engine: EngineProcess
     ) -> None:
         """The next sidecar gets the state from a request that goes on from the engine's own.
 

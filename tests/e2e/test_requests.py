@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import WORDS, write_model
 from tests.e2e import adapters
 from tests.e2e.arms import (
@@ -39,12 +38,13 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, attached, folder_store, listed, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.promise("connector", "suite-requests")]
 
@@ -73,14 +73,14 @@ def loras(folder: Path) -> list[tuple[str, int, str]]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = sidecar_in(folder).socket
-    with DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    with EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def sidecar(folder: Path, engine: DemoEngine) -> Iterator[SidecarProcess]:
+def sidecar(folder: Path, engine: EngineProcess) -> Iterator[SidecarProcess]:
     with attached(folder, engine, store=folder_store(folder / "store")) as sidecar:
         yield sidecar
 
@@ -92,7 +92,7 @@ def _attached(sidecar: SidecarProcess) -> None:
 
 @pytest.mark.promise("adapters", "host-hit", "lora")
 def test_an_adapter_has_its_own_chunks(
-    engine: DemoEngine, loras: list[tuple[str, int, str]]
+    engine: EngineProcess, loras: list[tuple[str, int, str]]
 ) -> None:
     first, second = ({"adapter": one} for one in loras)
     prompt = words(700, 1)
@@ -114,7 +114,7 @@ def test_an_adapter_has_its_own_chunks(
 
 @pytest.mark.promise("adapters", "lora", "suite-changed-weights")
 def test_an_adapter_whose_files_are_replaced(
-    engine: DemoEngine, folder: Path, loras: list[tuple[str, int, str]]
+    engine: EngineProcess, folder: Path, loras: list[tuple[str, int, str]]
 ) -> None:
     """vLLM reads them again once others have pushed it out. The rest of this runs nightly."""
     place = folder / "replaced"
@@ -136,7 +136,7 @@ def test_an_adapter_whose_files_are_replaced(
 @pytest.mark.promise("abort-of-load", "lora", "preemption")
 @pytest.mark.nightly
 def test_requests_of_adapters_are_preempted_and_aborted(
-    engine: DemoEngine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+    engine: EngineProcess, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
     """More of them than the KV cache has room for: they load again what is their adapter's own."""
     calls = [
@@ -179,14 +179,14 @@ def test_requests_of_adapters_are_preempted_and_aborted(
 
 @pytest.mark.promise("engine-restart", "lora", "store-hit")
 def test_another_engine_and_the_store_know_an_adapter_by_its_files(
-    folder: Path, engine: DemoEngine, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
+    folder: Path, engine: EngineProcess, sidecar: SidecarProcess, loras: list[tuple[str, int, str]]
 ) -> None:
     """Whatever its number is there."""
     _, _, place = loras[0]
     call = Call(words(700, 7), options={"adapter": loras[0]})
     expected = own_hit(engine, call, before=[call])
     empty(engine)
-    with DemoEngine(engine.spec, folder / "second-engine.log") as second:
+    with EngineProcess(engine.spec, folder / "second-engine.log") as second:
         second.wait_ready()
         attach(second, sidecar, sessions=2 * SESSIONS)
         empty(second)
@@ -215,7 +215,7 @@ def spelled(token: int) -> str:
 
 
 @pytest.mark.promise("structured-outputs")
-def test_constrained_outputs_share_with_others(engine: DemoEngine) -> None:
+def test_constrained_outputs_share_with_others(engine: EngineProcess) -> None:
     """They change which tokens are chosen, not what their KV is."""
     prompt = words(500, 2)
     constrained = Call(prompt, 24, {"regex": "(w1|w2)(w3|w4)(w5|w6){22}"})
@@ -231,7 +231,7 @@ def test_constrained_outputs_share_with_others(engine: DemoEngine) -> None:
 
 
 @pytest.mark.promise("ngram-drafts")
-def test_drafts_are_stored_once_they_are_known(engine: DemoEngine) -> None:
+def test_drafts_are_stored_once_they_are_known(engine: EngineProcess) -> None:
     """A next turn loads what the last one generated: what was accepted, not what was rejected."""
     before = engine.counter(ACCEPTED), engine.counter(DRAFTED)
     # Five words of six can be guessed from those before, and the sixth often cannot.
@@ -250,7 +250,7 @@ def test_drafts_are_stored_once_they_are_known(engine: DemoEngine) -> None:
 
 
 @pytest.mark.promise("suite-changed-weights", "weights-replaced")
-def test_weights_that_are_replaced_at_last(engine: DemoEngine, folder: Path) -> None:
+def test_weights_that_are_replaced_at_last(engine: EngineProcess, folder: Path) -> None:
     """From then on the engine is by itself, so this is its last test. The rest runs nightly."""
     other = write_model(folder / "other-model", layers=6, hidden=256, heads=4, kv_heads=4, seed=9)
     call, salt = Call(words(700, 10)), fresh_salt()

@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.servers import S3Server, s3_server
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -45,6 +42,9 @@ from tests.e2e.arms import (
 from tests.e2e.chains import QUARANTINE, in_folder
 from tests.e2e.test_topology import announced, refreshed
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.servers import S3Server, s3_server
+from tests.harness.sidecars import SidecarProcess
 from tiers.kv.slot_image import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
@@ -60,15 +60,15 @@ ENGINE_ARGS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 512, "max_model
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     socket = SidecarProcess(folder / "s", {}).socket
-    with DemoEngine(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
+    with EngineProcess(EngineSpec(model, socket, ENGINE_ARGS), folder / "engine.log") as engine:
         yield engine.wait_ready()
 
 
 @contextlib.contextmanager
 def cluster(
-    folder: Path, engine: DemoEngine, store: dict[str, Any], limits: dict[str, str] | None = None
+    folder: Path, engine: EngineProcess, store: dict[str, Any], limits: dict[str, str] | None = None
 ) -> Generator[SidecarProcess]:
     """An empty sidecar with this store, attached; at its end everything is written."""
     config = {
@@ -104,7 +104,7 @@ def _store(status: dict[str, Any]) -> dict[str, Any]:
     return store
 
 
-def again(engine: DemoEngine, call: Call, salt: str) -> Measured:
+def again(engine: EngineProcess, call: Call, salt: str) -> Measured:
     """The request on poisoned memory, under the salt of an earlier arm."""
     empty(engine)
     generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)
@@ -122,7 +122,7 @@ def chunks_of(tokens: int, chunk: int = CHUNK_TOKENS) -> int:
 
 @pytest.mark.promise("full-attention", "llama", "store-hit")
 @pytest.mark.parametrize("tokens", [3000, CHUNK_TOKENS + 1])
-def test_folder_serves_an_empty_sidecar(folder: Path, engine: DemoEngine, tokens: int) -> None:
+def test_folder_serves_an_empty_sidecar(folder: Path, engine: EngineProcess, tokens: int) -> None:
     call = Call(words(tokens, tokens))
     place = folder / f"store-{tokens}"
     place.mkdir()
@@ -146,7 +146,7 @@ def test_folder_serves_an_empty_sidecar(folder: Path, engine: DemoEngine, tokens
 
 
 def test_head_in_the_engine_middle_in_host_tail_in_the_store(
-    folder: Path, engine: DemoEngine
+    folder: Path, engine: EngineProcess
 ) -> None:
     """One request puts together what three tiers hold."""
     prompt = words(1500, 1)
@@ -172,7 +172,7 @@ def test_head_in_the_engine_middle_in_host_tail_in_the_store(
         check_told(engine, metrics, host=2 * CHUNK_TOKENS, store=in_store_tokens)
 
 
-def test_store_that_is_only_read_or_only_written(folder: Path, engine: DemoEngine) -> None:
+def test_store_that_is_only_read_or_only_written(folder: Path, engine: EngineProcess) -> None:
     call = Call(words(600, 2))
     place = folder / "one-way"
     place.mkdir()
@@ -225,7 +225,7 @@ DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
 
 
 @pytest.mark.nightly
-def test_damaged_objects_are_never_served(folder: Path, engine: DemoEngine) -> None:
+def test_damaged_objects_are_never_served(folder: Path, engine: EngineProcess) -> None:
     """Each is found out when it is read: the run ends before it, and it is put aside."""
     place = folder / "damaged"
     place.mkdir()
@@ -296,7 +296,7 @@ def _small_disk(place: Path) -> Generator[None]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_full_folder(folder: Path, engine: DemoEngine) -> None:
+def test_full_folder(folder: Path, engine: EngineProcess) -> None:
     place = folder / "small-disk"
     place.mkdir()
 
@@ -308,7 +308,7 @@ def test_full_folder(folder: Path, engine: DemoEngine) -> None:
         assert not list(place.rglob("*.tmp"))
 
 
-def test_folder_that_takes_no_large_file(folder: Path, engine: DemoEngine) -> None:
+def test_folder_that_takes_no_large_file(folder: Path, engine: EngineProcess) -> None:
     """As a file size limit or a quota does it; needs no privilege to set up."""
     place = folder / "no-large-file"
     place.mkdir()
@@ -328,7 +328,7 @@ def test_folder_that_takes_no_large_file(folder: Path, engine: DemoEngine) -> No
 
 def _check_full(
     folder: Path,
-    engine: DemoEngine,
+    engine: EngineProcess,
     place: Path,
     fill: Callable[[SidecarProcess], None],
     make_room: Callable[[SidecarProcess], None],
@@ -371,7 +371,9 @@ def _bucket(server: S3Server, endpoint: str = "") -> dict[str, Any]:
     return {"url": server.url, **server.settings_at(endpoint or server.endpoint)}
 
 
-def test_bucket_serves_another_cluster(folder: Path, engine: DemoEngine, server: S3Server) -> None:
+def test_bucket_serves_another_cluster(
+    folder: Path, engine: EngineProcess, server: S3Server
+) -> None:
     call = Call(words(3000, 6))
     with cluster(folder, engine, _bucket(server)) as sidecar:
         expected = own_hit(engine, call, before=[call])
@@ -383,7 +385,7 @@ def test_bucket_serves_another_cluster(folder: Path, engine: DemoEngine, server:
 
 
 def test_two_sidecars_on_one_bucket(
-    folder: Path, model: str, engine: DemoEngine, server: S3Server
+    folder: Path, model: str, engine: EngineProcess, server: S3Server
 ) -> None:
     """What one cluster writes, the other one's next listing finds: both are running."""
     call = Call(words(1000, 7))
@@ -434,7 +436,7 @@ def _prompts(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="class")
 def written(
-    request: pytest.FixtureRequest, folder: Path, engine: DemoEngine, server: S3Server
+    request: pytest.FixtureRequest, folder: Path, engine: EngineProcess, server: S3Server
 ) -> Iterator[Prompt]:
     """Prompts that were written to the bucket, and that nobody has in memory; each to use once."""
     calls = [Call(words(TOKENS, 100 + i)) for i in range(_prompts(request))]
@@ -459,7 +461,7 @@ def proxy(portal: BlockingPortal, server: S3Server) -> Iterator[FaultyProxy]:
 def sidecar(
     request: pytest.FixtureRequest,
     folder: Path,
-    engine: DemoEngine,
+    engine: EngineProcess,
     server: S3Server,
     proxy: FaultyProxy,
     written: Iterator[Prompt],
@@ -476,7 +478,7 @@ def sidecar(
         yield sidecar
 
 
-def check_served(sidecar: SidecarProcess, engine: DemoEngine, prompt: Prompt) -> None:
+def check_served(sidecar: SidecarProcess, engine: EngineProcess, prompt: Prompt) -> None:
     """The store is well again, and what only it holds is a hit."""
     sidecar.wait("the store is well", lambda status: _store(status)["state"] == "ok")
     sidecar.wait("everything ended", idle)
@@ -519,7 +521,7 @@ class TestUnreliableBucket:
     def test_fault(
         self,
         sidecar: SidecarProcess,
-        engine: DemoEngine,
+        engine: EngineProcess,
         portal: BlockingPortal,
         proxy: FaultyProxy,
         written: Iterator[Prompt],
@@ -546,7 +548,7 @@ class TestUnreliableBucket:
     def test_passing_fault_is_retried(
         self,
         sidecar: SidecarProcess,
-        engine: DemoEngine,
+        engine: EngineProcess,
         portal: BlockingPortal,
         proxy: FaultyProxy,
         written: Iterator[Prompt],
@@ -563,7 +565,7 @@ class TestUnreliableBucket:
     def test_frozen_server(
         self,
         sidecar: SidecarProcess,
-        engine: DemoEngine,
+        engine: EngineProcess,
         server: S3Server,
         written: Iterator[Prompt],
     ) -> None:

@@ -17,8 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.servers import S3Server, s3_server
 from tests.e2e.arms import (
     Call,
     Measured,
@@ -33,6 +31,8 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, Bucket, folder_store, held, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.servers import S3Server, s3_server
 from tests.tiers.packed import packed
 from tiers.catalog.names import object_name, parse_name
 from tiers.kv.arrow_file import Descriptor, find_descriptor
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sidecar.demo.engine import Generation
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.engine import Generation
+    from tests.harness.sidecars import SidecarProcess
 
     Bytes = npt.NDArray[np.uint8]
 
@@ -65,7 +65,7 @@ class Cluster(NamedTuple):
 
     folder: Path
     name: str
-    engines: tuple[DemoEngine, DemoEngine]
+    engines: tuple[EngineProcess, EngineProcess]
     ranks: int
     block_tokens: tuple[int, int]
     """Of each engine. Two sizes: they share no host memory, only the bucket."""
@@ -101,7 +101,7 @@ def clusters(folder: Path, model: str) -> Iterator[tuple[Cluster, Cluster]]:
             socket = sidecar_in(folder, name=name).socket
             first, second = (
                 stack.enter_context(
-                    DemoEngine(
+                    EngineProcess(
                         EngineSpec(model, socket, args | {"block_size": size}, threads_bind=bind),
                         folder / f"{name}{number}.log",
                     )
@@ -166,7 +166,7 @@ def written(sidecar: SidecarProcess, chunks: int) -> None:
     )
 
 
-def hit(engine: DemoEngine, call: Call, salt: str) -> Measured:
+def hit(engine: EngineProcess, call: Call, salt: str) -> Measured:
     """Generate from poison on, with what the sidecar has."""
     empty(engine)
     generation = engine.generate(call.prompt, max_tokens=call.max_tokens, cache_salt=salt)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sidecar.demo.engine import DemoEngine
+    from tests.harness.engine import EngineProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,7 +25,7 @@ ENGINE_ARGS: Final[dict[str, Any]] = {"tensor_parallel_size": 2, **adapters.ENGI
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str) -> Iterator[EngineProcess]:
     with engine_of(folder, model, ENGINE_ARGS) as engine:
         yield engine
 
@@ -35,7 +35,7 @@ class TestTensorParallel(RankPartsSuite):
     objects: ClassVar = ("0-6.0-2.arrow", "0-6.2-4.arrow")
 
     @pytest.mark.promise("lora", "two-ranks")
-    def test_an_adapters_host_hit(self, folder: Path, engine: DemoEngine) -> None:
+    def test_an_adapters_host_hit(self, folder: Path, engine: EngineProcess) -> None:
         adapters.write_adapter(folder / "adapter", 1)
         lora = ("adapter", 1, str(folder / "adapter"))
         prompt = words(TOKENS, 6)

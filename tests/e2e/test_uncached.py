@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from tests.e2e.arms import BLOCK_TOKENS, words
 from tests.e2e.setups import SMALL, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -42,7 +42,7 @@ def test_an_engine_that_refused_itself_is_seen(folder: Path, model: str) -> None
     sidecar = sidecar_in(folder)
     spec = EngineSpec(model, sidecar.socket, SMALL, connector_extra=extra)
     log = folder / "engine.log"
-    with sidecar, DemoEngine(spec, log) as engine:
+    with sidecar, EngineProcess(spec, log) as engine:
         engine.wait_ready()
         prompt = words(300, 1)
         assert [engine.generate(prompt).cached_tokens for _ in range(2)] == [0, 288]

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
-from sidecar.demo.sidecars import SidecarProcess
 from tests.e2e.arms import (
     PATIENT,
     Call,
@@ -34,6 +32,8 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.chains import in_pool, pool_of
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.sidecars import SidecarProcess
 from tiers.kv.slot_image import PAYLOAD_OFFSET
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEngine]:
+def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[EngineProcess]:
     spec = EngineSpec(model, sidecar.socket, ENGINE_ARGS)
-    with DemoEngine(spec, folder / "engine.log") as engine:
+    with EngineProcess(spec, folder / "engine.log") as engine:
         engine.wait_ready()
         attach(engine, sidecar)
         yield engine
@@ -82,7 +82,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[DemoEn
 class Stored:
     """A prompt in host memory and nowhere else, and what it must give."""
 
-    def __init__(self, engine: DemoEngine, seed: int) -> None:
+    def __init__(self, engine: EngineProcess, seed: int) -> None:
         self.engine = engine
         self.call = Call(words(PROMPT_TOKENS, seed))
         self.oracle = Oracle(engine, self.call)
@@ -98,7 +98,7 @@ class Stored:
         return Measured(generation, blocks_of(self.engine), self.salt)
 
 
-def next_life(engine: DemoEngine, sidecar: SidecarProcess, ending: signal.Signals) -> None:
+def next_life(engine: EngineProcess, sidecar: SidecarProcess, ending: signal.Signals) -> None:
     """End the sidecar, and start the next one on what it left."""
     assert sidecar.process is not None
     sidecar.wait("everything ended", idle)
@@ -111,7 +111,7 @@ def next_life(engine: DemoEngine, sidecar: SidecarProcess, ending: signal.Signal
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_next_life_hits_what_this_one_stored(
-    engine: DemoEngine, sidecar: SidecarProcess, ending: signal.Signals
+    engine: EngineProcess, sidecar: SidecarProcess, ending: signal.Signals
 ) -> None:
     stored = Stored(engine, 2000 + ending)
     next_life(engine, sidecar, ending)
@@ -126,7 +126,7 @@ def test_next_life_hits_what_this_one_stored(
 
 
 def test_slot_damaged_between_two_lives_is_computed(
-    engine: DemoEngine, sidecar: SidecarProcess
+    engine: EngineProcess, sidecar: SidecarProcess
 ) -> None:
     others = in_pool(sidecar)
     stored = Stored(engine, 2100)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from tests.e2e.arms import (
     CHUNK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -37,12 +36,13 @@ from tests.e2e.arms import (
     words,
 )
 from tests.e2e.setups import SMALL, folder_store, sidecar_in
+from tests.harness.engine import EngineProcess, EngineSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from sidecar.demo.sidecars import SidecarProcess
+    from tests.harness.sidecars import SidecarProcess
 
 TOKENS: Final = 1500
 WHOLE_TOKENS: Final = whole_blocks(TOKENS)
@@ -50,8 +50,12 @@ WHOLE_TOKENS: Final = whole_blocks(TOKENS)
 
 @contextlib.contextmanager
 def engine_of(
-    folder: Path, model: str, engine_args: dict[str, Any], *, kind: type[DemoEngine] = DemoEngine
-) -> Generator[DemoEngine]:
+    folder: Path,
+    model: str,
+    engine_args: dict[str, Any],
+    *,
+    kind: type[EngineProcess] = EngineProcess,
+) -> Generator[EngineProcess]:
     """An engine of two ranks, each on a core of its own."""
     socket = sidecar_in(folder).socket
     spec = EngineSpec(model, socket, {**SMALL, **engine_args}, threads_bind="0|1")
@@ -60,7 +64,7 @@ def engine_of(
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, engine: DemoEngine) -> Generator[SidecarProcess]:
+def cluster(folder: Path, engine: EngineProcess) -> Generator[SidecarProcess]:
     """An empty sidecar with a folder that outlives it, attached to both ranks."""
     with sidecar_in(folder, store=folder_store(folder / "store")) as sidecar:
         attach(engine, sidecar, sessions=sessions_of(engine))
@@ -89,7 +93,7 @@ class TwoRanksSuite:
     """What the objects of a chunk are called: their layers and heads."""
 
     @pytest.mark.promise("two-ranks")
-    def test_host_hit(self, folder: Path, engine: DemoEngine) -> None:
+    def test_host_hit(self, folder: Path, engine: EngineProcess) -> None:
         call = Call(words(TOKENS, 1))
         with cluster(folder, engine) as sidecar:
             before = counters(sidecar)["bytes_loaded"]
@@ -100,7 +104,7 @@ class TwoRanksSuite:
             assert loaded == WHOLE_TOKENS * KV_BYTES_PER_TOKEN
 
     @pytest.mark.nightly
-    def test_partial_local_hit_plus_external(self, folder: Path, engine: DemoEngine) -> None:
+    def test_partial_local_hit_plus_external(self, folder: Path, engine: EngineProcess) -> None:
         prompt = words(TOKENS, 2)
         head = Call(prompt[: CHUNK_TOKENS + 97], max_tokens=1)
         with cluster(folder, engine):
@@ -108,7 +112,7 @@ class TwoRanksSuite:
             assert generation.cached_tokens == WHOLE_TOKENS
 
     @pytest.mark.nightly
-    def test_requests_side_by_side(self, folder: Path, engine: DemoEngine) -> None:
+    def test_requests_side_by_side(self, folder: Path, engine: EngineProcess) -> None:
         """Loads, computing and aborts in steps that overlap; what a load left is given back."""
         calls = [Call(words(TOKENS, seed)) for seed in (7, 8, 9)]
         with cluster(folder, engine):
@@ -127,7 +131,7 @@ class TwoRanksSuite:
                         oracles[at].check_close(generations[at])
 
     @pytest.mark.promise("two-ranks")
-    def test_store_hit_of_an_empty_sidecar(self, folder: Path, engine: DemoEngine) -> None:
+    def test_store_hit_of_an_empty_sidecar(self, folder: Path, engine: EngineProcess) -> None:
         call = Call(words(TOKENS, 3))
         with cluster(folder, engine):
             expected = own_hit(engine, call, before=[call])
@@ -145,7 +149,7 @@ class TwoRanksSuite:
             assert counters(sidecar)["chunks_read"] == chunks
 
     @pytest.mark.nightly
-    def test_sidecar_killed_during_a_load(self, folder: Path, engine: DemoEngine) -> None:
+    def test_sidecar_killed_during_a_load(self, folder: Path, engine: EngineProcess) -> None:
         """Whatever one rank had loaded already, both compute; a successor cleans up and serves."""
         call = Call(words(TOKENS, 5))
         cold = own_hit(engine, call)
@@ -174,7 +178,7 @@ class RankPartsSuite(TwoRanksSuite):
     """Where a chunk has an object of each rank: `objects` are the first's and the second's."""
 
     def test_a_chunk_of_which_one_rank_is_missing_is_no_hit(
-        self, folder: Path, engine: DemoEngine
+        self, folder: Path, engine: EngineProcess
     ) -> None:
         """The run of loadable chunks ends before it."""
         call = Call(words(TOKENS, 4))

@@ -31,10 +31,10 @@ from typing import Final
 import zmq
 
 from sidecar import protocol
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Attached, Outcome, ProtocolError, Refused, Role
 from tests.fuzz.mutation import damage, damage_message
 from tests.fuzz.targets import client_frames
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import Scheduler, Worker, attach_message, key_of, layout_of
 from tiers.kv.fence import PAGE_BYTES
 from tiers.kv.index import FLAG_HOST

@@ -18,7 +18,7 @@ from botocore.session import get_session
 from sidecar.demo.servers import REGION
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 KINDS = {
     "chunk": re.compile(r"v1/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}/[^/]+\.arrow"),

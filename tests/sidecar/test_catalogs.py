@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.servers import s3_server
 from sidecar.protocol import Outcome
 from tests import places
+from tests.harness.servers import s3_server
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,

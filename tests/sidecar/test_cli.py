@@ -20,8 +20,8 @@ from sidecar import cli
 from sidecar.cli.inspect import inspect_file
 from sidecar.cli.status import StatusError, fetch, render, url_of
 from sidecar.config.model import load
-from sidecar.demo.servers import S3Server
 from tests import places
+from tests.harness.servers import S3Server
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.kv.slot_image import SlotTemplate
 from tiers.pool.host_pool import HostPool

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome
 from tests import warm
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
 from tests.sidecar.bucketwatch import BucketWatch, kind_of
 from tests.sidecar.client import WAIT_SECONDS_MAX, Worker, key_of
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 CHUNKS, KEPT = 12, 4
 QUICK: dict[str, Any] = {

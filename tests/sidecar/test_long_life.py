@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import LoadChunk, LoadJob, Outcome, StoreJob
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
 from tests.sidecar.client import BLOCKS_PER_CHUNK, WAIT_SECONDS_MAX, Worker, key_of
 from tests.sidecar.fullrate import wide_layout
 from tests.soak import probes
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 JOBS_PER_STEP = 8
 STEPS_AHEAD = 4

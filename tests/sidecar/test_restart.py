@@ -17,9 +17,9 @@ import yaml
 
 from sidecar import cli
 from sidecar.core.engine import Engine
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome, StoreJob
 from tests import places
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import (
     RunningSidecar,
     Scheduler,

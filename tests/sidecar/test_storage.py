@@ -16,7 +16,7 @@ from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import TierUnavailable
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 
 def settings(server: S3Server, endpoint: str, backend: str, **more: Any) -> StoreSettings:

@@ -25,7 +25,7 @@ from tiers.kv.index import FLAG_HOST, FLAG_STORE
 from tiers.store.obstore_client import ObstoreClient
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from sidecar.cli import store as storecommands
 from sidecar.config.model import Config
-from sidecar.demo.servers import S3Server, s3_server
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.protocol import Outcome
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.harness.servers import S3Server, s3_server
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar.client import BLOCKS_PER_CHUNK, WAIT_SECONDS_MAX, Scheduler, Worker, key_of
 from tiers.kv.index import FLAG_STORE
 

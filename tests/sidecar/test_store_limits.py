@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.demo.sidecars import SidecarProcess
+from tests.harness.sidecars import SidecarProcess
 from tests.sidecar import altered
 from tests.sidecar.bucketwatch import BucketWatch
 from tests.sidecar.client import WAIT_SECONDS_MAX
 from tests.sidecar.fullrate import FullRate
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 CONTENT_BYTES = 256
 CHUNK_BYTES = 200_000

@@ -12,7 +12,7 @@ from sidecar.protocol import Outcome
 from tests.sidecar.client import RunningSidecar, Scheduler, Worker, config_in, key_of
 
 if TYPE_CHECKING:
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from sidecar.demo.engine import DemoEngine, EngineFailed, Generation
+from tests.harness.engine import EngineFailed, EngineProcess, Generation
 from tests.soak.prompts import Ask, Prompts
 
 Sample = dict[str, float]
@@ -34,7 +34,7 @@ class Clients:
         seed: from which the prompts follow.
     """
 
-    def __init__(self, engine: Callable[[], DemoEngine], seed: int) -> None:
+    def __init__(self, engine: Callable[[], EngineProcess], seed: int) -> None:
         self._engine = engine
         self._prompts = Prompts(seed)
         self._lock = threading.Lock()

@@ -19,8 +19,8 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from sidecar.demo.engine import DemoEngine, Generation
 from tests.e2e import arms
+from tests.harness.engine import EngineProcess, Generation
 from tests.soak.clients import CLIENTS, MAX_TOKENS, REQUEST_SECONDS_MAX
 from tests.soak.prompts import Ask, Prompts
 
@@ -50,7 +50,7 @@ class Pace:
         """How far apart the log probabilities of two answers were at most, on average."""
         self.wrong: list[str] = []
 
-    def take(self, engine: DemoEngine, reference: DemoEngine) -> Sample:
+    def take(self, engine: EngineProcess, reference: EngineProcess) -> Sample:
         """One round, with nothing else running: prompts are computed and stored, then loaded.
 
         Beside each pass stands one of the reference; which is first takes turns.
@@ -59,7 +59,7 @@ class Pace:
         seconds: dict[str, float] = dict.fromkeys((*PASSES, "reference"), 0.0)
         given: list[Generation] = []
         for number, name in enumerate(PASSES):
-            pair: list[tuple[str, DemoEngine]] = [(name, engine), ("reference", reference)]
+            pair: list[tuple[str, EngineProcess]] = [(name, engine), ("reference", reference)]
             if (self._rounds + number) % 2:
                 pair.reverse()
             answers: dict[str, list[Generation]] = {}
@@ -92,7 +92,7 @@ class Pace:
                     f"{one.logprobs[:1]}, not {other.logprobs[:1]}"
                 )
 
-    def _pass(self, engine: DemoEngine, salt: str) -> tuple[float, list[Generation]]:
+    def _pass(self, engine: EngineProcess, salt: str) -> tuple[float, list[Generation]]:
         def one(ask: Ask) -> Generation:
             salted = f"{salt}-{ask.salt}"
             handle = engine.begin(ask.prompt, max_tokens=MAX_TOKENS, cache_salt=salted)
@@ -105,7 +105,7 @@ class Pace:
 
 
 @contextlib.contextmanager
-def _stopped(engine: DemoEngine) -> Generator[None]:
+def _stopped(engine: EngineProcess) -> Generator[None]:
     """All processes of an engine that has nothing to do."""
     group = engine.process.pid
     os.killpg(group, signal.SIGSTOP)

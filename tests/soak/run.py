@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sidecar.demo.sidecars import SidecarFailed
 from tests.e2e import arms
 from tests.faulty_proxy import Fault
+from tests.harness.sidecars import SidecarFailed
 from tests.soak import probes, report, verdicts
 from tests.soak.clients import MAX_TOKENS, REQUEST_SECONDS_MAX, SLOW_SECONDS, Clients
 from tests.soak.pace import Pace

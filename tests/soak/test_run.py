@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from sidecar.demo.engine import DemoEngine, EngineFailed
-from sidecar.demo.sidecars import SidecarProcess
+from tests.harness.engine import EngineFailed, EngineProcess
+from tests.harness.sidecars import SidecarProcess
 from tests.soak import report
 from tests.soak.report import Told
 from tests.soak.run import Soak, unexpected
@@ -28,7 +28,7 @@ class DeadWorld:
         self.sidecar.log_path.write_text("2026-01-01T00:00:00Z ERROR kvlake.bug: a planted error\n")
 
     @property
-    def engine(self) -> DemoEngine:
+    def engine(self) -> EngineProcess:
         raise EngineFailed("the engine ended")
 
     def shared_files(self) -> list[Path]:

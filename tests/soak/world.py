@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import anyio.from_thread
 
-from sidecar.demo.engine import DemoEngine, EngineSpec
 from sidecar.demo.model import write_model
-from sidecar.demo.servers import S3Server, s3_server
-from sidecar.demo.sidecars import SidecarProcess
 from sidecar.exits import Exit
 from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.harness.engine import EngineProcess, EngineSpec
+from tests.harness.servers import S3Server, s3_server
+from tests.harness.sidecars import SidecarProcess
 from tiers.store.object_tier import UrlObjects
 
 SHM: Final = Path("/dev/shm")
@@ -71,10 +71,10 @@ class World:
             "limits": {"drain_seconds_max": "5s", **limits},
         }
         self.sidecar = SidecarProcess(folder / "sidecar", config, program=program)
-        self._engine: DemoEngine | None = None
-        self._reference: DemoEngine | None = None
+        self._engine: EngineProcess | None = None
+        self._reference: EngineProcess | None = None
         self._engines = 0
-        self._started: list[DemoEngine] = []
+        self._started: list[EngineProcess] = []
         self.sidecar_lives = 0
 
     # --- sidecar ---------------------------------------------------------------------------
@@ -117,13 +117,13 @@ class World:
     # --- engines ---------------------------------------------------------------------------
 
     @property
-    def engine(self) -> DemoEngine:
+    def engine(self) -> EngineProcess:
         """The one with kvlake; raises between two of them."""
         assert self._engine is not None, "it is replaced only while nothing runs"
         return self._engine
 
     @property
-    def reference(self) -> DemoEngine:
+    def reference(self) -> EngineProcess:
         """The one without kvlake."""
         assert self._reference is not None, "it is started with the world"
         return self._reference
@@ -156,9 +156,9 @@ class World:
         """Of every engine with kvlake there was."""
         return sorted(self._folder.glob("engine-*.log"))
 
-    def _new_engine(self, name: str, sidecar_socket: str | None) -> DemoEngine:
+    def _new_engine(self, name: str, sidecar_socket: str | None) -> EngineProcess:
         spec = EngineSpec(self._model, sidecar_socket, dict(ENGINE_ARGS))
-        engine = DemoEngine(spec, self._folder / f"{name}.log")
+        engine = EngineProcess(spec, self._folder / f"{name}.log")
         self._started.append(engine)
         return engine
 

@@ -30,7 +30,7 @@ from tiers.store.object_tier import UrlObjects
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
     from tests.object_servers import AzureServer, GcsServer
     from tiers.store.access import Backend
 

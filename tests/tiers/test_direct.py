@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream
 
-    from sidecar.demo.servers import S3Server
+    from tests.harness.servers import S3Server
 
 IMAGE = image_of(300_000)
 OK = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 300000\r\n\r\n"

@@ -11,9 +11,10 @@ import anyio
 import numpy as np
 import pytest
 
-from sidecar.demo.servers import S3Server, free_ports
+from sidecar.demo.servers import free_ports
 from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy
+from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
 from tiers.store.fsspec_client import SlotBody

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from sidecar.demo.servers import S3Server
 from tests import places
 from tests.faulty_proxy import FaultyProxy
+from tests.harness.servers import S3Server
 from tests.object_servers import place
 from tests.tiers.tier_suite import NAME, TierSuite, image_of, slot
 from tiers.errors import ImageTruncated, TierUnavailable

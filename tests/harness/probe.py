@@ -1,4 +1,4 @@
-"""Reads and poisons a worker's KV cache from inside, for the demo and the end-to-end tests.
+"""Reads and poisons a worker's KV cache from inside, for the end-to-end tests.
 
 vLLM mixes this class into its worker (`worker_extension_cls`). It lets a check compare bytes
 rather than tokens: blocks are overwritten before a load, and what they hold after it is digested.

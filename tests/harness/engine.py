@@ -1,0 +1,653 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON.
+
+`EngineProcess` starts and drives it; `python -m tests.harness.engine SPEC` is the process. Commands
+go in on standard input, answers come out on a descriptor of their own, so that nothing vLLM prints
+can mix with them. Several requests can run at once: each command has an id that its answer repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Protocol
+
+from tests import places
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping
+    from pathlib import Path
+
+ANSWERS_FD: Final = "KVLAKE_ANSWERS_FD"
+"""An environment variable: the descriptor that the engine's process answers on."""
+
+START_SECONDS_MAX: Final = 240.0
+COMMAND_SECONDS_MAX: Final = 240.0
+STOP_SECONDS_MAX: Final = 30.0
+
+
+class EngineFailed(Exception):
+    """The engine's process ended or answered with an error; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came of one request. `logprobs[i]` maps token id to log probability at position i."""
+
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    cached_tokens: int
+    ttft_ms: float
+    total_ms: float
+    finish_reason: str | None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the connector has to say of the request."""
+    embeddings: list[list[float]] | None = None
+    """Of a pooling engine: one of the whole prompt, or one of each of its tokens."""
+    samples: list[tuple[list[int], list[dict[str, float]]]] | None = None
+    """Of several: tokens and log probabilities of each, the first one included."""
+    prompt_logprobs: list[dict[str, float] | None] | None = None
+    """As `logprobs`, of each token of the prompt but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How to start an engine: a saved model, the sidecar's socket (or no connector at all)."""
+
+    model: str
+    socket: str | None
+    engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
+    connector: dict[str, Any] | None = None
+    """Replaces the whole `kv_transfer_config`, for comparisons with other connectors."""
+    connector_extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    beside: tuple[dict[str, Any], ...] = ()
+    """Further connectors, asked after that one by a `MultiConnector`."""
+    threads_bind: str = "0"
+    kv_cache_gib: int = 1
+    kv_role: str = "kv_both"
+
+
+class Process(Protocol):
+    """What `EngineProcess` needs of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; the exit code. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+
+def launch(argument: str, environment: Mapping[str, str], answers: int, log: IO[bytes]) -> Process:
+    """Start the process of an engine, in a session of its own, with commands on standard input.
+
+    Args:
+        argument: the `EngineSpec` as JSON.
+        environment: all of its environment but the number of `answers`.
+        answers: the descriptor that it answers on.
+        log: what it prints goes there.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.engine", argument],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        pass_fds=[answers],
+        env={**environment, ANSWERS_FD: str(answers)},
+        start_new_session=True,
+        cwd=places.ROOT,
+    )
+
+
+class EngineProcess:
+    """A running engine process; a context manager that ends it."""
+
+    launch: ClassVar[Callable[[str, Mapping[str, str], int, IO[bytes]], Process]] = staticmethod(
+        launch
+    )
+    """How its process is started. Tests put a faster way in its place."""
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self.spec = spec
+        self.version = ""
+        self._log_path = log
+        self._ids = itertools.count(1)
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        answers_read, answers_write = os.pipe()
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": spec.threads_bind,
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with log.open("ab") as log_file:
+            self.process = type(self).launch(
+                json.dumps(asdict(spec)), environment, answers_write, log_file
+            )
+        os.close(answers_write)
+        self._reader = threading.Thread(target=self._read, args=(answers_read,), daemon=True)
+        self._ready: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers[0] = self._ready
+        self._reader.start()
+
+    def wait_ready(self, seconds: float = START_SECONDS_MAX) -> EngineProcess:
+        """Wait until the engine serves. Raises `EngineFailed`."""
+        self.version = str(self._take(self._ready, seconds)["version"])
+        return self
+
+    def generate(self, prompt: list[int], **options: Any) -> Generation:
+        """Run one request to its end; see `begin`."""
+        return self.finish(self.begin(prompt, **options))
+
+    def begin(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 8,
+        logprobs: int = 5,
+        cache_salt: str | None = None,
+        ignore_eos: bool = True,
+        adapter: tuple[str, int, str] | None = None,
+        regex: str | None = None,
+        image: int | None = None,
+        rank: int | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        priority: int = 0,
+        samples: int = 1,
+        prompt_logprobs: int | None = None,
+        as_embeddings: bool = False,
+        inputs: list[list[int]] | None = None,
+    ) -> int:
+        """Start a request; its handle goes to `finish` or `abort`.
+
+        `adapter` is the name, number and folder of a LoRA adapter; `regex` is what the output must
+        match; `image` is the seed of an image of random pixels, for the prompt's image token;
+        `rank` is which data-parallel rank computes it; of those that wait the one of the lowest
+        `priority` is next, where vLLM's scheduler goes by it. Of several `samples` each is drawn,
+        with a seed of its own. `as_embeddings` hands the rows of the model's table over rather than
+        the tokens. `inputs` follow on the prompt as streaming input, each of which is answered: the
+        tokens of all answers come one behind the other.
+        """
+        return self._send(
+            "generate",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            cache_salt=cache_salt,
+            ignore_eos=ignore_eos,
+            adapter=adapter,
+            regex=regex,
+            image=image,
+            rank=rank,
+            kv_transfer_params=kv_transfer_params,
+            priority=priority,
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
+            as_embeddings=as_embeddings,
+            inputs=inputs,
+        )
+
+    def begin_embedding(
+        self, prompt: list[int], *, cache_salt: str | None = None, task: str = "embed"
+    ) -> int:
+        """Start a request of a pooling engine, which generates nothing; else as `begin`.
+
+        `task` is vLLM's: `embed` for an embedding of the prompt, `token_embed` for one of each of
+        its tokens.
+        """
+        return self._send("embed", prompt=prompt, cache_salt=cache_salt, task=task)
+
+    def finish(self, handle: int, seconds: float = COMMAND_SECONDS_MAX) -> Generation:
+        """Wait for a request that was begun."""
+        return Generation(**self._wait(handle, seconds))
+
+    def abort(self, handle: int) -> None:
+        """Abort a request that was begun; its `finish` returns what there was."""
+        self._call("abort", handle=handle)
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
+        """Empty the engine's own prefix cache; waits for blocks that are still being stored."""
+        deadline = time.monotonic() + 20
+        while not self._call("reset", connector=connector)["done"]:
+            if time.monotonic() > deadline:
+                raise EngineFailed("the engine's prefix cache could not be reset in 20 s")
+            time.sleep(0.01)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """A counter of vLLM's own metrics, without `_total`, summed over its other labels."""
+        return float(self._call("counter", name=name, labels=labels)["value"])
+
+    def dummy_step(self) -> None:
+        """Have every worker compute a step of vLLM's own making, of no request.
+
+        Eager workers on CPUs skip the warm-up, in which a later pipeline stage makes the place for
+        what the stage before it sends: without this they fail at the first request.
+        """
+        self._call("rpc", method="execute_dummy_batch")
+
+    def poison(self) -> None:
+        """Overwrite every KV block; only after `reset_prefix_cache`, with nothing running."""
+        self._call("rpc", method="kvlake_poison")
+
+    def digests(self, *, layers: int | None = None) -> list[dict[int, str]]:
+        """Per worker: block id to digest of its bytes, for blocks that are not poison.
+
+        Of data-parallel ranks, all workers of the first, then those of the next. `layers` counts
+        those that matter, from the first on; all of them where it is left out.
+        """
+        workers = self._call("rpc", method="kvlake_digests", args=[layers])["result"]
+        return [{int(block): digest for block, digest in worker.items()} for worker in workers]
+
+    def head_digests(self) -> list[dict[int, list[str]]]:
+        """As `digests`, but of each KV head of a block; of models of plain attention."""
+        workers = self._call("rpc", method="kvlake_head_digests")["result"]
+        return [{int(block): heads for block, heads in worker.items()} for worker in workers]
+
+    def rpc(self, method: str, **options: Any) -> None:
+        """Call a method of every worker."""
+        self._call("rpc", method=method, options=options)
+
+    def add_lora(self, adapter: tuple[str, int, str]) -> None:
+        """Load an adapter, called as in `begin`, before any request comes with it."""
+        self._call("add_lora", adapter=adapter)
+
+    def core(self, method: str) -> list[Any]:
+        """Per data-parallel rank: what a method of vLLM's engine core returns."""
+        results: list[Any] = self._call("core", method=method)["result"]
+        return results
+
+    def stop(self) -> None:
+        """End the process and everything that it started."""
+        self._close_input()
+        if self.process.poll() is None:
+            if not self.version:
+                # It reads no input before it serves.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        # vLLM's own processes are in the session that we started; none may outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS_MAX)
+        self._close_input()
+
+    def _close_input(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines that the engine printed."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        return self._wait(self._send(verb, **arguments), COMMAND_SECONDS_MAX)
+
+    def _send(self, verb: str, **arguments: Any) -> int:
+        handle = next(self._ids)
+        self._answers[handle] = queue.SimpleQueue()
+        line = json.dumps({"id": handle, "verb": verb, **arguments}) + "\n"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except OSError as error:
+            raise EngineFailed(f"the engine is gone: {error}\n{self.log_tail()}") from error
+        return handle
+
+    def _wait(self, handle: int, seconds: float) -> dict[str, Any]:
+        answer = self._take(self._answers[handle], seconds)
+        del self._answers[handle]
+        return answer
+
+    def _take(self, answers: queue.SimpleQueue[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                answer = answers.get(timeout=0.5)
+            except queue.Empty:
+                if not self._reader.is_alive() and answers.empty():
+                    raise EngineFailed(f"the engine ended\n{self.log_tail()}") from None
+                if time.monotonic() > deadline:
+                    raise EngineFailed(f"no answer in {seconds:.0f} s\n{self.log_tail()}") from None
+                continue
+            if "error" in answer:
+                raise EngineFailed(f"{answer['error']}\n{self.log_tail()}")
+            return answer
+
+    def _read(self, fd: int) -> None:
+        with os.fdopen(fd) as stream:
+            for line in stream:
+                answer = json.loads(line)
+                waiting = self._answers.get(answer.pop("id"))
+                if waiting is not None:
+                    waiting.put(answer)
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+class _Host:
+    """Runs commands against an `AsyncLLM`."""
+
+    def __init__(self, engine: Any, answers: IO[str]) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._running: dict[int, str] = {}
+
+    async def run(self, command: dict[str, Any]) -> None:
+        handle = command.pop("id")
+        verb = command.pop("verb")
+        try:
+            answer = await getattr(self, f"_do_{verb}")(handle, **command)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._answers.write(json.dumps({"id": handle, **answer}) + "\n")
+        self._answers.flush()
+
+    async def _do_generate(
+        self,
+        handle: int,
+        prompt: list[int],
+        max_tokens: int,
+        logprobs: int,
+        cache_salt: str | None,
+        ignore_eos: bool,
+        adapter: list[Any] | None,
+        regex: str | None,
+        image: int | None,
+        rank: int | None,
+        kv_transfer_params: dict[str, Any] | None,
+        priority: int,
+        samples: int,
+        prompt_logprobs: int | None,
+        as_embeddings: bool,
+        inputs: list[list[int]] | None,
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import EmbedsPrompt, TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        extra = None if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
+        kind = RequestOutputKind.CUMULATIVE
+        if inputs is not None:
+            # Else what came of the inputs before is forgotten with the next one.
+            kind = RequestOutputKind.DELTA
+        elif samples > 1:
+            # Else an output is that of one of them.
+            kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(
+            n=samples,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            # vLLM draws several samples only where chance has a say.
+            temperature=1.0 if samples > 1 else 0.0,
+            seed=handle if samples > 1 else None,
+            ignore_eos=ignore_eos,
+            structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+            extra_args=extra,
+            output_kind=kind,
+        )
+
+        def tokens_of(tokens: list[int]) -> Any:
+            given = TokensPrompt(prompt_token_ids=tokens)
+            if cache_salt is not None:
+                given["cache_salt"] = cache_salt
+            return given
+
+        given: Any = tokens_of(prompt)
+        if as_embeddings:
+            table = _embedding_table(self._engine.model_config.model)
+            given = EmbedsPrompt(prompt_embeds=table[prompt])
+            if cache_salt is not None:
+                given["cache_salt"] = cache_salt
+        if image is not None:
+            given["multi_modal_data"] = {"image": _random_image(image)}
+        if inputs is not None:
+            given = _input_stream([given, *map(tokens_of, inputs)])
+        lora = None if adapter is None else LoRARequest(*adapter)
+        request_id = self._running[handle] = f"request-{handle}"
+        started = time.perf_counter()
+        ttft = 0.0
+        last: Any = None
+        tokens: list[int] = []
+        positions: list[dict[str, float]] = []
+        try:
+            async for output in self._engine.generate(
+                given,
+                params,
+                request_id,
+                lora_request=lora,
+                data_parallel_rank=rank,
+                priority=priority,
+            ):
+                if last is None:
+                    ttft = time.perf_counter() - started
+                last = output
+                if inputs is not None:
+                    more, at = _sample(output.outputs[0])
+                    tokens += more
+                    positions += at
+        finally:
+            self._running.pop(handle, None)
+        done = [] if last is None else [_sample(one) for one in last.outputs]
+        if inputs is None and done:
+            tokens, positions = done[0]
+        asked = last.prompt_logprobs if last is not None else None
+        return {
+            "tokens": tokens,
+            "logprobs": positions,
+            "samples": done if samples > 1 else None,
+            "prompt_logprobs": (
+                None
+                if asked is None
+                else [None if one is None else _by_token(one) for one in asked]
+            ),
+            "cached_tokens": int(last.num_cached_tokens or 0) if last is not None else 0,
+            "ttft_ms": ttft * 1000,
+            "total_ms": (time.perf_counter() - started) * 1000,
+            "finish_reason": last.outputs[0].finish_reason if last is not None else None,
+            "kv_transfer_params": last.kv_transfer_params if last is not None else None,
+        }
+
+    async def _do_embed(
+        self, handle: int, prompt: list[int], cache_salt: str | None, task: Any
+    ) -> dict[str, Any]:
+        from vllm import PoolingParams
+        from vllm.inputs import TokensPrompt
+
+        given = TokensPrompt(prompt_token_ids=prompt)
+        if cache_salt is not None:
+            given["cache_salt"] = cache_salt
+        request_id = self._running[handle] = f"request-{handle}"
+        started = time.perf_counter()
+        last: Any = None
+        try:
+            async for output in self._engine.encode(given, PoolingParams(task=task), request_id):
+                last = output
+        finally:
+            self._running.pop(handle, None)
+        total_ms = (time.perf_counter() - started) * 1000
+        found: list[Any] = last.outputs.data.tolist() if last is not None else []
+        return {
+            "tokens": [],
+            "logprobs": [],
+            "cached_tokens": int(last.num_cached_tokens or 0) if last is not None else 0,
+            "ttft_ms": total_ms,
+            "total_ms": total_ms,
+            "finish_reason": None,
+            "embeddings": [found] if task == "embed" else found,
+        }
+
+    async def _do_abort(self, _: int, handle: int) -> dict[str, Any]:
+        request_id = self._running.get(handle)
+        if request_id is not None:
+            await self._engine.abort(request_id)
+        return {}
+
+    async def _do_reset(self, _: int, connector: bool) -> dict[str, Any]:
+        done = await self._engine.reset_prefix_cache(reset_connector=connector)
+        return {"done": done is not False}
+
+    async def _do_counter(self, _: int, name: str, labels: dict[str, str]) -> dict[str, Any]:
+        from prometheus_client import REGISTRY
+
+        samples = [
+            sample.value
+            for metric in REGISTRY.collect()
+            if metric.name == name
+            for sample in metric.samples
+            if sample.name == f"{name}_total" and labels.items() <= sample.labels.items()
+        ]
+        return {"value": sum(samples)}
+
+    async def _do_rpc(
+        self,
+        _: int,
+        method: str,
+        args: list[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        given, named = tuple(args or ()), options or {}
+        if self._engine.vllm_config.parallel_config.data_parallel_size == 1:
+            return {"result": await self._engine.collective_rpc(method, args=given, kwargs=named)}
+        # vLLM calls the workers of all ranks too, but answers with the first rank's.
+        core = self._engine.engine_core
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, given, named)
+        return {"result": [worker for workers in ranks for worker in workers]}
+
+    async def _do_add_lora(self, _: int, adapter: list[Any]) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        return {"done": await self._engine.add_lora(LoRARequest(*adapter))}
+
+    async def _do_core(self, _: int, method: str) -> dict[str, Any]:
+        return {"result": await self._engine.engine_core.call_utility_all_async(method)}
+
+
+def _by_token(position: Any) -> dict[str, float]:
+    return {str(token): value.logprob for token, value in position.items()}
+
+
+def _sample(output: Any) -> tuple[list[int], list[dict[str, float]]]:
+    return list(output.token_ids), [_by_token(position) for position in output.logprobs or []]
+
+
+async def _input_stream(prompts: list[Any]) -> AsyncGenerator[Any]:
+    from vllm.engine.protocol import StreamingInput
+
+    for prompt in prompts:
+        yield StreamingInput(prompt=prompt)
+
+
+def _embedding_table(model: str) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(os.path.join(model, "model.safetensors"), framework="pt") as weights:
+        return weights.get_tensor("model.embed_tokens.weight")
+
+
+def _random_image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+async def _serve(spec: EngineSpec, answers: IO[str]) -> None:
+    import vllm
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = spec.connector
+    if transfer is None and spec.socket is not None:
+        transfer = {
+            "kv_connector": "KVLakeConnector",
+            "kv_connector_module_path": "connector.vllm",
+            "kv_role": spec.kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": spec.socket, **spec.connector_extra},
+        }
+    if spec.beside:
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": spec.kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [transfer, *spec.beside]},
+        }
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": "bfloat16",
+        "block_size": 32,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "tests.harness.probe.KVProbe",
+        "kv_transfer_config": transfer,
+        **spec.engine_args,
+    }
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    host = _Host(engine, answers)
+    version = f"vllm {vllm.__version__}"
+    answers.write(json.dumps({"id": 0, "version": version}) + "\n")
+    answers.flush()
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def feed() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, None)
+
+    threading.Thread(target=feed, daemon=True).start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while (line := await lines.get()) is not None:
+                tasks.create_task(host.run(json.loads(line)))
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    """The process: one argument, the `EngineSpec` as JSON."""
+    spec = EngineSpec(**json.loads(sys.argv[1]))
+    fd = int(os.environ.pop(ANSWERS_FD))
+    os.set_inheritable(fd, False)
+    with os.fdopen(fd, "w") as answers:
+        asyncio.run(_serve(spec, answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""A sidecar in a process of its own, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sidecar.demo.sidecars import POOLS, DemoSidecar, SidecarFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["POOLS", "SidecarFailed", "SidecarProcess"]
+
+
+class SidecarProcess(DemoSidecar):
+    """The demo's sidecar; `program` are the arguments of Python that start `kvlake`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        program: Sequence[str] = DemoSidecar.program,
+    ) -> None:
+        super().__init__(folder, config)
+        self.program = program
