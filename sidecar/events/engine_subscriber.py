@@ -25,6 +25,7 @@ import zmq
 
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, decode, number_frame, number_of
 from sidecar.logs import fields
+from sidecar.transport.zmq_reader import ZmqReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from sidecar.events.engine_mirror import EngineBlocks
     from sidecar.events.records import CacheEvent
 
-BATCHES_PER_WAKE_MAX: Final = 64
 BATCHES_WAITING_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 64 << 20
 WAITING_BYTES_MAX: Final = 64 << 20
@@ -73,64 +73,46 @@ class EngineFeed:
         self._again: asyncio.TimerHandle | None = None
         self._pause_seconds = PAUSE_SECONDS
         self._loop = asyncio.get_running_loop()
-        self._scheduled: dict[int, asyncio.Handle] = {}
         self._replay_endpoint = replay_endpoint
         self._dealer: zmq.Socket[bytes] | None = None
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._readers: dict[zmq.Socket[bytes], ZmqReader] = {}
         self._context = zmq.Context(io_threads=1)
         try:
-            self._sub = self._open(zmq.SUB, endpoint)
+            self._connect(zmq.SUB, endpoint, self._published)
             self._ask()
         except BaseException:
             self._end()
             raise
 
-    def _open(self, kind: int, place: str) -> zmq.Socket[bytes]:
+    def _connect(
+        self, kind: int, endpoint: str, received: Callable[[list[bytes]], None]
+    ) -> zmq.Socket[bytes]:
         sock: zmq.Socket[bytes] = self._context.socket(kind)
-        self._sockets.append(sock)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
-        sock.setsockopt(zmq.IPV6, int("[" in place))
+        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         if kind == zmq.SUB:
             sock.setsockopt(zmq.SUBSCRIBE, b"")
-        sock.connect(place)
-        self._loop.add_reader(int(sock.getsockopt(zmq.FD)), self._drain, sock)
-        self._check(sock)
+        sock.connect(endpoint)
+        self._readers[sock] = ZmqReader(sock, received, None)
         return sock
 
-    def _shut(self, sock: zmq.Socket[bytes]) -> None:
-        self._sockets.remove(sock)
-        fd = int(sock.getsockopt(zmq.FD))
-        self._loop.remove_reader(fd)
-        if fd in self._scheduled:
-            self._scheduled.pop(fd).cancel()
+    def _disconnect(self, sock: zmq.Socket[bytes]) -> None:
+        self._readers.pop(sock).close()
         sock.close(linger=0)
 
-    def _check(self, sock: zmq.Socket[bytes]) -> None:
-        """The descriptor rings once: ask the socket itself whether there is more."""
-        fd = int(sock.getsockopt(zmq.FD))
-        if fd not in self._scheduled and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._scheduled[fd] = self._loop.call_soon(self._drain, sock)
+    def _published(self, frames: list[bytes]) -> None:
+        if _is_batch(frames):
+            self._came(number_of(frames[-2]), frames[-1])
 
-    def _drain(self, sock: zmq.Socket[bytes]) -> None:
-        handle = self._scheduled.pop(int(sock.getsockopt(zmq.FD)), None)
-        if handle is not None:
-            handle.cancel()
-        for _ in range(BATCHES_PER_WAKE_MAX):
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) < 3 or len(frames[-2]) != SEQUENCE_BYTES:
-                continue
-            if sock is self._sub:
-                self._came(number_of(frames[-2]), frames[-1])
-            elif frames[-2] == END_OF_REPLAY:
-                self._pause_seconds = PAUSE_SECONDS
-                self._replayed()
-            elif self._replaying is not None:
-                self._follow(number_of(frames[-2]), frames[-1])
-        self._check(sock)
+    def _replied(self, frames: list[bytes]) -> None:
+        if not _is_batch(frames):
+            return
+        if frames[-2] == END_OF_REPLAY:
+            self._pause_seconds = PAUSE_SECONDS
+            self._replayed()
+        elif self._replaying is not None:
+            self._follow(number_of(frames[-2]), frames[-1])
 
     def _came(self, number: int, payload: bytes) -> None:
         if self._replaying is not None:
@@ -161,18 +143,18 @@ class EngineFeed:
         if not self._replay_endpoint:
             return
         if self._dealer is None:
-            self._dealer = self._open(zmq.DEALER, self._replay_endpoint)
+            self._dealer = self._connect(zmq.DEALER, self._replay_endpoint, self._replied)
         self._dealer.send_multipart((b"", number_frame(self._last + 1)), zmq.NOBLOCK)
         self._replaying = self._loop.call_later(REPLAY_SECONDS_MAX, self._late)
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        self._check(self._dealer)
+        self._readers[self._dealer].check()
 
     def _late(self) -> None:
         """What was asked for took too long: its answers would be taken for those of the next."""
         if self._dealer is not None:
-            self._shut(self._dealer)
+            self._disconnect(self._dealer)
             self._dealer = None
         idle = not self._waiting
         self._replayed()
@@ -225,6 +207,10 @@ class EngineFeed:
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        for sock in list(self._sockets):
-            self._shut(sock)
+        for sock in list(self._readers):
+            self._disconnect(sock)
         self._context.destroy(linger=0)
+
+
+def _is_batch(frames: list[bytes]) -> bool:
+    return len(frames) >= 3 and len(frames[-2]) == SEQUENCE_BYTES

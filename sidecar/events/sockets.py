@@ -1,59 +1,61 @@
-"""The sockets of the event stream: PUB for what is told now, ROUTER for what was told before.
+"""The sockets of the event stream: PUB for new batches, ROUTER for replay and snapshots.
 
 Owns answering requests: batches from a number on, or a snapshot, framed as vLLM's
-`ZmqEventPublisher` does. Does not own the sockets (`unix_port.py`, over TCP `keyed_port.py`), nor
-what is told (`publisher.py`).
+`ZmqEventPublisher` does. Does not own the sockets (`unix_sockets.py`, over TCP `curve_socket.py`),
+nor the content of batches (`publisher.py`).
 
     PUB      [topic, number, payload]
-    ROUTER   asked ["", number] or ["", "snapshot"]; answers ["", topic, number, payload] for each
+    ROUTER   request ["", number] or ["", "snapshot"]; answers ["", topic, number, payload] for each
              batch and ["", "", -1, ""] at the end. All batches of a snapshot have the number of the
-             last batch that was told before it: those with higher numbers follow it.
+             last batch published before it: those with higher numbers follow it.
 
 Invariants:
 
-* Publishing never waits. What a subscriber that does not read cannot take is dropped for it alone,
-  and counted.
-* One request is answered at a time, as fast as who asked reads, for `ANSWER_SECONDS_MAX` at most.
-  `REQUESTS_WAITING_MAX` wait; more are dropped, counted, and asked again by who wants them.
-* Over TCP a subscriber has a key that the configuration names. The Unix sockets are for the
-  sidecar's own user and root, and what one of these sends takes a bounded amount of memory.
+* Publishing never waits. A batch that a slow subscriber cannot take is dropped for it alone, and
+  counted.
+* One request is answered at a time, as fast as its sender reads, for `ANSWER_SECONDS_MAX` at most.
+  `REQUESTS_WAITING_MAX` are queued; more are dropped and counted, and their senders ask again.
+* Over TCP a subscriber has a key named in the configuration. The Unix sockets are for the sidecar's
+  own user and root, and buffer a bounded amount of what these send.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 import anyio.lowlevel
-import zmq
 
-from sidecar.events.keyed_port import KeyedPort
+from sidecar.events.curve_socket import CurveSocket
 from sidecar.events.records import END_OF_REPLAY, SEQUENCE_BYTES, SNAPSHOT, number_frame
-from sidecar.events.unix_port import EventPeer, EventPort
-from sidecar.transport.job_socket import Sent
+from sidecar.events.unix_sockets import REQUEST_PARTS, UnixPub, UnixRouter
+from sidecar.transport.zmtp_server import Sent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sidecar.config.observability import EventsSettings
     from sidecar.events.publisher import EventStream, Told
+    from sidecar.transport.zmtp_server import ZmtpPeer
+
+    SendFrames = Callable[[Sequence[bytes]], Sent]
 
 REQUESTS_WAITING_MAX: Final = 64
 ANSWER_SECONDS_MAX: Final = 30.0
 ANSWERS_QUEUED_MAX: Final = 256
-"""Batches of an answer that wait for one who asked."""
+"""Batches of an answer that are queued for its peer."""
 FULL_POLL_SECONDS: Final = 0.005
 _IPC: Final = "ipc://"
-_REQUEST_PARTS: Final = 2
 
 _logger = logging.getLogger("kvlake.events")
 
 
 class _Request(NamedTuple):
-    peer: EventPeer | bytes
+    send: SendFrames
     what: bytes
 
 
@@ -63,8 +65,8 @@ class EventSockets:
     Args:
         endpoint, replay_endpoint: `ipc://PATH`, or where ZMQ binds over TCP.
         secret_key: this side's CURVE key, for TCP.
-        uids: the users who may connect to the Unix sockets.
-        broke: told of an error of its own.
+        uids: users who may connect to the Unix sockets.
+        broke: receives an error of the sockets themselves.
 
     Raises `StartError` where one cannot be bound.
     """
@@ -84,74 +86,45 @@ class EventSockets:
         self.requests_dropped = 0
         self._topic = settings.topic.encode()
         self._requests: deque[_Request] = deque()
-        self._asked = anyio.Event()
+        self._requested = anyio.Event()
         self._closed = False
-        queued, uids = settings.queue_batches, tuple(uids)
-        if endpoint.startswith(_IPC):
-            path = Path(endpoint.removeprefix(_IPC))
-            self._pub: EventPort | KeyedPort = EventPort(
-                path, b"PUB", uids, queued, EventPort.subscribe, broke
-            )
-        else:
-            self._pub = KeyedPort(
-                zmq.PUB,
-                "events.endpoint",
-                endpoint,
-                settings,
-                secret_key,
-                queued,
-                self._take,
-                broke,
-            )
+        queued = settings.queue_batches
+        self._pub = (
+            UnixPub(_path(endpoint), uids, queued, broke)
+            if endpoint.startswith(_IPC)
+            else CurveSocket("endpoint", endpoint, settings, secret_key, queued, None, broke)
+        )
         try:
-            self._replay = self._open_replay(settings, replay_endpoint, secret_key, uids, broke)
+            self._replay = (
+                UnixRouter(
+                    _path(replay_endpoint), uids, ANSWERS_QUEUED_MAX, self._asked_locally, broke
+                )
+                if replay_endpoint.startswith(_IPC)
+                else CurveSocket(
+                    "replay_endpoint",
+                    replay_endpoint,
+                    settings,
+                    secret_key,
+                    ANSWERS_QUEUED_MAX,
+                    self._asked_over_tcp,
+                    broke,
+                )
+            )
         except BaseException:
             self._pub.close()
             raise
         self.endpoint, self.replay_endpoint = self._pub.endpoint, self._replay.endpoint
 
-    def _open_replay(
-        self,
-        settings: EventsSettings,
-        endpoint: str,
-        secret_key: bytes,
-        uids: tuple[int, ...],
-        broke: Callable[[BaseException], None],
-    ) -> EventPort | KeyedPort:
-        if endpoint.startswith(_IPC):
-            path = Path(endpoint.removeprefix(_IPC))
-            return EventPort(path, b"ROUTER", uids, ANSWERS_QUEUED_MAX, self._asked_by, broke)
-        return KeyedPort(
-            zmq.ROUTER,
-            "events.replay_endpoint",
-            endpoint,
-            settings,
-            secret_key,
-            ANSWERS_QUEUED_MAX,
-            self._take,
-            broke,
-        )
-
-    def _local(self) -> dict[Path, EventPort]:
-        ports = (self._pub, self._replay)
-        return {port.path: port for port in ports if isinstance(port, EventPort)}
-
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """Files of the sockets that are not over TCP."""
-        return tuple(self._local())
-
-    def bind_again(self, path: Path) -> None:
-        """Make the socket file again after somebody removed it; connected peers notice nothing."""
-        self._local()[path].bind_again()
+    def unix_sockets(self) -> list[UnixPub | UnixRouter]:
+        """Those that have a file, which can be removed."""
+        return [one for one in (self._pub, self._replay) if isinstance(one, UnixPub | UnixRouter)]
 
     @property
     def handshakes_refused(self) -> int:
         """CURVE handshakes that failed, on either socket."""
-        ports = (self._pub, self._replay)
-        return sum(port.refused for port in ports if isinstance(port, KeyedPort))
-
-    # --- what is told now ----------------------------------------------------------------------
+        both = (self._pub, self._replay)
+        return sum(one.refused for one in both if isinstance(one, CurveSocket))
 
     def publish(self, batch: Told) -> None:
         """Give a batch to every subscriber that can take it."""
@@ -161,18 +134,23 @@ class EventSockets:
         if not self._pub.publish(frames):
             self.batches_dropped += 1
 
-    # --- what was told before ------------------------------------------------------------------
+    # --- replay and snapshots --------------------------------------------------------------
 
-    def _asked_by(self, _: EventPort, peer: EventPeer, parts: list[bytes]) -> None:
-        self._take(peer, parts)
+    def _asked_locally(self, peer: ZmtpPeer, parts: list[bytes]) -> None:
+        assert isinstance(self._replay, UnixRouter), "it calls this"
+        self._ask(partial(self._replay.send, peer), parts)
 
-    def _take(self, peer: EventPeer | bytes, parts: list[bytes]) -> None:
-        fits = len(parts) == _REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
+    def _asked_over_tcp(self, peer: bytes, parts: list[bytes]) -> None:
+        assert isinstance(self._replay, CurveSocket), "it calls this"
+        self._ask(partial(self._replay.send, peer), parts)
+
+    def _ask(self, send: SendFrames, parts: list[bytes]) -> None:
+        fits = len(parts) == REQUEST_PARTS and len(parts[1]) == SEQUENCE_BYTES
         if not fits or len(self._requests) >= REQUESTS_WAITING_MAX:
             self.requests_dropped += 1
             return
-        self._requests.append(_Request(peer, parts[1]))
-        self._asked.set()
+        self._requests.append(_Request(send, parts[1]))
+        self._requested.set()
 
     async def answer(self, stream: EventStream) -> None:
         """Answer requests until cancelled."""
@@ -184,38 +162,37 @@ class EventSockets:
                 if scope.cancelled_caught:
                     self.requests_dropped += 1
                     _logger.warning("a subscriber does not read what it asked for")
-            self._asked = anyio.Event()
-            await self._asked.wait()
+            self._requested = anyio.Event()
+            await self._requested.wait()
 
     async def _answer(self, request: _Request, stream: EventStream) -> None:
         for number, payload in _batches(request.what, stream):
-            if not await self._send(request.peer, (self._topic, number_frame(number), payload)):
+            frames = (b"", self._topic, number_frame(number), payload)
+            if not await _send_when_room(request.send, frames):
                 self.requests_dropped += 1
                 return
             await anyio.lowlevel.checkpoint()
-        if await self._send(request.peer, (b"", END_OF_REPLAY, b"")):
+        if await _send_when_room(request.send, (b"", b"", END_OF_REPLAY, b"")):
             self.requests_answered += 1
 
-    async def _send(self, peer: EventPeer | bytes, frames: tuple[bytes, bytes, bytes]) -> bool:
-        """Send one message, when there is room for it. False if who asked is gone."""
-        while True:
-            sent = self._sent(peer, (b"", *frames))
-            if sent is not Sent.FULL:
-                return sent is Sent.OK
-            await anyio.sleep(FULL_POLL_SECONDS)
-
-    def _sent(self, peer: EventPeer | bytes, frames: tuple[bytes, ...]) -> Sent:
-        if isinstance(self._replay, EventPort):
-            assert isinstance(peer, EventPeer), "it came over that port"
-            return self._replay.send(peer, frames)
-        assert isinstance(peer, bytes), "it came over that port"
-        return self._replay.send(peer, frames)
-
     def close(self) -> None:
-        """Close both; what a subscriber has not taken is lost."""
+        """Close both; what a subscriber has not taken within the linger is lost."""
         self._closed = True
         self._pub.close()
         self._replay.close()
+
+
+def _path(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix(_IPC))
+
+
+async def _send_when_room(send: SendFrames, frames: Sequence[bytes]) -> bool:
+    """Send one message as soon as its peer has room for it. False if the peer is gone."""
+    while True:
+        sent = send(frames)
+        if sent is not Sent.FULL:
+            return sent is Sent.OK
+        await anyio.sleep(FULL_POLL_SECONDS)
 
 
 def _batches(what: bytes, stream: EventStream) -> Iterator[tuple[int, bytes]]:

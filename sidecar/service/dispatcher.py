@@ -43,7 +43,7 @@ from sidecar.service.uncached import UncachedEngines
 from sidecar.sessions.gpus import Gpus
 from sidecar.sessions.namespaces import RealmLayout, Realms
 from sidecar.sessions.session import Session, Sessions
-from sidecar.transport.job_socket import Sent
+from sidecar.transport.zmtp_server import Sent
 from tiers.policy import make as make_policy
 
 if TYPE_CHECKING:

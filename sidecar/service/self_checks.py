@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -87,8 +86,8 @@ class SelfChecks:
         yield self._directory.jobs_path, self._jobs.bind_again
         events = self._dispatcher.event_sockets
         if events is not None:
-            for path in events.paths:
-                yield path, partial(events.bind_again, path)
+            for socket in events.unix_sockets:
+                yield socket.path, socket.bind_again
 
     def _listen_again(self) -> None:
         path = self._directory.attach_path

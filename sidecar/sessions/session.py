@@ -107,7 +107,7 @@ class Session:
     def event_of(self, frames: list[bytes], epoch: int) -> Event:
         """Decode and check one message. Raises `ProtocolError`; the session goes on."""
         if len(frames) != 1:
-            raise ProtocolError("malformed", f"message of {len(frames)} frames: one is expected")
+            raise ProtocolError("malformed", "message of several frames: one is expected")
         message = decode_client(frames[0])
         if message.epoch != epoch:
             raise ProtocolError(

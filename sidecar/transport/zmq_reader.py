@@ -1,66 +1,74 @@
-"""The descriptor of a ZMQ socket, on the event loop.
+"""Receiving from a ZMQ socket on the event loop.
 
-Owns knowing when a socket has something to receive. Does not own receiving it.
+Owns knowing when a socket has messages, and receiving them. Does not own the socket.
 
-Invariant: the descriptor is edge-triggered. It becomes readable once, not as long as there is
-something to receive, and sending eats the edge too. So after every drain and every send the socket
-itself is asked (EVENTS), and while it says there is more, another drain is scheduled.
+Invariant: the descriptor is edge-triggered. It becomes readable once, not as long as there are
+messages, and sending consumes the edge too. So after each wake and each send the socket itself is
+asked (EVENTS), and while it has more, another wake is scheduled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MESSAGES_PER_WAKE_MAX: Final = 64
+
 
 class ZmqReader:
-    """Calls `drain` on the loop whenever the socket may have something.
+    """Calls `received` on the loop with the parts of each message. Make it on the loop.
 
     Args:
-        drain: receives some of what is there, and need not receive all.
-        broke: told of an error of `drain`; the loop would only log it, and go on with a server
-            that is wrong.
+        broke: receives an error of `received`. None raises it to the loop, which logs it.
     """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        drain: Callable[[], None],
-        broke: Callable[[BaseException], None],
+        received: Callable[[list[bytes]], None],
+        broke: Callable[[BaseException], None] | None,
     ) -> None:
         self._socket = socket
-        self._drain = drain
+        self._received = received
         self._broke = broke
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled: asyncio.Handle | None = None
-        self._loop.add_reader(self._fd, self._ring)
-        # What arrived between bind and here has rung already.
+        self._loop.add_reader(self._fd, self._wake)
+        # The edge of what arrived since the socket was bound is over.
         self.check()
 
     def check(self) -> None:
-        """Schedule a drain if the socket holds more. To be called after every send."""
-        events = int(self._socket.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN and self._scheduled is None:
-            self._scheduled = self._loop.call_soon(self._ring)
+        """Schedule a wake if the socket has messages. Call it after each send."""
+        if self._socket.closed or self._scheduled is not None:
+            return
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled = self._loop.call_soon(self._wake)
 
     def close(self) -> None:
-        """Stop listening to it. To be called before the socket is closed."""
+        """Stop reading. Call it before the socket is closed."""
         self._loop.remove_reader(self._fd)
         if self._scheduled is not None:
             self._scheduled.cancel()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
         try:
-            self._drain()
+            for _ in range(MESSAGES_PER_WAKE_MAX):
+                try:
+                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._received(parts)
             self.check()
         except BaseException as error:
+            if self._broke is None:
+                raise
             self._broke(error)

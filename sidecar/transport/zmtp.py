@@ -1,7 +1,7 @@
 """ZMTP 3.0 with the NULL mechanism, as far as the sidecar speaks it on Unix sockets.
 
 Owns greeting, READY and framing (https://rfc.zeromq.org/spec/23). Does not own sockets
-(`job_socket.py`, `events/unix_port.py`), nor what a frame says. libzmq's own sockets keep every
+(`zmtp_server.py`), nor what a frame says. libzmq's own sockets keep every
 part of a message until the last one, whoever sends it: nothing that it can be told bounds that (ADR
 0034).
 """
@@ -24,7 +24,7 @@ _TTL_BYTES: Final = 2
 _CONTEXT_BYTES_MAX: Final = 16
 
 
-class BrokenError(Exception):
+class ZmtpError(Exception):
     """What came is not the protocol; the connection ends."""
 
 
@@ -54,15 +54,15 @@ def pong_to(command: bytes) -> bytes | None:
 
 
 def check_greeting(greeting: bytes) -> None:
-    """Raise `BrokenError` unless these 64 bytes greet in this protocol."""
+    """Raise `ZmtpError` unless these 64 bytes greet in this protocol."""
     if greeting[0] != 0xFF or greeting[10] < 3 or greeting[_MECHANISM] != _NULL:
-        raise BrokenError
+        raise ZmtpError
 
 
 def frame_at(inbox: bytearray, at: int, bytes_max: int) -> tuple[int, int, int] | None:
     """Flags, begin and end of the frame at `at`; None while it is not all there.
 
-    Raises `BrokenError` for one of more than `bytes_max`.
+    Raises `ZmtpError` for one of more than `bytes_max`.
     """
     if len(inbox) < at + 2:
         return None
@@ -72,24 +72,24 @@ def frame_at(inbox: bytearray, at: int, bytes_max: int) -> tuple[int, int, int] 
         return None
     size = int.from_bytes(inbox[at + 1 : first], "big")
     if size > bytes_max:
-        raise BrokenError
+        raise ZmtpError
     return (flags, first, first + size) if len(inbox) >= first + size else None
 
 
 def identity_in(ready: bytes) -> bytes:
-    """The routing id in a READY command. Raises `BrokenError` where it is none."""
+    """The routing id in a READY command. Raises `ZmtpError` where it is none."""
     if not ready.startswith(_READY):
-        raise BrokenError
+        raise ZmtpError
     at = len(_READY)
     while at < len(ready):
         name = ready[at + 1 : at + 1 + ready[at]]
         at += 1 + len(name)
         if len(ready) < at + 4:
-            raise BrokenError
+            raise ZmtpError
         size = int.from_bytes(ready[at : at + 4], "big")
         at += 4
         if len(ready) < at + size:
-            raise BrokenError
+            raise ZmtpError
         if name.lower() == b"identity":
             return ready[at : at + size]
         at += size

@@ -30,7 +30,8 @@ from sidecar.protocol import decode_server
 from sidecar.service.handshake import Handshakes
 from sidecar.service.store_stack import open_store
 from sidecar.transport.attach_socket import Peer
-from sidecar.transport.job_socket import JobSocket, Sent
+from sidecar.transport.job_socket import JobSocket
+from sidecar.transport.zmtp_server import Sent
 from tests import places
 from tests.simulation.clock import Hop, Violation, VirtualLoop, World
 from tests.simulation.objects import Bucket, FaultyObjects

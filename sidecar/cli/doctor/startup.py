@@ -18,12 +18,12 @@ from sidecar.cli.doctor.findings import Check, CheckResult
 from sidecar.cli.status import StatusError, StatusNotYet, fetch, url_of
 from sidecar.data.host_pool import check_host, placement_of
 from sidecar.errors import StartError
+from sidecar.events.curve_socket import bound
 from sidecar.observe import http
 from sidecar.service import runtime_dir as runtimedir
 from sidecar.service.start_secrets import events_key, http_token
 from sidecar.service.store_stack import open_store
 from sidecar.service.surroundings import shortages
-from sidecar.transport.endpoints import bound
 from tiers.errors import TierError
 from tiers.pool.lock import lock_path_of, read_owner
 from tiers.pool.numa import sample
