@@ -26,6 +26,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -38,8 +39,10 @@ from sidecar.data.host_pool import closing, map_ahead, open_pool
 from sidecar.events.sockets import EventSockets
 from sidecar.exits import Exit
 from sidecar.logs import fields
-from sidecar.observe.http import HttpServer
-from sidecar.observe.report import Reporter
+from sidecar.observe.host_contents import HostContents
+from sidecar.observe.http import Documents, HttpServer
+from sidecar.observe.metrics import render_metrics
+from sidecar.observe.status import SidecarStatus
 from sidecar.redaction import conceal
 from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
@@ -177,8 +180,8 @@ class Server:
             stack.callback(jobs.close)
             self.dispatcher.connect(jobs)
             events = self._open_events(stack)
-            self._http.report(Reporter(self.dispatcher, self._watchdog, self._http.refusals))
-            stack.callback(self._http.report, None)
+            self._http.serve(self._documents())
+            stack.callback(self._http.serve, None)
             listener = listen(self._directory.attach_path, self._directory.socket_mode)
             stack.callback(listener.close)
             async with anyio.create_task_group() as tasks:
@@ -218,6 +221,13 @@ class Server:
         if self.broken is not None:
             raise self.broken
         return ended
+
+    def _documents(self) -> Documents:
+        return Documents(
+            metrics=partial(render_metrics, self.dispatcher, self._watchdog, self._http.refusals),
+            status=SidecarStatus(self.dispatcher, self._watchdog).document,
+            host=HostContents(self.dispatcher),
+        )
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start what runs for the whole life of the sidecar, sockets apart."""

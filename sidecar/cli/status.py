@@ -1,7 +1,7 @@
 """`kvlake status`: ask a running sidecar over HTTP, show the answer to a person.
 
 Owns finding the address, the request, and the page of text. Does not own what the document says:
-that is `sidecar/observe/report.py`, and `--json` passes it through as it is.
+that is `sidecar/observe/status.py`, and `--json` passes it through as it is.
 
 Invariants: one request with a deadline; no proxy is used, since the sidecar is on this machine or
 beside it; a document of another release is shown as far as it is understood.

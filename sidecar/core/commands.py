@@ -416,7 +416,7 @@ Command = (
 class Counters:
     """What the engine counted since it started; the metrics read it. Never decreases.
 
-    What each field counts is said in `observe/metric_help.py`, in the words that Prometheus shows.
+    What each field counts is said in `observe/metric_table.py`, in the words that Prometheus shows.
     """
 
     chunks_stored: int = 0

@@ -1,20 +1,21 @@
-"""What host memory holds, by namespace and tenant and chunk by chunk, for whoever asks over HTTP.
+"""What host memory holds, by namespace, tenant and chunk: the documents of /host.
 
-Owns going through the chunks of host memory while the sidecar serves, and the documents that come
-of it. Does not own chunks (`core/directory.py`), HTTP (`http.py`), nor how it is shown
-(`cli/host_listing.py`).
+Owns the walk over the chunks of host memory while the sidecar serves. Does not own chunks
+(`core/directory.py`), HTTP (`http.py`), nor how documents are shown (`cli/host_listing.py`).
 
-Invariants: nothing is changed; the event loop goes on between two slices of `CHUNKS_PER_SLICE`, so
-what is told was so for each chunk, but not for all at one moment; one question is answered at a
-time; an answer has at most `LIMIT_MAX` chunks. Cache salts and token ids are in no answer.
+Invariants: nothing is changed; the event loop runs between two slices of `CHUNKS_PER_SLICE`, so an
+answer is true for each chunk, but not for all at one moment; one query is answered at a time; an
+answer has at most `LIMIT_MAX` chunks. Cache salts and token ids are in no answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sidecar.core.directory import SegmentState
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_SLICE: Final = 1024
 LIMIT_MAX: Final = 1000
-TENANTS_TOLD_MAX: Final = 1000
+TENANTS_LISTED_MAX: Final = 1000
 _KEY: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
 _PLACE: Final = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}:[0-9]{{9}})?$")
 _TENANT: Final = re.compile(r"^[0-9a-f]{16}$")
@@ -39,40 +40,39 @@ Document = dict[str, Any]
 
 
 class QueryError(ValueError):
-    """A question that makes no sense; the message names the field, its value and the remedy."""
+    """An invalid query. The message names the field, its value and the remedy."""
 
 
-class Wanted(NamedTuple):
-    """Which chunks are asked for: of one namespace, so many at most, behind the last ones."""
+class ChunkQuery(NamedTuple):
+    """Which chunks of one namespace: at most `limit`, behind the place `after`."""
 
     namespace: str
     key: str = ""
     after: str = ""
-    """`last` of an answer."""
+    """`last` of the previous answer."""
     tenant: str = ""
     limit: int = LIMIT_MAX
 
 
-def wanted_in(query: Mapping[str, str]) -> Wanted:
-    """The question in a query of HTTP. Raises `QueryError`."""
+def parse_query(query: Mapping[str, str]) -> ChunkQuery:
+    """The parameters of an HTTP query. Raises `QueryError`."""
     limit = query.get("limit", str(LIMIT_MAX))
     if not limit.isdecimal() or int(limit[:9]) > LIMIT_MAX:
-        raise QueryError(f"limit={limit[:32]!r}: a whole number, {LIMIT_MAX} at most")
+        raise QueryError(f"limit={limit[:32]!r}: must be a whole number, at most {LIMIT_MAX}")
     if not _KEY.match(digits := query.get("key", "")):
         raise QueryError(
-            f"key={digits[:80]!r}: keys are {2 * KEY_BYTES} hexadecimal digits; give the first of "
-            "them"
+            f"key={digits[:80]!r}: keys are {2 * KEY_BYTES} hexadecimal digits; give the first ones"
         )
     if not _PLACE.match(after := query.get("after", "")):
-        raise QueryError(f"after={after[:80]!r}: give `last` of the answer before")
+        raise QueryError(f"after={after[:80]!r}: must be `last` of the previous answer")
     given = {name: query.get(name, "") for name in ("namespace", "key", "after", "tenant")}
-    return Wanted(**given, limit=int(limit))
+    return ChunkQuery(**given, limit=int(limit))
 
 
 @dataclass(slots=True)
-class _Held:
+class _Sums:
     chunks: int = 0
-    """Those that can be loaded: all their parts are there."""
+    """Chunks that can be loaded: all their parts are in host memory."""
     parts: int = 0
     size_bytes: int = 0
 
@@ -81,74 +81,67 @@ class _Held:
         self.parts += chunk.hosted
         self.size_bytes += size_bytes
 
-    def document(self) -> Document:
-        return {"chunks": self.chunks, "parts": self.parts, "size_bytes": self.size_bytes}
-
-
-@dataclass(slots=True)
-class _Usage:
-    whole: _Held = field(default_factory=_Held)
-    tenants: dict[bytes, _Held] = field(default_factory=dict[bytes, _Held])
-
 
 class HostContents:
-    """Answers questions about one hub's host memory."""
+    """Answers queries about the host memory of one dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def usage(self, namespace: str = "") -> Document:
-        """What each namespace and tenant holds; of one namespace alone where its digits are given.
+        """What each namespace and tenant holds; only one namespace if its digits are given.
 
         Raises `QueryError`.
         """
         chosen = dict([self._namespace(namespace)]) if namespace else self._namespaces()
-        async with self._one:
-            told: list[Document] = []
-            for name, realms in chosen.items():
-                told.append(_described(name, realms) | await self._usage_of(realms))
+        async with self._lock:
+            found = [
+                _describe(name, realms) | await self._usage_of(realms)
+                for name, realms in chosen.items()
+            ]
         unclaimed = self._dispatcher.engine.snapshot().unclaimed_bytes
-        return {"namespaces": told, "unclaimed_bytes": unclaimed}
+        return {"namespaces": found, "unclaimed_bytes": unclaimed}
 
     async def _usage_of(self, realms: list[RealmLayout]) -> Document:
-        usage = _Usage()
+        total = _Sums()
+        tenants: defaultdict[bytes, _Sums] = defaultdict(_Sums)
         async for chunk in self._chunks(realms):
             size_bytes = self._size_bytes(chunk)
-            usage.whole.add(chunk, size_bytes)
-            usage.tenants.setdefault(chunk.tenant, _Held()).add(chunk, size_bytes)
-        largest = sorted(usage.tenants.items(), key=lambda one: -one[1].size_bytes)
+            total.add(chunk, size_bytes)
+            tenants[chunk.tenant].add(chunk, size_bytes)
+        largest = sorted(tenants.items(), key=lambda one: -one[1].size_bytes)
         return {
-            **usage.whole.document(),
+            **dataclasses.asdict(total),
             "tenants": [
-                {"tenant": self._tenant_name(tenant), **held.document()}
-                for tenant, held in largest[:TENANTS_TOLD_MAX]
+                {"tenant": self._tenant_name(tenant), **dataclasses.asdict(sums)}
+                for tenant, sums in largest[:TENANTS_LISTED_MAX]
             ],
-            "tenants_left_out": max(0, len(largest) - TENANTS_TOLD_MAX),
+            "tenants_left_out": max(0, len(largest) - TENANTS_LISTED_MAX),
         }
 
-    async def chunks(self, wanted: Wanted) -> Document:
-        """The first chunks that are wanted, sorted by key. Raises `QueryError`."""
-        name, realms = self._namespace(wanted.namespace)
-        tenant = self._tenant(wanted.tenant)
+    async def chunks(self, query: ChunkQuery) -> Document:
+        """The first chunks that match, sorted by key. Raises `QueryError`."""
+        name, realms = self._namespace(query.namespace)
+        tenant = self._tenant(query.tenant)
         found: list[tuple[str, Chunk]] = []
         more = False
-        async with self._one:
+        async with self._lock:
             async for chunk in self._chunks(realms):
-                # Two ways of cutting a model may each have a chunk of one key.
+                # Two realms of a namespace may each have a chunk with this key.
                 place = f"{chunk.key.hex()}:{chunk.realm.realm_id:09d}"
-                if place <= wanted.after or not place.startswith(wanted.key):
+                if place <= query.after or not place.startswith(query.key):
                     continue
                 if tenant is not None and chunk.tenant != tenant:
                     continue
                 found.append((place, chunk))
                 if len(found) >= 2 * LIMIT_MAX:
-                    found, more = _first(found, wanted.limit), True
-        kept = _first(found, wanted.limit)
-        # Those that went since they were found are left out; there may be none for that alone.
+                    found, more = _first(found, query.limit), True
+        kept = _first(found, query.limit)
+        # Chunks that were evicted since are left out, so the list may be empty.
         chunks = [self._chunk(chunk) for _, chunk in kept if _held(chunk)]
         return {
-            **_described(name, realms),
+            **_describe(name, realms),
             "chunks": chunks,
             "last": kept[-1][0] if kept else "",
             "more": more or len(found) > len(kept),
@@ -233,8 +226,8 @@ def _first(found: list[tuple[str, Chunk]], limit: int) -> list[tuple[str, Chunk]
     return sorted(found, key=lambda one: one[0])[:limit]
 
 
-def _described(name: str, realms: list[RealmLayout]) -> Document:
-    """What a namespace is, in the words of `kvlake du`."""
+def _describe(name: str, realms: list[RealmLayout]) -> Document:
+    """A namespace, as `kvlake du` shows it."""
     about: Document = json.loads(realms[0].namespace)
     served_as = next((realm.model for realm in realms if realm.model), "")
     return {

@@ -1,25 +1,23 @@
 """HTTP: /metrics, /healthz, /readyz, /status, /host. Read-only; on loopback, or with a token.
 
-Owns the listening TCP socket, its connections and their limits, the routes, and who may ask. Does
-not own what they say (`report.py`, `service/watchdog.py`, `host_contents.py`).
+Owns the listening TCP socket, its connections and their limits, the routes, and authorization. Does
+not own the documents (`metrics.py`, `status.py`, `host_contents.py`, `service/watchdog.py`).
 
-Served by aiohttp's `AppRunner` on the sidecar's own loop. Chosen over uvicorn with starlette,
-which runs under anyio but replaces the process's signal handlers while it serves and ends the
-process when it cannot bind; aiohttp does neither when asked, says which port it was given, and is
-there already wherever s3fs is. Its connection tasks are its own and are ended by `stop`, which
-the server's task group waits for.
+Served by aiohttp's `AppRunner` on the sidecar's own loop. Rejected: uvicorn with starlette, which
+replaces the process's signal handlers while it serves and ends the process when it cannot bind.
+Connection tasks belong to aiohttp and are ended by `stop`.
 
 Invariants:
 
-* /healthz answers as long as the loop turns; /readyz is 200 exactly while engines can attach and
-  be served, and says in its body what is wrong; nothing here changes anything.
-* With a token, whoever does not give it learns from /healthz and /readyz only which is which: codes
-  but no reasons, since probes of an orchestrator have no token and reasons name places.
+* /healthz answers as long as the loop turns. /readyz is 200 exactly while engines can attach and
+  be served, and its body says what is wrong. Nothing here changes anything.
+* With a token configured, /healthz and /readyz answer requests without it by codes only, without
+  reasons: probes of an orchestrator have no token, and reasons name paths.
 * A connection lasts `CONNECTION_SECONDS_MAX` at most, and a request has `HEADER_SECONDS_MAX` to
-  arrive. There are never more than `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address: a
-  client that sends its request byte by byte cannot use up descriptors.
-* A new connection is let in all the same: the one that has been idle longest (its request not
-  complete, or answered) is ended for it. So clients that only hold connections keep no probe out.
+  arrive. There are at most `CONNECTIONS_MAX`, and `PEER_CONNECTIONS_MAX` of one address: a client
+  that sends its request byte by byte cannot use up descriptors.
+* Beyond these limits a new connection replaces the one that has been idle longest (its request is
+  incomplete, or answered). Clients that only hold connections therefore keep no probe out.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ import errno
 import hmac
 import json
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from aiohttp import web
 
 from sidecar.errors import StartError
-from sidecar.observe.host_contents import QueryError, wanted_in
-from sidecar.observe.metrics import HttpRefusals
+from sidecar.observe.host_contents import QueryError, parse_query
 from sidecar.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sidecar.observe.report import Reporter
+    from sidecar.observe.host_contents import HostContents
     from sidecar.service.watchdog import Watchdog
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,22 +52,39 @@ CONNECTIONS_MAX: Final = 64
 CONNECTION_SECONDS_MAX: Final = 30.0
 PEER_CONNECTIONS_MAX: Final = 48
 ACCEPTED_TOGETHER_MAX: Final = 8
-"""In one turn of the loop. Far fewer than a peer may have: a request that comes right behind its
-connection is read before that connection is the one that has been idle longest."""
+"""In one iteration of the loop. Far fewer than a peer may have: a request that follows its
+connection at once is read before that connection is the one that has been idle longest."""
 QUEUED_MAX: Final = 128
-"""Connections that the kernel keeps until they are accepted; whom it drops tries again a second
-later."""
+"""Connections that the kernel keeps until they are accepted."""
 HEADER_SECONDS_MAX: Final = 5.0
 SWEEP_SECONDS: Final = 1.0
 KEEPALIVE_SECONDS_MAX: Final = 15.0
 LINGER_SECONDS_MAX: Final = 1.0
 
 
-class _Connection(asyncio.Protocol):
-    """Forwards to aiohttp's handler, and is in the server's list from its making until it is lost.
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What the routes answer with. Each call reads the state of that moment."""
 
-    aiohttp's own list has a connection only from its first turn of the loop on and says nothing
-    when one ends; a limit that counts by it turns away who asks many times a second.
+    metrics: Callable[[], bytes]
+    status: Callable[[], dict[str, object]]
+    host: HostContents
+
+
+@dataclass(slots=True)
+class HttpRefusals:
+    """What the HTTP server refused since the start."""
+
+    connections: int = 0
+    requests: int = 0
+    """Requests without the token."""
+
+
+class _Connection(asyncio.Protocol):
+    """Forwards to aiohttp's handler, and is in the server's list until the connection is lost.
+
+    aiohttp's own list gets a connection one iteration of the loop later and does not say when it
+    ends: a limit based on it would refuse clients that ask many times a second.
     """
 
     def __init__(self, handler: web.RequestHandler, server: HttpServer, begun: float) -> None:
@@ -79,10 +94,10 @@ class _Connection(asyncio.Protocol):
         self.begun = begun
         self.peer = ""
         self.answering = False
-        """Whether a complete request of it is being answered."""
+        """Whether a complete request is being answered."""
         self.idle_since = begun
         self.asking_since: float | None = begun
-        """Since when a request has been due that is not complete; None: none has begun."""
+        """Since when an incomplete request is arriving; None: none has begun."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.peer = str(transport.get_extra_info("peername", ("",))[0])
@@ -94,7 +109,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.leave(self._handler)
-        # Not of one that was turned away, which the handler never heard of.
+        # The handler never saw a refused connection.
         if self._handler.transport is not None:
             self._handler.connection_lost(exc)
 
@@ -113,17 +128,16 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
     def cut(self) -> None:
-        """End it at once, whatever is still to be sent: a client may never read that."""
+        """Close at once, without sending the rest: the client may never read it."""
         self._server.leave(self._handler)
         if self._transport is not None:
             self._transport.abort()
 
 
 class HttpServer:
-    """The server; `url` is known once it is started.
+    """The server. It starts first, so that probes are answered while the rest starts.
 
-    It starts first of all, so that /healthz and /readyz answer while the rest is made ready; what
-    there is to tell is given to it later (`report`).
+    The other routes answer once `serve` gave it their documents. `url` is known after `start`.
     """
 
     def __init__(self, host: str, port: int, watchdog: Watchdog, *, token: str = "") -> None:
@@ -131,7 +145,7 @@ class HttpServer:
         self._port = port
         self._watchdog = watchdog
         self._token = token.encode()
-        self._reporter: Reporter | None = None
+        self._documents: Documents | None = None
         self._servers: list[asyncio.Server] = []
         self._url = ""
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
@@ -160,7 +174,7 @@ class HttpServer:
         )
 
     async def start(self) -> None:
-        """Bind and serve. Raises `StartError` where the address cannot be had."""
+        """Bind and serve. Raises `StartError` if the address cannot be bound."""
         sockets = listen_on(self._host, self._port)
         host, port = sockets[0].getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
@@ -170,7 +184,7 @@ class HttpServer:
             self._servers.append(
                 await loop.create_server(self._protocol, sock=one, backlog=ACCEPTED_TOGETHER_MAX)
             )
-            # asyncio takes one number for what it accepts in a turn and what the kernel queues.
+            # asyncio has one number for both what it accepts at once and what the kernel queues.
             one.listen(QUEUED_MAX)
         self._sweep()
 
@@ -179,9 +193,9 @@ class HttpServer:
         """Where it answers."""
         return self._url
 
-    def report(self, reporter: Reporter | None) -> None:
-        """Answer from this reporter; None: there is nothing to tell (yet, or any more)."""
-        self._reporter = reporter
+    def serve(self, documents: Documents | None) -> None:
+        """Answer with these documents; None: the sidecar starts or has stopped."""
+        self._documents = documents
 
     async def stop(self) -> None:
         """Close the socket and every connection."""
@@ -199,7 +213,7 @@ class HttpServer:
         return _Connection(server(), self, asyncio.get_running_loop().time())
 
     def enter(self, handler: asyncio.BaseProtocol, connection: _Connection) -> bool:
-        """List a connection; False where it is turned away."""
+        """List a connection; False if it is refused."""
         same = [one for one in self._connections.values() if one.peer == connection.peer]
         room = self._make_room(same, PEER_CONNECTIONS_MAX)
         if room and self._make_room(list(self._connections.values()), CONNECTIONS_MAX):
@@ -209,7 +223,7 @@ class HttpServer:
         return False
 
     def _make_room(self, among: list[_Connection], connections_max: int) -> bool:
-        """End the one that has been idle longest where there are too many; False if none is."""
+        """Close the longest idle one if there are too many; False if none is idle."""
         if len(among) < connections_max:
             return True
         idle = [one for one in among if not one.answering]
@@ -220,7 +234,7 @@ class HttpServer:
         return True
 
     def leave(self, handler: asyncio.BaseProtocol) -> None:
-        """A connection has ended."""
+        """Remove a connection from the list."""
         self._connections.pop(handler, None)
 
     @web.middleware
@@ -240,7 +254,7 @@ class HttpServer:
             connection.idle_since = asyncio.get_running_loop().time()
 
     def _sweep(self) -> None:
-        """End the connections whose time is over."""
+        """Close the connections that exceed their time."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in list(self._connections.values()):
@@ -255,12 +269,12 @@ class HttpServer:
         if not self._token:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # In constant time: how long it takes must not say how much of it is right.
+        # In constant time: the duration must not reveal how much of the token is right.
         same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
         return same and scheme.lower() == "bearer"
 
     def _guarded(
-        self, answer: Callable[[Reporter, web.Request], Awaitable[web.Response]]
+        self, answer: Callable[[Documents, web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self._authorized(request):
@@ -270,46 +284,39 @@ class HttpServer:
                     text="this address needs the token of http.token: Authorization: Bearer ...\n",
                     headers={"WWW-Authenticate": 'Bearer realm="kvlake"'},
                 )
-            if self._reporter is None:
+            if self._documents is None:
                 return _json(self._watchdog.readiness()[1], status=503)
-            return await answer(self._reporter, request)
+            try:
+                return await answer(self._documents, request)
+            except QueryError as error:
+                return web.Response(status=400, text=f"{error}\n")
 
         return handler
 
-    async def _metrics(self, reporter: Reporter, request: web.Request) -> web.Response:
-        del request  # the same for everybody, as below
-        body = redacted(reporter.metrics().decode()).encode()
+    async def _metrics(self, documents: Documents, _: web.Request) -> web.Response:
+        body = redacted(documents.metrics().decode()).encode()
         return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
-    async def _status(self, reporter: Reporter, request: web.Request) -> web.Response:
-        del request
-        return _json(reporter.status())
+    async def _status(self, documents: Documents, _: web.Request) -> web.Response:
+        return _json(documents.status())
 
-    async def _host_usage(self, reporter: Reporter, request: web.Request) -> web.Response:
-        try:
-            found = await reporter.host.usage(request.query.get("namespace", ""))
-        except QueryError as error:
-            return _misunderstood(error)
-        return _json(found, indent=None)
+    async def _host_usage(self, documents: Documents, request: web.Request) -> web.Response:
+        usage = await documents.host.usage(request.query.get("namespace", ""))
+        return _json(usage, indent=None)
 
-    async def _host_chunks(self, reporter: Reporter, request: web.Request) -> web.Response:
-        try:
-            found = await reporter.host.chunks(wanted_in(request.query))
-        except QueryError as error:
-            return _misunderstood(error)
-        return _json(found, indent=None)
+    async def _host_chunks(self, documents: Documents, request: web.Request) -> web.Response:
+        return _json(await documents.host.chunks(parse_query(request.query)), indent=None)
 
-    async def _health(self, request: web.Request) -> web.StreamResponse:
-        del request  # the same for everybody
+    async def _health(self, _: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")
 
     async def _readiness(self, request: web.Request) -> web.StreamResponse:
-        told = self._watchdog.readiness(reasons=self._authorized(request))
-        return _json(told[1], status=200 if told[0] else 503)
+        ready, document = self._watchdog.readiness(reasons=self._authorized(request))
+        return _json(document, status=200 if ready else 503)
 
 
 def listen_on(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets, one for each address that a host has. Raises `StartError`."""
+    """Listening sockets, one for each address of a host. Raises `StartError`."""
     listening: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -324,9 +331,9 @@ def listen_on(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for one in listening:
             one.close()
-        remedy = "choose another http.port, or 0 for any that is free"
+        remedy = "choose another http.port, or 0 for any free port"
         if error.errno == errno.EACCES:
-            remedy = "only root may take ports below 1024: choose another http.port"
+            remedy = "only root may bind ports below 1024: choose another http.port"
         elif error.errno != errno.EADDRINUSE:
             remedy = "http.host must be an address of this machine, such as 127.0.0.1"
         raise StartError(
@@ -335,11 +342,7 @@ def listen_on(host: str, port: int) -> list[socket.socket]:
     return listening
 
 
-def _misunderstood(error: QueryError) -> web.Response:
-    return web.Response(status=400, text=f"{error}\n")
-
-
 def _json(document: object, *, status: int = 200, indent: int | None = 2) -> web.Response:
-    # A long one comes without indents, which take ten times as long.
+    # Long documents come without indents: these take ten times as long.
     text = redacted(json.dumps(document, indent=indent)) + "\n"
     return web.Response(text=text, status=status, content_type="application/json")

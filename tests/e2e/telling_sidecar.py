@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from sidecar import cli
 from sidecar.events.records import MEDIUM_CPU, MEDIUM_STORAGE, name_of
-from sidecar.observe.report import Reporter
+from sidecar.observe.status import SidecarStatus
 
 if TYPE_CHECKING:
     from sidecar.service.dispatcher import Dispatcher
@@ -32,12 +32,12 @@ def directory_of(dispatcher: Dispatcher) -> dict[str, list[tuple[int | None, str
 
 def main() -> int:
     """Be `kvlake`."""
-    status = Reporter.status
+    document = SidecarStatus.document
 
-    def told(self: Reporter) -> dict[str, object]:
-        return {**status(self), "directory": directory_of(self._dispatcher)}
+    def told(self: SidecarStatus) -> dict[str, object]:
+        return {**document(self), "directory": directory_of(self._dispatcher)}
 
-    with patch.object(Reporter, "status", told):
+    with patch.object(SidecarStatus, "document", told):
         return cli.main(sys.argv[1:])
 
 

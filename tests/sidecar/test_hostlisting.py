@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sidecar.cli import main
-from sidecar.observe.host_contents import QueryError, wanted_in
+from sidecar.observe.host_contents import QueryError, parse_query
 from sidecar.protocol import Outcome, StoreJob, tenant_id
 from tests import places
 from tests.sidecar.client import (
@@ -219,4 +219,4 @@ def test_the_token_is_asked_for(short_directory: Path, kvlake: Command, tmp_path
 )
 def test_a_query_outside_its_bounds(query: dict[str, str], field: str) -> None:
     with pytest.raises(QueryError, match=f"^{field}="):
-        wanted_in(query)
+        parse_query(query)

@@ -380,7 +380,7 @@ def test_one_address_leaves_room_for_others(
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (errno.EACCES, "only root may take ports below 1024"),
+        (errno.EACCES, "only root may bind ports below 1024"),
         (errno.EADDRINUSE, "choose another http.port, or 0"),
         (errno.EADDRNOTAVAIL, "http.host must be an address of this machine"),
     ],

@@ -24,7 +24,7 @@ import pytest
 from sidecar.app import ServerInfo, serve
 from sidecar.data.copies import Copies
 from sidecar.errors import StartError
-from sidecar.observe.report import Reporter
+from sidecar.observe.host_contents import HostContents
 from sidecar.protocol import Outcome
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import PROBLEMS, Phase, Problem, Watchdog
@@ -245,12 +245,12 @@ def test_a_loop_that_stood_still_is_unready_until_it_turns(
     places.patch(monkeypatch, "Watchdog.problems", note)
 
     # Whatever holds the loop: here, an answer that takes its time.
-    def slowly(_: Reporter) -> dict[str, object]:
-        time.sleep(1.5)
+    async def slowly(*_: object) -> dict[str, object]:
+        time.sleep(1.5)  # noqa: ASYNC251 (this is the fault)
         return {}
 
-    monkeypatch.setattr(Reporter, "status", slowly)
-    sidecar.get("/status")
+    monkeypatch.setattr(HostContents, "usage", slowly)
+    sidecar.get("/host")
     wait_for(lambda: bool(seen))
     assert max(seen) > 0.2
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Bytes per second of the last minute: what counts, and that memory does not grow."""
+"""The status document: rates of the last minute, and that memory does not grow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sidecar.core.commands import Counters
-from sidecar.observe.rates import SAMPLE_SECONDS, WINDOW_SECONDS, Rates
+from sidecar.observe.status import SAMPLE_SECONDS, WINDOW_SECONDS, Rates
 
 
 class World:
@@ -23,7 +23,7 @@ class World:
             for way, amount in num_bytes.items():
                 counted = getattr(self.counters, f"bytes_{way}")
                 setattr(self.counters, f"bytes_{way}", counted + amount // 2)
-            self.rates.note()
+            self.rates.sample()
 
     def document(self) -> dict[str, Any]:
         return self.rates.document()

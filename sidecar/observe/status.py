@@ -1,0 +1,311 @@
+"""The document of /status, which `kvlake status` shows.
+
+Owns the names of its fields, and the rates of the last minute. Does not own metrics
+(`metrics.py`), the contents of host memory (`host_contents.py`), nor what is counted: that lives
+with what counts it, and is read when somebody asks.
+
+Invariants: reading changes nothing and costs no more than the number of sessions, realms and slot
+classes; memory is fixed, however long the sidecar runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sidecar.observe.metrics import held_in_store, version
+from sidecar.protocol import PROTOCOL_VERSION
+from sidecar.sessions.model_names import model_name
+from tiers.store.middleware.billing import monthly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.core.commands import Counters
+    from sidecar.core.parts import EngineSnapshot
+    from sidecar.service.dispatcher import Dispatcher
+    from sidecar.service.watchdog import Watchdog
+    from sidecar.sessions.namespaces import RealmLayout
+    from tiers.store.middleware.metering import Metered
+
+SAMPLE_SECONDS: Final = 5.0
+WINDOW_SECONDS: Final = 60.0
+_DIRECTIONS: Final = ("stored", "loaded", "written", "read")
+_LOADS_MISSED: Final = ("dropped_full", "missing", "corrupt", "failed", "revoked", "expired")
+
+Document = dict[str, Any]
+
+
+class _Sample(NamedTuple):
+    taken_at: float
+    num_bytes: tuple[int, ...]
+
+
+class Rates:
+    """Bytes per second in each direction, over `WINDOW_SECONDS` and at most one sample more.
+
+    Args:
+        counters: of the engine.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._samples = deque([self._now()], maxlen=1 + round(WINDOW_SECONDS / SAMPLE_SECONDS))
+
+    def sample(self) -> None:
+        """Take a sample if the last one is `SAMPLE_SECONDS` old."""
+        if self._clock() - self._samples[-1].taken_at >= SAMPLE_SECONDS:
+            self._samples.append(self._now())
+
+    def document(self) -> Document:
+        """Bytes per second in each direction, and the seconds over which they were counted."""
+        now, since = self._now(), self._samples[0]
+        seconds = max(now.taken_at - since.taken_at, 1e-3)
+        per_second = {
+            direction: round((after - before) / seconds, 3)
+            for direction, before, after in zip(
+                _DIRECTIONS, since.num_bytes, now.num_bytes, strict=True
+            )
+        }
+        return {"seconds": round(seconds, 3), "bytes_per_second": per_second}
+
+    def _now(self) -> _Sample:
+        num_bytes = (getattr(self._counters, f"bytes_{direction}") for direction in _DIRECTIONS)
+        return _Sample(self._clock(), tuple(num_bytes))
+
+
+class SidecarStatus:
+    """Makes the document; its seconds count from when this object was made."""
+
+    def __init__(self, dispatcher: Dispatcher, watchdog: Watchdog) -> None:
+        self._dispatcher = dispatcher
+        self._watchdog = watchdog
+        self._started = time.monotonic()
+        self._rates = Rates(dispatcher.engine.counters)
+        watchdog.each_beat(self._rates.sample)
+
+    def document(self) -> Document:
+        """The status as of now."""
+        dispatcher = self._dispatcher
+        now = dispatcher.engine.snapshot()
+        ready, readiness = self._watchdog.readiness()
+        counters = dataclasses.asdict(dispatcher.engine.counters)
+        bounds = dispatcher.engine.bounds
+        return {
+            "version": version(),
+            "protocol_version": PROTOCOL_VERSION,
+            "name": dispatcher.config.runtime.name,
+            "pid": os.getpid(),
+            "epoch": dispatcher.epoch,
+            "last_stop_objects_lost": dispatcher.lost_before,
+            "uptime_seconds": _seconds_since(self._started),
+            "ready": ready,
+            "state": readiness["state"],
+            "problems": readiness["problems"],
+            "tiers": {"host": _host_tier(dispatcher, now), "store": self._store_tier(now)},
+            "hits": {
+                "chunks_loaded": counters["chunks_loaded"],
+                "bytes_loaded": counters["bytes_loaded"],
+                "loads_served": counters["loads_served"],
+                "loads_missed": sum(counters[f"loads_{how}"] for how in _LOADS_MISSED),
+                "lookups": counters["lookups"],
+                "lookups_expired": counters["lookups_expired"],
+                "chunks_read": counters["chunks_read"],
+            },
+            "counters": counters,
+            "rates": self._rates.document(),
+            "pending": dataclasses.asdict(now.pending),
+            "leases": now.leases,
+            "lookups": now.lookups,
+            "tasks": len(asyncio.all_tasks()),
+            "sockets": _pick(
+                dispatcher.socket_stats,
+                "sessions_opened",
+                "connections_cut",
+                "attaches_expired",
+                "frames_received",
+                "replies_dropped",
+                "frames_refused",
+                "attaches_refused",
+            ),
+            "realms": [
+                _realm(dispatcher.realms[one.realm_id])
+                | _pick(one, "sessions", "chunks_in_host", "chunks_in_store")
+                for one in now.realms
+            ],
+            "index": {
+                "size_bytes": dispatcher.index_bytes,
+                "realms": len(dispatcher.realms),
+                "realms_max": dispatcher.realms.realms_max,
+                "realms_forgotten": dispatcher.realms.forgotten,
+            },
+            "waiting": {
+                name: {
+                    "used": share.used,
+                    "limit": share.limit,
+                    "largest_session": max(share.by_session.values(), default=0),
+                }
+                for name, share in bounds.shares.items()
+            },
+            "refused": {f"{what}/{why}": count for (what, why), count in bounds.refused.items()},
+            "tenants": _tenants(dispatcher, now),
+            "events": _event_stream(dispatcher),
+            "sessions": _sessions(dispatcher),
+            "uncached": [
+                _pick(one, "engine_id", "pid", "uid", "reason", "message")
+                | {"seconds": _seconds_since(one.since)}
+                for one in dispatcher.uncached.all()
+            ],
+        }
+
+    def _store_tier(self, now: EngineSnapshot) -> Document | None:
+        dispatcher = self._dispatcher
+        store, watch, settings = dispatcher.store, dispatcher.watch, dispatcher.config.store
+        if store is None or watch is None or settings is None:
+            return None
+        return {
+            "url": store.url,
+            "write": settings.write,
+            "read": settings.read,
+            "state": watch.health.state,
+            "reason": watch.health.reason,
+            "reads": dispatcher.engine.breakers["read"].state,
+            "writes": dispatcher.engine.breakers["write"].state,
+            "write_queue_bytes": now.write_queue_bytes,
+            "chunks": now.chunks_in_store,
+            "listings": watch.listings,
+            "catalog": _catalog(dispatcher),
+            "collection": _collection(dispatcher),
+            "requests": {} if store.billed is None else dict(store.billed.requests),
+            "request_bytes": {} if store.billed is None else dict(store.billed.num_bytes),
+            "monthly_bill": self._bill(store),
+            "retries": store.retried(),
+            "verbs": {
+                verb: dataclasses.asdict(counts) for verb, counts in store.snapshot().items()
+            },
+        }
+
+    def _bill(self, store: Metered) -> Document | None:
+        """An estimate; None without prices in the configuration."""
+        catalogs, settings = self._dispatcher.catalogs, self._dispatcher.config.store
+        if store.billed is None or catalogs is None or settings is None or settings.prices is None:
+            return None
+        items = monthly(
+            settings.prices.table(),
+            store.billed,
+            stored_bytes=catalogs.stored.size_bytes,
+            seconds=time.monotonic() - self._started,
+        )
+        return {"currency": settings.prices.currency, **items}
+
+
+def _pick(source: object, *names: str) -> Document:
+    """Some attributes of an object, by name."""
+    return {name: getattr(source, name) for name in names}
+
+
+def _seconds_since(moment: float) -> float:
+    return round(time.monotonic() - moment, 3)
+
+
+def _host_tier(dispatcher: Dispatcher, now: EngineSnapshot) -> Document:
+    stats, pool = dispatcher.pool.stats(), dispatcher.pool
+    return {
+        "policy": dispatcher.config.host.policy,
+        **_pick(stats, "size_bytes", "used_bytes", "slab_bytes"),
+        "unclaimed_bytes": now.unclaimed_bytes,
+        "slots_unclaimed": now.slots_unclaimed,
+        "chunks": now.chunks_in_host,
+        "numa": pool.placement.describe(pool.memory),
+        "classes": [dataclasses.asdict(one) for one in stats.classes],
+    }
+
+
+def _catalog(dispatcher: Dispatcher) -> Document:
+    catalogs, watch = dispatcher.catalogs, dispatcher.watch
+    assert catalogs is not None, "a store was opened"
+    assert watch is not None, "a store was opened"
+    return {
+        **dataclasses.asdict(catalogs.counts),
+        **_pick(catalogs, "files_written", "rows_waiting", "rows_lost"),
+        **_pick(watch.reconciler, "sweeps", "found"),
+        "compacts": watch.health.creates,
+    }
+
+
+def _collection(dispatcher: Dispatcher) -> Document:
+    collector = dispatcher.collector
+    assert collector is not None, "a store was opened"
+    return {
+        "state": collector.state,
+        **dataclasses.asdict(collector.collected),
+        "withdrawn_by": dict(collector.withdrawn_by),
+    }
+
+
+def _realm(realm: RealmLayout) -> Document:
+    namespace = json.loads(realm.namespace)
+    return {
+        "realm_id": realm.realm_id,
+        "model": model_name(namespace, realm.model),
+        "namespace": namespace,
+        "namespace_digest": realm.namespace_digest.hex(),
+        **_pick(realm, "topology", "world_size", "block_tokens", "blocks_per_chunk"),
+        "ranks_known": sorted(realm.ranks),
+    }
+
+
+def _tenants(dispatcher: Dispatcher, now: EngineSnapshot) -> list[Document]:
+    held = held_in_store(dispatcher)
+    found: list[Document] = []
+    for one in now.tenants:
+        tenant = dataclasses.asdict(one)
+        tenant |= tenant.pop("counters")
+        usage = held[one.name]
+        found.append(tenant | {"store_bytes": usage.size_bytes, "store_objects": usage.objects})
+    return found
+
+
+def _event_stream(dispatcher: Dispatcher) -> Document | None:
+    stream, sockets = dispatcher.events, dispatcher.event_sockets
+    if stream is None or sockets is None:
+        return None
+    return {
+        "endpoint": sockets.endpoint,
+        "replay_endpoint": sockets.replay_endpoint,
+        "next_number": stream.history.next_number,
+        "events_told": stream.events_told,
+        "batches_kept": len(stream.history),
+        **_pick(
+            sockets,
+            "batches_dropped",
+            "requests_answered",
+            "requests_dropped",
+            "handshakes_refused",
+        ),
+        "engines": [
+            {"owner": feed.blocks.owner, "blocks": len(feed.blocks), "gaps": feed.gaps}
+            for feed in stream.engines.values()
+        ],
+    }
+
+
+def _sessions(dispatcher: Dispatcher) -> list[Document]:
+    return [
+        {
+            "session_id": session.session_id,
+            "role": str(session.attach.role),
+            **_pick(session.attach, "engine_id", "rank", "world_size"),
+            "realm_id": session.realm.realm_id,
+            "pid": session.connection.peer.pid,
+            "attached_seconds": _seconds_since(session.opened),
+        }
+        for session in dispatcher.sessions.all()
+    ]
