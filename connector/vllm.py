@@ -73,7 +73,7 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector of kvlake; its options: docs/how-to/operations.md."""
+    """vLLM's KV connector of kvlake; its options: docs/reference/engine-options.md."""
 
     def __init__(
         self,

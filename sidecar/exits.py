@@ -3,7 +3,7 @@
 Invariants:
 
 * A number, once released, keeps its meaning; service managers and scripts decide by it whether a
-  restart can help. The table for operators is in docs/how-to/operations.md.
+  restart can help. The table for operators is in docs/reference/cli.md.
 * A process that `leave` was called in ends with its code, whatever threads were left behind.
 """
 

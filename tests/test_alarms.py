@@ -33,7 +33,7 @@ from tests.sidecar.client import (
 )
 
 RULES: Final = places.ROOT / "deploy" / "prometheus" / "kvlake.rules.yaml"
-PAGE: Final = "operations.md"
+PAGE: Final = "alarms.md"
 TARGET: Final = {"job": "kvlake-nodes", "instance": "n1:9400"}
 """What Prometheus adds to each series of a sidecar."""
 ENGINE: Final = {"job": "vllm", "instance": "n1:8000", "model_name": "m", "engine": "0"}
@@ -389,6 +389,6 @@ def test_each_alarm_has_a_place_in_the_runbook() -> None:
 
 
 def test_the_docs_explain_every_problem() -> None:
-    text = places.page(PAGE).read_text()
+    text = places.page("monitor.md").read_text()
     for code in PROBLEMS:
         assert f"`{code}`" in text, code

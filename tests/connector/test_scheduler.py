@@ -65,7 +65,7 @@ class TestReset:
 
     @pytest.mark.promise("reset")
     def test_with_stores_under_way(self, engine: Engine) -> None:
-        """As `docs/how-to/operations.md` has it: vLLM raises before it comes to the connector."""
+        """As the page on weights says: vLLM raises before it comes to the connector."""
         request = engine.add(request_of("a", PROMPT, max_tokens=60))
         engine.step()
         generation = engine.role.requests.generation

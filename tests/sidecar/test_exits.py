@@ -261,6 +261,6 @@ def test_threads_of_an_executor_that_hang_are_left(
 
 
 def test_the_docs_have_every_code() -> None:
-    table = places.page("operations.md").read_text()
+    table = places.page("cli.md").read_text()
     rows = {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert rows == {int(code) for code in Exit}
