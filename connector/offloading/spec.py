@@ -132,7 +132,7 @@ class NoCopies(OffloadingWorker):
 
 
 class KVLakeOffloadingSpec(TieringOffloadingSpec):
-    """The host tier of vLLM with kvlake below it; its settings are in docs/how-to/vllm-offloading.md."""
+    """The host tier of vLLM with kvlake below it (docs/how-to/vllm-offloading.md)."""
 
     _manager: OffloadingManager | None
 

@@ -84,7 +84,7 @@ def engine(folder: Path, model: str, sidecar: SidecarProcess) -> Iterator[Engine
 
 
 def test_vllms_metrics_tell_of_a_hit(engine: EngineProcess) -> None:
-    """By the names in `docs/how-to/vllm-offloading.md`: tokens, chunks and bytes of the same hit."""
+    """By the names in docs/how-to/vllm-offloading.md: tokens, chunks and bytes of one hit."""
 
     def tokens() -> list[float]:
         return [
