@@ -35,21 +35,28 @@ from connector.export import (
     export,
     fault_told,
 )
+from connector.identity.adapters import LoadedAdapters
 from connector.identity.fingerprint import adapter_settings
 from connector.identity.groups import CachedGroup
-from connector.identity.loaded_adapters import LoadedAdapters
 from connector.identity.mamba import states_of
 from connector.identity.namespace import digest_of
 from connector.identity.parallelism import this_place
 from connector.identity.profile import EngineGroup, EngineProfile
-from connector.identity.weight_updates import WeightChanges, unwatch, watch_engine
 from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.metrics import KVLakePromMetrics, KVLakeStats
-from connector.multi_connector import asked_by_several, outer_transfer, recomputes
 from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
 from connector.plan import StepPlan, StepReport
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
+from connector.vllm_workarounds import (
+    WeightChanges,
+    called_by_multi_connector,
+    multi_connector_transfer,
+    recomputes_failed_loads,
+    unwatch_weights,
+    watch_adapter_loads,
+    watch_engine_weights,
+)
 from connector.worker import SleepMode, TransferResults, WorkerRole
 from sidecar.protocol import Attach, Memory, Role
 
@@ -94,7 +101,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = LoadedAdapters()
         self._weights = WeightChanges()
         if role == KVConnectorRole.WORKER and vllm_config.lora_config is not None:
-            self._adapters.watch()
+            watch_adapter_loads(self._adapters)
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             complain_of_unknown(extra, CONNECTOR_OPTIONS)
@@ -117,8 +124,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
         transfer = vllm_config.kv_transfer_config
-        outer = outer_transfer()
-        reads = transfer.is_kv_consumer and recomputes(transfer, outer)
+        outer = multi_connector_transfer()
+        reads = transfer.is_kv_consumer and recomputes_failed_loads(transfer, outer)
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
@@ -160,7 +167,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             speculation=engine.speculation,
             num_blocks=engine.num_blocks,
         )
-        watch_engine(role)
+        watch_engine_weights(role)
         return role
 
     @property
@@ -177,7 +184,8 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         from vllm.platforms import current_platform
 
-        return "BLHNC" if current_platform.is_cuda() and not asked_by_several() else None
+        alone = current_platform.is_cuda() and not called_by_multi_connector()
+        return "BLHNC" if alone else None
 
     # --- worker --------------------------------------------------------------------------------
 
@@ -449,9 +457,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Detach; vLLM does not always call this, so the sidecar relies on end of file."""
-        unwatch(self._weights)
+        unwatch_weights(self._weights)
         if self._scheduler is not None:
-            unwatch(self._scheduler)
+            unwatch_weights(self._scheduler)
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()

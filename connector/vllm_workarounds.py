@@ -1,23 +1,100 @@
-"""Blocks that vLLM's own prefix cache names though nobody computed them.
+"""Defects of vLLM that kvlake works around: one entry each, and the code for most of them.
 
-vLLM names a request's blocks when it schedules it, before they are computed. Where it then takes
-the request out of the same step again, to make room for one with a higher priority, the names stay:
-the next request that begins the same takes what is in those blocks for its KV, and so would whoever
-stores it. Here they lose their names, at the end of that step and so before anybody asks.
+An entry says what vLLM does, what is done about it, which of the supported releases (0.31 to 0.33)
+have the defect, and which promise or test shows that the workaround holds. Engines that are
+declined for a defect are listed in `identity/eligibility.py` instead.
 
-Owns how far each request has got. Does not own vLLM's blocks.
+Frames of callers are searched, and blocks lose their hashes, only where otherwise an ordinary
+engine would serve wrong KV, fail requests or not start. Knows vLLM and nothing of the cache.
+
+vLLM: A request that is preempted in the step that scheduled it leaves hashes of blocks that it
+    never computed in the prefix cache. With priority scheduling, other requests hit them.
+Here: `UncomputedBlocks` evicts them at the end of that step.
+In: 0.31 to 0.33. Shown by: withdrawn-blocks
+
+vLLM: `MultiConnector` does not show its children its `kv_load_failure_policy`. With "fail", a chunk
+    that is evicted between lookup and load fails the request.
+Here: `multi_connector_transfer` reads it from the frame of the constructor that makes the child,
+    and `recomputes_failed_loads` turns loads off.
+In: 0.31 to 0.33. Shown by: test_nothing_is_loaded_where_that_would_fail_requests
+
+vLLM: `MultiConnector` refuses to start if its children require different KV cache layouts, and a
+    child cannot tell that it is one.
+Here: `called_by_multi_connector` searches the callers. If it finds one, no layout is required.
+In: 0.31 to 0.33. Shown by: test_beside_other_connectors_no_layout_is_required
+
+vLLM: A worker reads the files of a LoRA adapter whenever the adapter is needed and not in memory,
+    and reports it to nobody.
+Here: `watch_adapter_loads` wraps the one method that all loads pass.
+In: 0.31 to 0.33. Shown by: adapters
+
+vLLM: Weights are replaced by calls through the engine core, or of a worker extension, which no
+    connector is notified of. The prefix cache is not reset.
+Here: `watch_engine_weights` and `WeightChanges` wrap these calls. The model is taken from the frame
+    of the runner that registers its KV caches. Writes to parameters without a call go unnoticed.
+In: 0.31 to 0.33. Shown by: weights-replaced, offloading-weights
+
+The others are of vLLM's own offloading. Their code is in `offloading/workarounds.py`, which needs
+interfaces of vLLM that engines with `KVLakeConnector` do not import.
+
+vLLM: When a request with streaming input continues, its blocks are listed a second time behind the
+    first ones. What is stored from then on is KV of other tokens.
+Here: `OffloadedRequests.excluded`: of a request that is scheduled as new twice, nothing is stored.
+In: 0.31, 0.32. Shown by: streaming-input
+
+vLLM: The engine ends if a request that a reset preempted is loaded in the same step.
+Here: `OffloadedRequests.must_wait` postpones the lookup by a step.
+In: 0.31, 0.32. Shown by: offloading-reset
+
+vLLM: After a reset, KV that running requests computed from what was reset is stored.
+Here: `OffloadedRequests.reset` excludes the requests that may have KV.
+In: 0.31 to 0.33. Shown by: offloading-reset
+
+vLLM: To make room for a chunk from a lower tier, the host tier evicts a chunk that it has just
+    found for the same request. It is then carried again and again, or its load ends the engine.
+Here: `guard_tiers` touches each chunk at its first hit.
+In: 0.31 to 0.33. Shown by: offloading-long-prompt
+
+vLLM: The file of the host tier in /dev/shm outlives an engine that is killed.
+Here: `disown_region` and `unlink_region` remove its name once all workers have mapped it.
+In: 0.31 to 0.33. Shown by: test_no_file_outlives_the_start
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import sys
+import weakref
+from functools import wraps
+from inspect import currentframe
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from types import FrameType
+
+logger = logging.getLogger("vllm.kvlake")
+
+_Found = TypeVar("_Found")
+_wrappers: Final = weakref.WeakSet[Any]()
+"""Functions of ours in vLLM's place."""
 
 
-class Withdrawn:
-    """The requests that vLLM schedules, and how many tokens of each were scheduled for good."""
+def _search_callers(find: Callable[[FrameType], _Found | None]) -> _Found | None:
+    """The first thing that `find` returns of the frames below; the nearest caller comes first."""
+    frame = currentframe()
+    while frame is not None:
+        if (found := find(frame)) is not None:
+            return found
+        frame = frame.f_back
+    return None
+
+
+# --- blocks that were hashed and not computed --------------------------------------------------
+
+
+class UncomputedBlocks:
+    """How far each request was scheduled, and which cached blocks lie behind that."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Any] = {}
@@ -39,36 +116,36 @@ class Withdrawn:
         block_pool: Any,
         num_groups: int,
     ) -> int:
-        """Take in a step; how many blocks lost their names.
+        """Evict what preempted requests did not compute; returns how many blocks that were.
 
         Args:
             scheduled: request id to the number of tokens that it computes in this step.
-            preempted: ids of requests that vLLM took the blocks of, some after it scheduled them.
+            preempted: ids of requests that lost their blocks, some after they were scheduled.
             block_pool: vLLM's, or None where it is not known yet.
             num_groups: KV cache groups.
         """
-        unnamed = 0
+        evicted = 0
         for request_id in preempted:
             reached = self._reached.pop(request_id, None)
             if reached is not None and block_pool is not None:
                 request = self._requests[request_id]
-                unnamed += _unname(block_pool, request, reached, num_groups)
+                evicted += _evict_from(block_pool, request, reached, num_groups)
         for request_id, num_tokens in scheduled.items():
             request = self._requests.get(request_id)
             if request is not None:
-                # Of drafts that may be rejected vLLM names no block.
+                # vLLM hashes no block of drafts that may be rejected.
                 computed = request.num_computed_tokens + num_tokens
                 self._reached[request_id] = min(computed, request.num_tokens)
-        return unnamed
+        return evicted
 
 
-def _unname(block_pool: Any, request: Any, reached: int, num_groups: int) -> int:
-    """Have no block be known by what a request has beyond `reached` tokens.
+def _evict_from(block_pool: Any, request: Any, num_tokens: int, num_groups: int) -> int:
+    """Evict all blocks with hashes of a request beyond `num_tokens`; returns how many.
 
-    Of two blocks of one name one may be right; which, nobody knows.
+    Of two blocks with one hash one may be right; which is not known.
     """
-    unnamed = 0
-    for block_hash in request.block_hashes[reached // block_pool.hash_block_size :]:
+    evicted = 0
+    for block_hash in request.block_hashes[num_tokens // block_pool.hash_block_size :]:
         for group in range(num_groups):
             seen = set[int]()
             while found := block_pool.get_cached_block(block_hash, [group]):
@@ -77,5 +154,217 @@ def _unname(block_pool: Any, request: Any, reached: int, num_groups: int) -> int
                     break
                 seen.add(block_id)
                 block_pool.evict_blocks({block_id})
-            unnamed += len(seen)
-    return unnamed
+            evicted += len(seen)
+    return evicted
+
+
+# --- MultiConnector ----------------------------------------------------------------------------
+
+
+def multi_connector_transfer() -> Any | None:
+    """`kv_transfer_config` of the `MultiConnector` whose constructor is running; None without one.
+
+    To be called while its child is made.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    def of_constructor(frame: FrameType) -> Any | None:
+        config = frame.f_locals.get("vllm_config")
+        made = isinstance(frame.f_locals.get("self"), MultiConnector)
+        return config.kv_transfer_config if made and config is not None else None
+
+    return _search_callers(of_constructor)
+
+
+def called_by_multi_connector() -> bool:
+    """Whether a class method is being called by one of `MultiConnector`, for its children."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    def is_multi(frame: FrameType) -> bool | None:
+        owner = frame.f_locals.get("cls")
+        return (isinstance(owner, type) and issubclass(owner, MultiConnector)) or None
+
+    return bool(_search_callers(is_multi))
+
+
+def recomputes_failed_loads(transfer: Any, outer: Any | None) -> bool:
+    """Whether vLLM computes what could not be loaded. A lone connector is set to do so.
+
+    `transfer` is the connector's `kv_transfer_config`, `outer` that of its `MultiConnector`.
+    """
+    if outer is None:
+        if transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads this after it made the connector.
+            logger.info("kvlake: kv_load_failure_policy is set to 'recompute'")
+            transfer.kv_load_failure_policy = "recompute"
+        return True
+    if outer.kv_load_failure_policy == "recompute":
+        return True
+    logger.warning(
+        "kvlake: chunks are stored but not loaded, because kv_load_failure_policy=%r of the "
+        "MultiConnector would fail a request whose chunk is evicted while it is loaded; set "
+        '"kv_load_failure_policy": "recompute" on the MultiConnector itself',
+        outer.kv_load_failure_policy,
+    )
+    return False
+
+
+# --- LoRA adapters -----------------------------------------------------------------------------
+
+
+class AdapterLoadListener(Protocol):
+    """Is told of each adapter that this process loads."""
+
+    def begin(self, lora: Any) -> Any:
+        """VLLM is about to read an adapter; what is returned comes back with `note`."""
+
+    def note(self, lora: Any, before: Any) -> None:
+        """VLLM has read it."""
+
+
+_adapter_listeners: Final = weakref.WeakSet[Any]()
+
+
+def watch_adapter_loads(listener: AdapterLoadListener) -> None:
+    """Tell a listener what vLLM loads in this process from now on."""
+    # Not at import: vLLM imports the connector in processes that have no adapters.
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    _adapter_listeners.add(listener)
+    manager: Any = WorkerLoRAManager
+    load = manager._load_adapter  # noqa: SLF001 (the one method that all loads pass)
+    if load in _wrappers:
+        return
+
+    @wraps(load)
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        loading = [(one, one.begin(lora_request)) for one in _adapter_listeners]
+        adapter = load(self, lora_request)
+        for one, before in loading:
+            one.note(lora_request, before)
+        return adapter
+
+    _wrappers.add(load_adapter)
+    manager._load_adapter = load_adapter  # noqa: SLF001 (see above)
+
+
+# --- weights that are replaced at run time -----------------------------------------------------
+
+WEIGHT_CALLS: Final = (
+    "reload_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reset_weights",
+)
+"""Methods of vLLM's worker that replace weights, in the releases that have them."""
+
+
+class WeightListener(Protocol):
+    """Is told of replaced weights."""
+
+    def weights_changed(self) -> None:
+        """Weights are about to be replaced, or were."""
+
+
+_engine_listeners: Final = weakref.WeakSet[Any]()
+_worker_listeners: Final = weakref.WeakSet[Any]()
+
+
+class WeightChanges:
+    """Changes of one worker's weights, and whether the scheduler knows of them.
+
+    Each plan says how many changes the scheduler knew of when it was made. Plans and the engine
+    core's calls reach a worker in the order in which they were made. So if the plan after a change
+    says no more than the last one before it, the scheduler did not notice the change.
+    """
+
+    def __init__(self) -> None:
+        self._known = 0
+        """Changes that the scheduler knew of with the last plan."""
+        self._changed = self._reported = False
+
+    def watch(self) -> None:
+        """Notice calls in this process, and those to the model of the runner that calls this."""
+        _worker_listeners.add(self)
+        # A process that has not imported it runs none.
+        if module := sys.modules.get("vllm.v1.worker.gpu_worker"):
+            for name in WEIGHT_CALLS:
+                _wrap(module.Worker, name, _worker_listeners)
+        runner = _search_callers(_runner_of)
+        if runner is None:
+            return
+        _wrap(runner, "reload_weights", _worker_listeners)
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        for model in (runner.get_model(), getattr(drafter, "model", None)):
+            if model is not None:
+                _wrap(model, "load_weights", _worker_listeners)
+
+    def weights_changed(self) -> None:
+        """Weights of this worker are about to be replaced, or were."""
+        self._changed, self._reported = True, False
+
+    def unknown_to(self, known: int) -> bool:
+        """Whether a plan was made without knowing of a change, by how many were known to it."""
+        self._changed = self._changed and known == self._known
+        self._known = known
+        return self._changed
+
+    def take(self) -> bool:
+        """Whether a change is to be reported to the scheduler; once for each change."""
+        reported, self._reported = self._reported, self._changed
+        return self._changed and not reported
+
+
+def watch_engine_weights(listener: WeightListener) -> None:
+    """Tell a listener of calls to the engine core of this process that replace weights."""
+    _engine_listeners.add(listener)
+    # A process that has not imported it runs none.
+    if module := sys.modules.get("vllm.v1.engine.core"):
+        core = module.EngineCore
+        _wrap(core, "set_weight_version", _engine_listeners)
+        _wrap(core, "collective_rpc", _engine_listeners, _replaces_weights)
+
+
+def unwatch_weights(listener: WeightListener) -> None:
+    """Tell a listener no more; may be repeated."""
+    _engine_listeners.discard(listener)
+    _worker_listeners.discard(listener)
+
+
+def _replaces_weights(_core: Any, method: Any, *_args: Any, **_kwargs: Any) -> bool:
+    return method in WEIGHT_CALLS
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    listeners: weakref.WeakSet[Any],
+    applies: Callable[..., bool] = lambda *_, **__: True,
+) -> None:
+    """Tell listeners before a call, and after it however it ended: it may have changed a part."""
+    call = getattr(owner, name, None)
+    if call is None or call in _wrappers:
+        return
+
+    @wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        told = list(listeners) if applies(*args, **kwargs) else []
+        for one in told:
+            one.weights_changed()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for one in told:
+                one.weights_changed()
+
+    _wrappers.add(wrapped)
+    setattr(owner, name, wrapped)
+
+
+def _runner_of(frame: FrameType) -> Any | None:
+    """The model runner that registers its KV caches now, which no connector is shown."""
+    caller = frame.f_locals.get("self")
+    is_runner = hasattr(caller, "get_model") and hasattr(caller, "reload_weights")
+    return caller if is_runner else None

@@ -26,7 +26,7 @@ LONGER: Final = {
     "tiers/store/fsspec_client.py": 515,
 }
 """Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"connector": 19, "sidecar/core": 22, "tiers/catalog": 21}
+WIDER: Final = {"connector": 18, "sidecar/core": 22, "tiers/catalog": 21}
 """Folders with more modules than they should have, and how many until then."""
 
 

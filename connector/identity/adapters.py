@@ -1,15 +1,15 @@
-"""LoRA adapters as the scheduler role knows them: what tells one from others, and which are cached.
+"""LoRA adapters: which files a request's adapter has, and which files the workers loaded.
 
-An adapter is what its files hold. The scheduler reads them when the first request comes, and vLLM's
-workers read them at other times: before that request (`add_lora`), or again, once an adapter had to
-make room for others. So two things are checked. Before each request the files must be those that
-were read, and what the workers say that they loaded (`loaded_adapters.py`) must be the same.
+An adapter is what its files hold. The scheduler reads them when the first request arrives. Workers
+read them at other times: before that request (`add_lora`), or again after vLLM dropped the adapter
+for others (`max_cpu_loras`). So two things are checked: before each load the files must be those
+that the request's keys were made of, and the workers must report that they loaded the same.
 
-Owns which numbers of vLLM's are cached. Does not own requests: it says which are void.
+`Adapters` is the scheduler's side, `LoadedAdapters` a worker's. Neither owns requests.
 
-Invariants: nothing is loaded for a request before all ranks said that they have its adapter. Where
-files changed under a number, nothing of that number is cached any more, for vLLM goes on from its
-own KV of before.
+Invariants: nothing is loaded for a request before all ranks reported its adapter. If files change
+under a `lora_int_id`, nothing of that number is cached any more, because vLLM continues from its
+own KV of the old files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvlake")
 
 REMEDY: Final = "give other weights another path and another lora_int_id, or load them in place"
+UNKNOWN: Final = "unknown"
+"""Of files that changed while vLLM read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,17 @@ NO_ADAPTER: Final = Adapter()
 
 
 def files_identity(digest: str, lora: Any) -> str:
-    """What was loaded: the files, and how vLLM was told to read them."""
+    """The files, and how vLLM is told to read them."""
     return digest + ",3d" * bool(lora.is_3d_lora_weight)
 
 
 class Adapters:
-    """Which adapters there are, by vLLM's numbers for them.
+    """The adapters of an engine, by `lora_int_id`.
 
     Args:
-        settings: how adapters are applied, where that is not as always.
-        world_size: ranks that say what they loaded.
-        void: makes requests of a number void, but for those that have these files.
+        settings: how adapters are applied, if not in the default way.
+        world_size: ranks that report what they loaded.
+        void: makes requests of a number void, except those that have these files.
     """
 
     def __init__(self, settings: str, world_size: int, void: Callable[[int, str], None]) -> None:
@@ -63,10 +65,10 @@ class Adapters:
         self._refused: set[tuple[str, str, int]] = set()
         self._stopped: set[int] = set()
         self._expected: dict[int, str] = {}
-        """Of each number, the files that its next request is computed with."""
+        """The files that the next request of each number is computed with."""
         self._expected_ever: dict[int, set[str]] = {}
         self._loaded: dict[int, str] = {}
-        """Of each number, what all ranks loaded last."""
+        """What all ranks loaded last for each number."""
         self._loaded_in_place: dict[int, str] = {}
 
     def of(self, lora: Any) -> Adapter | None:
@@ -85,8 +87,8 @@ class Adapters:
             return None
         expected = self._expected.setdefault(number, files)
         if expected != files and not (lora.load_inplace or self._replaced(number, files)):
-            # vLLM goes on with what it has, unless it gave that up for others.
-            self._refuse(lora, f"lora_int_id {number} was another's before")
+            # vLLM keeps using what it has, unless it dropped that for others.
+            self._refuse(lora, f"lora_int_id {number} was another adapter's before")
             return None
         self._expected[number] = files
         self._expected_ever.setdefault(number, set()).add(files)
@@ -106,16 +108,16 @@ class Adapters:
             return False
 
     def confirmed(self, number: int, files: str) -> bool:
-        """Whether all ranks said that they loaded these files for this number, and no others."""
+        """Whether all ranks reported these files, and no others, for this number."""
         return not number or self._loaded.get(number) == files
 
     def loaded(self, reports: Mapping[tuple[int, str, bool], int]) -> None:
-        """Take in what ranks loaded: number, files, whether in place; and on how many ranks."""
+        """Take in what ranks loaded: (number, files, whether in place), and on how many ranks."""
         for number in {number for number, _, _ in reports}:
             found = {key[1:]: ranks for key, ranks in reports.items() if key[0] == number}
             (files, in_place), ranks = next(iter(found.items()))
             if len(found) > 1 or ranks != self._world_size:
-                # What the KV of one rank goes with is not what that of another does.
+                # The KV of one rank belongs to other files than that of another.
                 files, in_place = "", False
             self._loaded[number] = files
             if in_place:
@@ -129,7 +131,7 @@ class Adapters:
                 self._void(number, files)
 
     def _files(self, lora: Any) -> str | None:
-        """The files of an adapter as they are now; None where that ended its caching."""
+        """The files of an adapter as they are now; None if that ended its caching."""
         place = (lora.lora_name, lora.lora_path, int(lora.lora_int_id))
         known = self._read.get(place)
         if known is not None and same_adapter(known):
@@ -138,18 +140,14 @@ class Adapters:
             raise WeightsUnknown("its tensors are streamed from elsewhere")
         found = self._read[place] = read_adapter(lora.lora_path)
         files = files_identity(found.digest, lora)
-        if (
-            known is None
-            or known.digest == found.digest
-            or lora.load_inplace
-            or self._replaced(place[2], files)
-        ):
+        unchanged = known is None or known.digest == found.digest
+        if unchanged or lora.load_inplace or self._replaced(place[2], files):
             return files
         self._stop(place[2], f"files of adapter {lora.lora_name} in {lora.lora_path} were changed")
         return None
 
     def _replaced(self, number: int, files: str) -> bool:
-        """Whether these files came in place of others, and are what is loaded."""
+        """Whether these files were loaded in place of others, and are what is loaded."""
         return self._loaded.get(number) == self._loaded_in_place.get(number) == files
 
     def _stop(self, number: int, reason: str) -> None:
@@ -164,3 +162,51 @@ class Adapters:
         if place not in self._refused:
             self._refused.add(place)
             logger.warning("kvlake: adapter %s is not cached: %s", lora.lora_name, reason)
+
+
+class LoadedAdapters:
+    """The adapters that one worker loaded, by `lora_int_id`. Listens to `watch_adapter_loads`."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, AdapterFiles] = {}
+        self._loaded: dict[int, str] = {}
+        self._unreported: dict[tuple[int, str, bool], int] = {}
+        self._mixed: set[int] = set()
+        """Numbers that had other files before, without `load_inplace`."""
+
+    def begin(self, lora: Any) -> AdapterFiles | None:
+        """The files of an adapter before vLLM reads them; None if they cannot be told."""
+        path = str(lora.lora_path)
+        try:
+            known = self._read.get(path)
+            if known is None or not same_adapter(known):
+                known = self._read[path] = read_adapter(path)
+        except (WeightsUnknown, OSError):
+            return None
+        return known
+
+    def note(self, lora: Any, before: AdapterFiles | None) -> None:
+        """Take in that vLLM has read an adapter; `before` is from `begin`."""
+        number = int(lora.lora_int_id)
+        after = self.begin(lora)
+        files = UNKNOWN
+        if before is not None and after is not None and before.digest == after.digest:
+            files = files_identity(after.digest, lora)
+        known = self._loaded.get(number)
+        if known == files != UNKNOWN:
+            return
+        if known is not None and not lora.load_inplace:
+            self._mixed.add(number)
+        self._loaded[number] = files
+        others = {key: ranks for key, ranks in self._unreported.items() if key[0] != number}
+        reported = UNKNOWN if number in self._mixed else files
+        self._unreported = others | {(number, reported, lora.load_inplace): 1}
+
+    def holds(self, number: int, files: str) -> bool:
+        """Whether this worker computes with these files; always true without an adapter."""
+        return not number or (number not in self._mixed and self._loaded.get(number) == files)
+
+    def take(self) -> dict[tuple[int, str, bool], int]:
+        """What was loaded since the last call: (number, files, whether in place), on this rank."""
+        unreported, self._unreported = self._unreported, {}
+        return unreported

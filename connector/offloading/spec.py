@@ -52,11 +52,11 @@ from connector.identity.eligibility import (
 )
 from connector.identity.namespace import offloading_identity
 from connector.identity.speculative import speculation_of, speculation_unsupported_reason
-from connector.identity.weight_updates import watch_engine
 from connector.identity.weights import WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
-from connector.offloading.workarounds import guard
+from connector.offloading.workarounds import disown_region, guard_tiers, unlink_region
 from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
+from connector.vllm_workarounds import watch_engine_weights
 from sidecar.protocol import Role, sockets_of
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 "cpu_bytes_to_use of host memory all the same; start it without the connector",
                 refusal,
             )
-            self._unlink_region()
+            unlink_region(self.config.engine_id)
             return NoTiers()
         if refusal:
             logger.warning(
@@ -183,11 +183,11 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
                 **note.get("events", {}),
             }
         manager = super().get_manager()
-        requests = guard(manager, preempted_are_new=preempted_are_new)
+        requests = guard_tiers(manager, preempted_are_new=preempted_are_new)
         # Of changes that go round the engine core nothing is heard: a worker here tells none.
-        watch_engine(requests)
-        self._unlink_region()
-        _disown(self._scheduler_mmap)
+        watch_engine_weights(requests)
+        unlink_region(self.config.engine_id)
+        disown_region(self._scheduler_mmap)
         return manager
 
     def _decline(self, manager: OffloadingManager, reason: Reason, refusal: str) -> None:
@@ -197,11 +197,6 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         declining = Declining(sockets, Role.SCHEDULER, engine_id, reason, refusal)
         # vLLM ends neither, and forgets the spec at once.
         weakref.finalize(manager, declining.close)
-
-    def _unlink_region(self) -> None:
-        # All workers have it mapped by now: so it ends with them, however they end.
-        with contextlib.suppress(FileNotFoundError):
-            region_path(self.config.engine_id).unlink()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker, which is vLLM's, or ours on the CPU platform."""
@@ -224,7 +219,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             return NoCopies()
         if not current_platform.is_cpu():
             worker: Any = super().get_worker(kv_caches)
-            _disown(getattr(worker, "_mmap_region", None))
+            disown_region(getattr(worker, "_mmap_region", None))
             return worker
         canonical = self.config.canonical_layout
         if canonical:
@@ -236,7 +231,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        _disown(region)
+        disown_region(region)
         return HostCopyWorker(
             kv_caches,
             region,
@@ -290,17 +285,6 @@ def layer_specs_of(vllm_config: Any) -> list[Any]:
     kind: Any = AttentionLayerBase
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, kind)
     return [layer.get_kv_cache_spec(vllm_config) for layer in layers.values()]
-
-
-def region_path(engine_id: str) -> Path:
-    """Where vLLM makes the memory of its host tier."""
-    return _SHARED_MEMORY / f"vllm_offload_{engine_id}.mmap"
-
-
-def _disown(region: Any) -> None:
-    """Have nobody but the scheduler remove the region's name, which it does at the start."""
-    if region is not None:
-        region._creator = False  # noqa: SLF001 (vLLM has no other word for it)
 
 
 def note_path(engine_id: str) -> Path:

@@ -33,7 +33,7 @@ from connector.identity.namespace import served_as
 from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
-from connector.offloading.workarounds import GuardedRequests
+from connector.offloading.workarounds import OffloadedRequests
 from connector.options import seconds_of
 from connector.request_params import OF_THE_CONNECTOR, RequestParams, RequestParamsReader
 from connector.tier_events import TierEvents
@@ -196,7 +196,7 @@ class KVLakeTier(SecondaryTierManager):
         self._clock = time.monotonic
         self._request_params = RequestParamsReader(cannot=OF_THE_CONNECTOR)
         self._requests: dict[str, _Request] = {}
-        self._told = GuardedRequests(preempted_are_new=preempted_are_new)
+        self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
         self._jobs: dict[int, _Job] = {}
         self._reads: dict[int, _Read] = {}
         self._tiers = TierEvents()
@@ -252,7 +252,7 @@ class KVLakeTier(SecondaryTierManager):
         """Note what the request wants of us."""
         request_params = self._request_params.wishes_of(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
-        self._told.began(req_context.req_id)
+        self._offloaded.added(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -410,13 +410,13 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Send what this step asked for."""
-        self._told.step(context)
+        self._offloaded.step(context)
         session = self.client.session
         for request_id in (*context.new_req_ids, *context.preempted_req_ids):
             if (request := self._requests.get(request_id)) is not None:
                 request.carried.clear()
         for request_id, request in self._requests.items():
-            if self._told.left_out(request_id):
+            if self._offloaded.excluded(request_id):
                 request.void = True
             if not request.wanted:
                 continue
@@ -433,7 +433,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Give back what was read for it."""
-        self._told.ended(req_context.req_id)
+        self._offloaded.finished(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         session = self.client.session
         if request is None or session is None:
@@ -456,7 +456,7 @@ class KVLakeTier(SecondaryTierManager):
         self.events.forget()
         self._reads.clear()
         for request_id, request in self._requests.items():
-            request.void |= bool(request.places) or self._told.has_kv(request_id)
+            request.void |= bool(request.places) or self._offloaded.has_kv(request_id)
             request.wanted.clear()
 
     # --- the rest ------------------------------------------------------------------------------

@@ -1,33 +1,15 @@
-"""What vLLM's offloading is kept from, so that nobody is served the KV of others by it.
+"""Code for the defects of vLLM's own offloading; `vllm_workarounds.py` lists them.
 
-Up to vLLM 0.32, its scheduler's half
-
-* notes the blocks of a request whose input streams in, when it goes on with the next input, once
-  more behind those that it had: from then on what it stores of one place is the KV of another. Nor
-  does it forget the name of a block of which vLLM drops the last token then;
-* ends the engine where a request that a reset of vLLM's cache preempted is loaded within the same
-  step.
-
-In any release
-
-* once it was reset itself it stores what is still running anew: what was computed with what it had
-  to forget, and blocks of a sliding window that are somebody else's by then;
-* it makes room for what comes from another tier while it looks on, and may take what it has just
-  found for the same request: that is then missing in turn, and so on, a step for each, or ends the
-  engine where it is loaded all the same;
-* it goes on with what it has of the old weights where an engine's weights are replaced.
-
-A manager of tiers is shown no requests. But it hears which are scheduled as new, as one that goes
-on is, and which are preempted: before anything of that step is stored, and with vLLM 0.33, which
-notes each block once, after it.
-
-Owns what is known of requests from what a manager is told. Does not own tiers.
+Owns what a manager of tiers learns of requests, and the name of the host tier's file. Does not own
+tiers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LoadStoreSpec, LookupResult, PrepareStoreOutput
@@ -41,170 +23,176 @@ logger = logging.getLogger("vllm.kvlake")
 
 
 @dataclass(slots=True)
-class _Request:
-    """What a manager was told of a request."""
-
+class _OffloadedRequest:
     scheduled: bool = False
-    loads: bool = False
+    loading: bool = False
     preempted: bool = False
-    runs: bool = False
-    """It was scheduled, and no preemption was told since."""
-    found: bool = False
-    """It was looked up in the step that is not over yet."""
-    too_early: bool = False
-    """And that was put off."""
-    left_out: bool = False
-    found_keys: set[OffloadKey] = field(default_factory=set)
+    running: bool = False
+    """It was scheduled, and no preemption was reported since."""
+    looked_up: bool = False
+    """In the step that is not over yet."""
+    put_off: bool = False
+    """And that lookup was put off."""
+    excluded: bool = False
+    hits: set[OffloadKey] = field(default_factory=set)
     """In vLLM's host tier, since it was last preempted."""
 
 
-class GuardedRequests:
-    """The requests of an engine that vLLM's offloading has.
+class OffloadedRequests:
+    """Requests of vLLM's offloading, as a manager of tiers learns of them.
+
+    A manager is shown no requests, but it is told which are scheduled as new, as one that continues
+    is too, and which are preempted, before anything of that step is stored. (vLLM 0.33 notes each
+    block once, after it.) All methods ignore requests that were not added.
 
     Args:
-        preempted_are_new: what was preempted is scheduled as new again, as vLLM's second model
-            runner has it. Where that is not known, such a request is left out like one that goes
-            on: the two look alike.
+        preempted_are_new: a preempted request is scheduled as new again, as vLLM's second model
+            runner does. Otherwise it looks like one that continues, and is excluded too.
     """
 
     def __init__(self, *, preempted_are_new: bool = False) -> None:
         self._preempted_are_new = preempted_are_new
-        self._requests: dict[str, _Request] = {}
-        self._weights_changed = self._change_told = False
-        """Weights were replaced, and since then nothing was reset."""
+        self._requests: dict[str, _OffloadedRequest] = {}
+        self._weights_changed = self._warned = False
+        """Weights were replaced, and nothing was reset since."""
 
-    def began(self, request_id: str) -> None:
+    def added(self, request_id: str) -> None:
         """Take a request in."""
-        self._requests[request_id] = _Request()
+        self._requests[request_id] = _OffloadedRequest()
 
-    def ended(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
 
-    def left_out(self, request_id: str) -> bool:
-        """Whether nothing of it may be stored or found any more."""
-        request = self._requests.get(request_id)
-        return self._weights_changed or (request is not None and request.left_out)
+    def _known(self, request_id: str) -> _OffloadedRequest:
+        return self._requests.get(request_id) or _OffloadedRequest()
+
+    def excluded(self, request_id: str) -> bool:
+        """Whether none of its chunks may be stored or found any more."""
+        return self._weights_changed or self._known(request_id).excluded
 
     def step(self, context: ScheduleEndContext) -> None:
         """Take in what vLLM scheduled and preempted."""
         for known in self._requests.values():
-            # Of one that was preempted nothing may be told when it is scheduled again: it may have
-            # been, in this step, whether it was looked up or there was nothing to look up. If not,
-            # it is held up for one step.
-            again = known.preempted and (known.found or not self._preempted_are_new)
-            known.runs = not known.too_early and (known.runs or again)
-            known.found = known.too_early = False
+            # A preempted request may have been scheduled again in this step without a word, whether
+            # it was looked up or there was nothing to look up. If not, it waits for one step.
+            again = known.preempted and (known.looked_up or not self._preempted_are_new)
+            known.running = not known.put_off and (known.running or again)
+            known.looked_up = known.put_off = False
         for request_id in context.preempted_req_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                request.runs = request.loads = False
-                request.preempted = True
-                request.found_keys.clear()
-                request.scheduled = request.scheduled and not self._preempted_are_new
+            request = self._known(request_id)
+            request.running = request.loading = False
+            request.preempted = True
+            request.hits.clear()
+            request.scheduled = request.scheduled and not self._preempted_are_new
         for request_id in context.new_req_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                request.left_out = request.left_out or request.scheduled
-                request.scheduled = request.runs = True
+            request = self._known(request_id)
+            request.excluded = request.excluded or request.scheduled
+            request.scheduled = request.running = True
 
-    def too_early(self, request_id: str) -> bool:
-        """Whether it is looked up before its preemption was told of."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        request.found = True
-        request.too_early = request.runs
-        return request.runs
+    def must_wait(self, request_id: str) -> bool:
+        """Whether a request is looked up before its preemption is reported."""
+        request = self._known(request_id)
+        request.looked_up = True
+        request.put_off = request.running
+        return request.running
 
-    def first_found(self, request_id: str, key: OffloadKey) -> bool:
-        """Whether this was not found for it before. In each step would be too often."""
+    def is_first_hit(self, request_id: str, key: OffloadKey) -> bool:
+        """Whether this chunk was not found for it before."""
         request = self._requests.get(request_id)
-        if request is None or key in request.found_keys:
+        if request is None or key in request.hits:
             return False
-        request.found_keys.add(key)
+        request.hits.add(key)
         return True
 
-    def loads(self, request_id: str) -> None:
+    def loading(self, request_id: str) -> None:
         """What was found for it is being loaded."""
-        if (request := self._requests.get(request_id)) is not None:
-            request.loads = True
+        self._known(request_id).loading = True
 
     def has_kv(self, request_id: str) -> bool:
         """Whether it may have KV by now: it was scheduled, or is being loaded."""
-        request = self._requests.get(request_id)
-        return request is not None and (request.scheduled or request.loads)
+        request = self._known(request_id)
+        return request.scheduled or request.loading
 
     def reset(self) -> None:
-        """Leave out what goes on with KV from before. What only waits has none."""
+        """Exclude requests with KV from before the reset. Those that wait have none."""
         for request_id, request in self._requests.items():
-            request.left_out = request.left_out or self.has_kv(request_id)
+            request.excluded = request.excluded or self.has_kv(request_id)
         self._weights_changed = False
 
     def weights_changed(self) -> None:
-        """Weights are about to be replaced, or were. Leave out everything until the next reset.
-
-        What a request begins with is not known here: vLLM's own cache may have it of before.
-        """
-        if not self._change_told:
-            self._change_told = True
+        """Exclude everything until the next reset: vLLM's own cache may have KV of old weights."""
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "kvlake: the weights of this engine are replaced while it runs: vLLM's offloading "
-                "loads and stores nothing from each change on, until vLLM's prefix cache is reset "
+                "kvlake: the weights of this engine are replaced while it runs: after each change "
+                "vLLM's offloading loads and stores nothing until vLLM's prefix cache is reset "
                 "with reset_connector"
             )
         self._weights_changed = True
 
 
-def guard(manager: Any, *, preempted_are_new: bool) -> GuardedRequests:
-    """Stand before a manager of vLLM's tiers; what is known of its requests."""
-    requests = GuardedRequests(preempted_are_new=preempted_are_new)
-    began, ended = manager.on_new_request, manager.on_request_finished
+def guard_tiers(manager: Any, *, preempted_are_new: bool) -> OffloadedRequests:
+    """Put `OffloadedRequests` in front of a manager of vLLM's tiers."""
+    requests = OffloadedRequests(preempted_are_new=preempted_are_new)
+    add, finish = manager.on_new_request, manager.on_request_finished
     find, load, store = manager.lookup, manager.prepare_load, manager.prepare_store
-    step, reset = manager.on_schedule_end, manager.reset_cache
+    end_step, reset = manager.on_schedule_end, manager.reset_cache
 
     def on_new_request(req_context: ReqContext, **options: Any) -> Any:
-        requests.began(req_context.req_id)
-        return began(req_context, **options)
+        requests.added(req_context.req_id)
+        return add(req_context, **options)
 
     def lookup(key: OffloadKey, req_context: ReqContext, **options: Any) -> LookupResult:
-        if requests.left_out(req_context.req_id):
+        if requests.excluded(req_context.req_id):
             return LookupResult.MISS
-        if requests.too_early(req_context.req_id):
+        if requests.must_wait(req_context.req_id):
             return LookupResult.RETRY
         found: LookupResult = find(key, req_context, **options)
-        if found is LookupResult.HIT and requests.first_found(req_context.req_id, key):
-            # Now others are older, which is what room is made of.
+        if found is LookupResult.HIT and requests.is_first_hit(req_context.req_id, key):
+            # The host tier evicts what is older. Once is enough; each step would be too often.
             manager.touch((key,), req_context)
         return found
 
     def prepare_load(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        requests.loads(req_context.req_id)
+        requests.loading(req_context.req_id)
         return load(keys, req_context)
 
     def prepare_store(keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        if requests.left_out(req_context.req_id):
+        if requests.excluded(req_context.req_id):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         return store(keys, req_context)
 
     def on_schedule_end(context: ScheduleEndContext) -> None:
         requests.step(context)
-        step(context)
+        end_step(context)
 
     def on_request_finished(req_context: ReqContext, **options: Any) -> None:
-        requests.ended(req_context.req_id)
-        ended(req_context, **options)
+        requests.finished(req_context.req_id)
+        finish(req_context, **options)
 
     def reset_cache() -> None:
         reset()
         requests.reset()
 
-    for hook in (
-        on_new_request,
-        lookup,
-        prepare_load,
-        prepare_store,
-        on_schedule_end,
-        on_request_finished,
-        reset_cache,
-    ):
+    hooks = (on_new_request, lookup, prepare_load, prepare_store)
+    for hook in (*hooks, on_schedule_end, on_request_finished, reset_cache):
         setattr(manager, hook.__name__, hook)
     return requests
+
+
+def region_path(engine_id: str) -> Path:
+    """Where vLLM makes the memory of its host tier."""
+    return Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")  # noqa: S108 (vLLM's own choice)
+
+
+def disown_region(region: Any) -> None:
+    """Leave it to `unlink_region` to remove the region's name."""
+    if region is not None:
+        region._creator = False  # noqa: SLF001 (vLLM has no other word for it)
+
+
+def unlink_region(engine_id: str) -> None:
+    """Remove the name once all workers have mapped it: the memory then ends with them."""
+    with contextlib.suppress(FileNotFoundError):
+        region_path(engine_id).unlink()

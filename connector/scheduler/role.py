@@ -44,7 +44,7 @@ from connector.scheduler.stores import (
     states_held,
 )
 from connector.tier_events import TierEvents
-from connector.vllm_workarounds import Withdrawn
+from connector.vllm_workarounds import UncomputedBlocks
 from sidecar.protocol import KEYS_PER_MESSAGE_MAX, Lease, LookupDone, Pin, Release
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SchedulerRole:
             clock=clock,
         )
         self.stores = Stores(geometries, world_size, clock=clock)
-        self.withdrawn = Withdrawn()
+        self.uncomputed_blocks = UncomputedBlocks()
         self.plan = StepPlan()
         self._next_id = 1
         self.loading: set[str] = set()
@@ -238,7 +238,7 @@ class SchedulerRole:
 
         `block_ids` gives the request's block table of each KV cache group.
         """
-        self.withdrawn.allocated(request)
+        self.uncomputed_blocks.allocated(request)
         state = self.requests.get(request.request_id)
         if state is None:
             return
@@ -334,7 +334,7 @@ class SchedulerRole:
             states: of recurrent layers, those that the engine hands over with this step.
             preempted: requests that lost their blocks since the last step.
         """
-        self.withdrawn.step(scheduled, preempted, self._block_pool, len(self._geometries))
+        self.uncomputed_blocks.step(scheduled, preempted, self._block_pool, len(self._geometries))
         self._poll()
         self.rate.step(self.clock(), sum(scheduled.values()))
         self._discard_void()
@@ -455,7 +455,7 @@ class SchedulerRole:
         Of one that vLLM `failed` nothing is stored: what it shares with others may be why.
         Returns what the request's answer is to say, of one that hands its prompt over.
         """
-        self.withdrawn.ended(request.request_id)
+        self.uncomputed_blocks.ended(request.request_id)
         state = self.requests.end(request.request_id)
         if state is None:
             return None

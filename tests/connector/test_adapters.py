@@ -17,10 +17,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from connector.identity.adapters import Adapters, files_identity
-from connector.identity.loaded_adapters import UNKNOWN, LoadedAdapters
+from connector.identity.adapters import UNKNOWN, Adapters, LoadedAdapters, files_identity
 from connector.identity.weights import read_adapter
 from connector.plan import StepReport
+from connector.vllm_workarounds import watch_adapter_loads
 from tests import places
 from tests.connector.configurations import request_of
 from tests.connector.engine import Engine
@@ -216,8 +216,8 @@ class TestWhatAWorkerSays:
         monkeypatch.setattr(LRUCacheWorkerLoRAManager.__mro__[1], "_load_adapter", lambda *_: "it")
         loaded, again = LoadedAdapters(), LoadedAdapters()
         for _ in range(2):
-            loaded.watch()
-            again.watch()
+            watch_adapter_loads(loaded)
+            watch_adapter_loads(again)
         lora = LoRARequest("a", 1, str(write(tmp_path / "a", b"1")))
         manager = object.__new__(LRUCacheWorkerLoRAManager)
         load: Any = manager._load_adapter

@@ -293,12 +293,12 @@ class TestGpu:
         platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
         monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
 
-    def test_all_of_a_block_is_asked_for_in_one_run(self) -> None:
+    def test_a_lone_connector_requires_blocks_in_one_run(self) -> None:
         layout = KVLakeConnector.get_required_kvcache_layout(SimpleNamespace())
         assert layout == KVCacheLayout.BLHNC.name
 
     @pytest.mark.promise("beside-others")
-    def test_beside_others_no_layout_is_asked_for(self) -> None:
+    def test_beside_other_connectors_no_layout_is_required(self) -> None:
         """NIXL asks for another one, and vLLM then starts no engine at all."""
         children = [
             {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},

@@ -87,11 +87,11 @@ def test_priority_scheduling(make: Callable[..., Engine]) -> None:
     [[spec_of()], [spec_of(), spec_of(SlidingWindowSpec, sliding_window=32)]],
     ids=["full", "windows"],
 )
-def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
+def test_blocks_that_were_not_computed_are_not_hit(
     make: Callable[..., Engine], specs: list[KVCacheSpec]
 ) -> None:
     """vLLM has named blocks of such a request by then that were not computed, and finds them."""
-    withdrawn = 0
+    evicted = 0
     for num_blocks in range(6 + 6 * len(specs), 12 + 6 * len(specs)):
         engine = make(policy="priority", num_blocks=num_blocks, specs=specs, batch_tokens=64)
         engine.scheduler.scheduler_config.long_prefill_token_threshold = 48
@@ -99,12 +99,12 @@ def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
         unnamed: list[int] = []
 
         def step(
-            *args: Any, into: list[int] = unnamed, whole: Any = engine.role.withdrawn.step
+            *args: Any, into: list[int] = unnamed, whole: Any = engine.role.uncomputed_blocks.step
         ) -> None:
             into.append(whole(*args))
 
         with (
-            patch.object(engine.role.withdrawn, "step", step),
+            patch.object(engine.role.uncomputed_blocks, "step", step),
             # Where stores are under way it waits for their blocks rather.
             patch.object(engine.role, "blocks_coming_back", return_value=False),
         ):
@@ -115,12 +115,12 @@ def test_what_was_withdrawn_from_a_step_is_nobodys_prefix(
             high = engine.add(request_of("high", other, max_tokens=8))
             engine.finish(high, low)
             engine.settle()
-        withdrawn += any(unnamed)
+        evicted += any(unnamed)
         # What the tiers have by now is right, too.
         engine.forget()
         engine.run(request_of("again", PROMPT[:150], max_tokens=4))
         engine.check_idle()
-    assert withdrawn
+    assert evicted
 
 
 @pytest.mark.promise("pipeline-parallel")

@@ -55,9 +55,9 @@ from connector.offloading.spec import (
     identity_note,
     leave_note,
     note_path,
-    region_path,
     take_note,
 )
+from connector.offloading.workarounds import region_path
 from tests import places
 from tests.connector.configurations import (
     BLOCK_TOKENS,

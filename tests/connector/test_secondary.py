@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.offloading.keys import namespace_of
 from connector.offloading.tier import KVLakeTier
-from connector.offloading.workarounds import guard
+from connector.offloading.workarounds import guard_tiers
 from tests.e2e.settling import empty_host_tier
 from tests.harness.sidecars import SidecarProcess
 from tests.releases import has_vllm
@@ -254,7 +254,7 @@ def test_what_is_carried_pushes_out_nothing_of_the_same_prompt(sidecar: SidecarP
     missing = 2
     prompt = words(CHUNKS - 4)
     with node(sidecar) as first:
-        guard(first.manager, preempted_are_new=False)
+        guard_tiers(first.manager, preempted_are_new=False)
         first.store("a", prompt)
         first.settle()
         first.store("b", words(4 + missing))

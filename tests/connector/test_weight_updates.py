@@ -14,8 +14,8 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
-from connector.identity.weight_updates import CALLS, WeightChanges
 from connector.plan import StepReport
+from connector.vllm_workarounds import WEIGHT_CALLS, WeightChanges
 from tests.connector.configurations import request_of
 from tests.connector.engine import Engine
 from tests.connector.prompts import CACHED, PROMPT, chain_of
@@ -74,7 +74,7 @@ def cached(engine: Engine, name: str, prompt: list[int] = PROMPT) -> int:
     return len(prompt) - engine.computed[name]
 
 
-@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize("method", WEIGHT_CALLS)
 def test_calls_through_the_engine_core(
     engine: Engine, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
@@ -184,7 +184,7 @@ def test_vllms_own_worker_is_heard() -> None:
     changes.watch()
     changes.watch()
     heard: list[str] = []
-    for name in CALLS:
+    for name in WEIGHT_CALLS:
         if not hasattr(Worker, name):
             continue
         worker: Any = object.__new__(Worker)

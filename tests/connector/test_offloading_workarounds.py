@@ -15,36 +15,36 @@ from vllm.v1.kv_offload.base import (
 )
 
 from connector.offloading.spec import NoTiers
-from connector.offloading.workarounds import GuardedRequests, guard
+from connector.offloading.workarounds import OffloadedRequests, guard_tiers
 
 
-def requests_of(*names: str, preempted_are_new: bool = False) -> GuardedRequests:
-    requests = GuardedRequests(preempted_are_new=preempted_are_new)
+def requests_of(*names: str, preempted_are_new: bool = False) -> OffloadedRequests:
+    requests = OffloadedRequests(preempted_are_new=preempted_are_new)
     for name in names:
-        requests.began(name)
+        requests.added(name)
     return requests
 
 
-def step(requests: GuardedRequests, *new: str, preempted: tuple[str, ...] = ()) -> None:
+def step(requests: OffloadedRequests, *new: str, preempted: tuple[str, ...] = ()) -> None:
     requests.step(ScheduleEndContext(list(new), preempted))
 
 
 def test_one_that_goes_on_is_left_out_until_it_ends() -> None:
     requests = requests_of("a", "b", "c")
     step(requests, "a", "b")
-    assert not requests.left_out("a")
+    assert not requests.excluded("a")
     step(requests, "c", "a")
     step(requests)
-    assert [requests.left_out(name) for name in "abc"] == [True, False, False]
-    requests.ended("a")
+    assert [requests.excluded(name) for name in "abc"] == [True, False, False]
+    requests.finished("a")
     # vLLM may use its name again.
-    requests.began("a")
+    requests.added("a")
     step(requests, "a")
-    assert not requests.left_out("a")
+    assert not requests.excluded("a")
     # Of others it may be told, too.
-    requests.ended("nobody")
+    requests.finished("nobody")
     step(requests, "nobody", preempted=("nobody",))
-    assert not requests.left_out("nobody")
+    assert not requests.excluded("nobody")
 
 
 def test_one_that_goes_on_after_a_preemption_is_left_out() -> None:
@@ -52,9 +52,9 @@ def test_one_that_goes_on_after_a_preemption_is_left_out() -> None:
     requests = requests_of("a")
     step(requests, "a")
     step(requests, preempted=("a",))
-    assert not requests.left_out("a")
+    assert not requests.excluded("a")
     step(requests, "a")
-    assert requests.left_out("a")
+    assert requests.excluded("a")
 
 
 def test_where_preempted_ones_are_scheduled_as_new_they_are_not_left_out() -> None:
@@ -62,47 +62,47 @@ def test_where_preempted_ones_are_scheduled_as_new_they_are_not_left_out() -> No
     step(requests, "a")
     step(requests, preempted=("a",))
     step(requests, "a")
-    assert not requests.left_out("a")
+    assert not requests.excluded("a")
     step(requests, "a")
-    assert requests.left_out("a")
+    assert requests.excluded("a")
     # What it is it remains.
     step(requests, preempted=("a",))
     step(requests, "a")
-    assert requests.left_out("a")
+    assert requests.excluded("a")
 
 
 def test_a_reset_leaves_out_what_has_kv() -> None:
     requests = requests_of("runs", "loads", "waits", "was preempted")
     step(requests, "runs", "was preempted")
-    requests.loads("loads")
+    requests.loading("loads")
     step(requests, preempted=("was preempted",))
     requests.reset()
-    requests.began("later")
-    left_out = [requests.left_out(name) for name in ("runs", "loads", "was preempted")]
+    requests.added("later")
+    left_out = [requests.excluded(name) for name in ("runs", "loads", "was preempted")]
     assert left_out == [True] * 3
-    assert not requests.left_out("waits")
-    assert not requests.left_out("later")
+    assert not requests.excluded("waits")
+    assert not requests.excluded("later")
 
 
 def test_one_that_runs_is_not_looked_up_for_one_step() -> None:
     requests = requests_of("a", "b")
-    assert not requests.too_early("a")
+    assert not requests.must_wait("a")
     step(requests, "a")
-    assert requests.too_early("a")
+    assert requests.must_wait("a")
     step(requests, preempted=("a",))
     # Of which of these steps it is scheduled again in, nothing need be told.
     for _ in range(3):
-        assert not requests.too_early("a")
-        assert not requests.too_early("a")
+        assert not requests.must_wait("a")
+        assert not requests.must_wait("a")
         step(requests)
-        assert requests.too_early("a")
-        assert requests.too_early("a")
+        assert requests.must_wait("a")
+        assert requests.must_wait("a")
         step(requests)
     # What was never preempted is asked about in every step.
     for _ in range(3):
-        assert not requests.too_early("b")
+        assert not requests.must_wait("b")
         step(requests)
-    assert not requests.too_early("nobody")
+    assert not requests.must_wait("nobody")
 
 
 def test_one_that_was_preempted_may_run_again_without_a_look() -> None:
@@ -112,20 +112,20 @@ def test_one_that_was_preempted_may_run_again_without_a_look() -> None:
         step(requests, "a")
         step(requests, preempted=("a",))
         step(requests)
-        assert requests.too_early("a") is not preempted_are_new
+        assert requests.must_wait("a") is not preempted_are_new
 
 
 def test_what_is_found_is_told_once_until_a_preemption() -> None:
     requests = requests_of("a", "b")
     key = make_offload_key(b"key", 0)
     for name in ("a", "b"):
-        assert requests.first_found(name, key)
-        assert not requests.first_found(name, key)
+        assert requests.is_first_hit(name, key)
+        assert not requests.is_first_hit(name, key)
     step(requests, "a", "b")
     step(requests, preempted=("a",))
-    assert requests.first_found("a", key)
-    assert not requests.first_found("b", key)
-    assert not requests.first_found("nobody", key)
+    assert requests.is_first_hit("a", key)
+    assert not requests.is_first_hit("b", key)
+    assert not requests.is_first_hit("nobody", key)
 
 
 class Tiers(NoTiers):
@@ -147,7 +147,7 @@ def test_nothing_is_found_or_stored_once_weights_are_replaced(
 ) -> None:
     """Until a reset: what vLLM's own cache has of before may be a request's beginning."""
     tiers = Tiers()
-    requests = guard(tiers, preempted_are_new=False)
+    requests = guard_tiers(tiers, preempted_are_new=False)
     key = make_offload_key(b"key", 0)
 
     def found_and_stored(name: str) -> tuple[bool, bool]:
@@ -165,5 +165,5 @@ def test_nothing_is_found_or_stored_once_weights_are_replaced(
         tiers.on_schedule_end(ScheduleEndContext(["running"], ()))
         tiers.reset_cache()
         assert found_and_stored("later") == (True, True)
-        assert requests.left_out("running")
+        assert requests.excluded("running")
     assert caplog.text.count("are replaced while it runs") == 1
