@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import anyio
 import numpy as np
 
-from sidecar.config.yaml_file import mask_url
+from sidecar.config.masking import mask_url
 from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
 

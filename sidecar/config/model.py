@@ -1,12 +1,10 @@
 """The sidecar's settings as a whole: one YAML file, its defaults, its JSON schema.
 
-Owns `Config`, loading with errors that say where and what to do, showing without secrets, and the
-schema that editors check a file against. The sections are in `sidecar/settings/`; reading YAML and
-wording errors is `sidecar/config/yaml_file.py`.
+Owns `Config`, loading and showing it, and the schema that editors check a file against. Does not
+own the sections, which have a module each, nor reading YAML and wording errors (`yaml_file.py`).
 
-Invariants: a `Config` that exists is valid, frozen and complete (every default filled in); sizes
-are bytes and durations are seconds once parsed; no secret leaves through `repr`, `show` or an
-error.
+Invariants: a `Config` is valid, frozen and complete (every default filled in); sizes are bytes and
+durations are seconds; no secret is in a `repr`, in the result of `show` or in an error.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 import shlex
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
@@ -31,22 +29,10 @@ from sidecar.config.host import (
 from sidecar.config.limits import LimitsSettings
 from sidecar.config.observability import EventsSettings, HttpSettings, LogSettings
 from sidecar.config.runtime import RuntimeSettings
-from sidecar.config.section import Section
 from sidecar.config.store import StoreSettings
 from sidecar.config.tenants import TenantsSettings
-from sidecar.config.yaml_file import (
-    ANY_NAME,
-    TEXT_BYTES_MAX,
-    ConfigError,
-    FieldPath,
-    Source,
-    explain,
-    mask_url,
-    masked,
-    read_source,
-    secrets_in,
-    secrets_of_url,
-)
+from sidecar.config.types import Section
+from sidecar.config.yaml_file import ANY_NAME, ConfigError, FieldPath, explain, read_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,8 +51,7 @@ class Config(Section):
     tenants: TenantsSettings = Field(default_factory=TenantsSettings)
     integrity: IntegritySettings = Field(default_factory=IntegritySettings)
     copies: CopySettings = Field(default_factory=CopySettings, alias="copy")
-    # `copy` in the file; the attribute has another name because pydantic models have a method so
-    # called.
+    # Not `copy`: pydantic models have a method of this name.
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
     events: EventsSettings = Field(default_factory=EventsSettings)
@@ -76,18 +61,13 @@ class Config(Section):
 
     @property
     def file(self) -> Path | None:
-        """The file that it was read from; None for the built-in defaults and for a text."""
+        """The file that it was read from; None for the built-in defaults."""
         return self._file
 
     @property
     def option(self) -> str:
-        """What a command needs to mean this configuration, with a space before it; or nothing."""
+        """The option of `kvlake` that names this configuration, after a space; or nothing."""
         return "" if self._file is None else f" --config {shlex.quote(str(self._file))}"
-
-    def read_from(self, path: Path) -> Self:
-        """The same, with the file that messages name."""
-        self._file = path
-        return self
 
     @property
     def pool_path(self) -> Path:
@@ -95,17 +75,10 @@ class Config(Section):
         return self.host.directory / f"kvlake-{os.getuid()}-{self.runtime.name}.pool"
 
     def secrets(self) -> set[str]:
-        """Every secret that the configuration holds, for masking whatever repeats one."""
-        found = {
-            one.salt.get_secret_value()
-            for one in self.tenants.named.values()
-            if one.salt is not None
-        }
-        if self.http.token is not None:
-            found.add(self.http.token.get_secret_value())
+        """Every secret that the configuration holds."""
+        texts = [self.http.token, *(one.salt for one in self.tenants.named.values())]
+        found = {text.get_secret_value() for text in texts if text is not None}
         if self.store is not None:
-            found |= secrets_of_url(self.store.url)
-            found |= secrets_in(self.store.storage_options)
             found |= self.store.secrets()
         return found
 
@@ -119,16 +92,16 @@ def load(path: str | Path | None, *, environment: Mapping[str, str] | None = Non
     if path is None:
         return Config()
     try:
-        # One byte more than is allowed tells a file that is too large, and no file is read whole.
-        with Path(path).open("rb") as file:
-            text = file.read(TEXT_BYTES_MAX + 1).decode()
+        text = Path(path).read_text("utf-8")
     except FileNotFoundError as error:
         raise ConfigError(
             [f"{path}: no such file; configs/default.yaml is one to start from"]
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
-    return loads(text, name=str(path), environment=environment).read_from(Path(path))
+    config = loads(text, name=str(path), environment=environment)
+    config._file = Path(path)  # noqa: SLF001 (of this module)
+    return config
 
 
 def loads(
@@ -138,10 +111,6 @@ def loads(
     source = read_source(text, name, environment)
     # A section that is written but left empty (`host:`) means its defaults.
     values = {key: value for key, value in source.values.items() if value is not None}
-    return _validate(values, source)
-
-
-def _validate(values: dict[str, object], source: Source) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -165,11 +134,6 @@ def _names(model: type[BaseModel], path: FieldPath = ()) -> dict[FieldPath, list
 def show(config: Config) -> str:
     """The whole configuration as YAML, defaults filled in and secrets masked."""
     values = config.model_dump(mode="json", by_alias=True)
-    if config.store is not None:
-        values["store"] |= config.store.shown_access()
-        values["store"]["url"] = mask_url(config.store.url)
-        # YAML may hold numbers and dates as they are there; JSON would have made them text.
-        values["store"]["storage_options"] = masked(config.store.storage_options)
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
 
 

@@ -1,7 +1,6 @@
-"""The section `runtime`: where the sidecar's sockets are, and who may use them.
+"""The section `runtime`: the sidecar's sockets, and which users may use them.
 
-Owns this section and the paths that follow from it. Does not own making the directory
-(`sidecar/service/runtime_dir.py`).
+`sidecar/service/runtime_dir.py` creates the directory.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.addresses import require_absolute
-from sidecar.config.section import Section
-from sidecar.config.types import Count, Directory, Flag
+from sidecar.config.types import AbsolutePath, Count, Flag, Section
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """What `struct sockaddr_un` holds on Linux, less the closing zero."""
@@ -35,21 +32,16 @@ def default_runtime_directory() -> Path:
 
 
 class RuntimeSettings(Section):
-    """Where the sidecar's sockets are, and what this sidecar is called."""
+    """The sidecar's sockets and its name."""
 
-    directory: Directory = Field(default_factory=default_runtime_directory)
-    """Absolute directory for sockets; made with mode 0700."""
+    directory: AbsolutePath = Field(default_factory=default_runtime_directory)
+    """Absolute directory for sockets; created with mode 0700."""
     name: str = "default"
     """Name of this sidecar; two on one node need two names."""
-    allow_uids: tuple[Count, ...] = Field(default=(), max_length=256)
-    """Further users whose engines are served, by number; the sidecar's own and root always are."""
+    allow_uids: tuple[Count, ...] = Field(default=(), max_length=256, strict=False)
+    """User ids whose engines are served, beside the sidecar's own user and root."""
     strict_parents: Flag = True
     """Refuse a directory below one that other users can write to. Off for a volume of one pod."""
-
-    @field_validator("directory")
-    @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return require_absolute(value)
 
     @field_validator("name")
     @classmethod
@@ -60,11 +52,6 @@ class RuntimeSettings(Section):
             )
         return value
 
-    @field_validator("allow_uids", mode="before")
-    @classmethod
-    def _listed(cls, value: object) -> object:
-        return tuple(cast("list[object]", value)) if isinstance(value, list) else value
-
     @field_validator("allow_uids")
     @classmethod
     def _users(cls, value: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,8 +60,8 @@ class RuntimeSettings(Section):
                 raise ValueError(f"{uid} is no user id; write numbers from 0 to {UID_MAX - 1}")
             if uid == OVERFLOW_UID:
                 raise ValueError(
-                    f"{uid} stands for every user whom this user namespace does not know; give the "
-                    "engine a user of its own"
+                    f"{uid} is every user that this user namespace does not map; give the engine a "
+                    "user of its own"
                 )
         return value
 

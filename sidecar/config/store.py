@@ -1,61 +1,161 @@
-"""The section `store`: the object store, what is written to it, and what it may hold and cost.
+"""The section `store`: the object store, how it is reached, what is written to it, and its limits.
 
-Owns this section, but for how a site reaches its store (`access.py`). Invariant: no password of a
-URL is in a `repr`.
+What a provider or a client supports is in `tiers/store/access.py`, which checks a configuration
+when it is read.
+
+Invariant: no credential is in a `repr`, or in the output of `kvlake config show`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainSerializer, field_validator, model_validator
 
-from sidecar.config.access import AccessSettings
-from sidecar.config.section import Section
-from sidecar.config.types import Count, Duration, Flag, Ratio, ReadMode, Size, WriteMode
+from sidecar.config.masking import mask_url, masked, secrets_in, secrets_of_url
+from sidecar.config.types import (
+    Count,
+    Duration,
+    FilePath,
+    Flag,
+    HttpUrl,
+    Ratio,
+    ReadMode,
+    SecretText,
+    Section,
+    Size,
+    Text,
+    WriteMode,
+)
 from sidecar.config.units import format_duration
-from sidecar.config.yaml_file import mask_url
-from tiers.store.access import AccessError, check, chosen_backend
+from tiers.store.access import (
+    CONNECT_SECONDS_DEFAULT,
+    READ_SECONDS_DEFAULT,
+    Access,
+    AccessError,
+    Credentials,
+    Encryption,
+    Folder,
+    Tls,
+    check,
+    chosen_backend,
+)
 from tiers.store.middleware.billing import Operation, PriceTable
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 BEYOND_SHARE: Final = 0.5
-"""Part of a bound that is written beyond it, while older chunks wait to be deleted."""
+"""Share of a limit that may be written beyond it, until older chunks are deleted."""
 
 Price = Annotated[Ratio, Field(ge=0, le=1_000_000)]
 
 _URL: Final = re.compile(r"^[a-z][a-z0-9+.-]*://.*", re.DOTALL)
 
 
+class CredentialsSettings(Section):
+    """The identity of this sidecar at the store."""
+
+    kind: Literal["auto", "static", "profile", "role", "anonymous"] = "auto"
+    """`auto`: as the provider's own tools find them (environment, files, the machine's role)."""
+    access_key: SecretText = None
+    """S3, static: the access key's id."""
+    secret_key: SecretText = None
+    """S3, static: the secret."""
+    session_token: SecretText = None
+    """S3, static: the token of temporary keys."""
+    profile: Text | None = None
+    """S3, profile: its name in ~/.aws; for a role, the profile that assumes it."""
+    role_arn: Text | None = None
+    """S3, role: the role to assume."""
+    role_session_name: Text | None = None
+    """S3, role: name of the session in AWS's logs; default: kvlake."""
+    external_id: SecretText = None
+    """S3, role: the external id that its trust policy requires."""
+    web_identity_token_file: Text | None = None
+    """S3 or Azure, role: the file of a token that is exchanged for credentials (Kubernetes)."""
+    key_file: Text | None = None
+    """GCS, static: the JSON file of a service account's key."""
+    token: SecretText = None
+    """GCS, static: a bearer token, which is not renewed."""
+    account_key: SecretText = None
+    """Azure, static: a key of the storage account."""
+    sas_token: SecretText = None
+    """Azure, static: a shared access signature, without the question mark."""
+    tenant_id: Text | None = None
+    """Azure: the directory of client_id."""
+    client_id: Text | None = None
+    """Azure, static: a service principal; role: a managed or federated identity."""
+    client_secret: SecretText = None
+    """Azure, static: the service principal's secret."""
+
+
+class TlsSettings(Section):
+    """Verification of the store's certificate."""
+
+    ca_file: FilePath | None = None
+    """Certificate authorities (PEM) of the store."""
+    verify: Flag = True
+    """If disabled, traffic can be read and modified in transit: for tests only."""
+
+    @field_validator("ca_file")
+    @classmethod
+    def _exists(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_file():
+            raise ValueError(f"{value} is no file; give the PEM file of the certificate authority")
+        return value
+
+
+class EncryptionSettings(Section):
+    """Server-side encryption of written objects (S3)."""
+
+    algorithm: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    """Default: that of the bucket."""
+    kms_key: Text | None = None
+    """Id, alias or ARN of the KMS key; default: AWS's own for S3."""
+
+
+class FolderSettings(Section):
+    """How a file:// folder is written and read."""
+
+    direct: Flag = True
+    """Bypass the page cache (O_DIRECT), for a fraction of the processor time."""
+    fsync: Flag = False
+    """Flush to disk before a write counts as done; if off, a power cut may lose the last ones."""
+    shared: Flag = False
+    """For sidecars of several users: modes by the umask, not 0600 and 0700."""
+
+
 class BreakerSettings(Section):
-    """When a store that fails is left alone: reads and writes each on their own."""
+    """When requests to a failing store are suspended, for reads and writes separately."""
 
     failures_max: Count = Field(default=5, ge=1, le=1_000_000)
-    """Requests that fail in a row, retries included, before nothing is sent any more."""
+    """Requests that fail in a row, retries included, before requests are suspended."""
     pause: Duration = Field(default=1.0, ge=0.01)
-    """How long, before one request is sent to see whether the store works again."""
+    """How long, before one request probes whether the store works again."""
     pause_max: Duration = Field(default=30.0, ge=0.01)
-    """The pause doubles with each such request that fails, up to this."""
+    """The pause doubles with each probe that fails, up to this."""
 
 
 class CollectionSettings(Section):
-    """Compacting the catalog and deleting what is beyond `ttl`, `size_max` and `objects_max`."""
+    """Compaction of the catalog, and deletion by `ttl`, `size_max` and `objects_max`."""
 
     enabled: Flag = True
-    """Take part in it. One sidecar at a time does it, whoever gets the store's lease."""
+    """Take part in it. One sidecar at a time does it: the holder of the store's lease."""
     every: Duration = Field(default=600.0, ge=1.0)
-    """How often it is looked whether there is anything to do."""
+    """How often the sidecar checks whether there is anything to do."""
     grace: Duration = Field(default=300.0, ge=0.1)
-    """From withdrawing a chunk to deleting it; longer than a refresh and a read together take."""
+    """From withdrawing a chunk to deleting it; longer than a refresh and a read together."""
     quarantine_keep: Duration | None = Field(default=7 * 86_400.0, ge=1.0)
-    """How long damaged objects stay in `quarantine/`, to be looked at; null: for ever."""
+    """How long damaged objects stay in `quarantine/`, for inspection; null: for ever."""
 
 
 class PriceSettings(Section):
     """What the store charges, for an estimate of the monthly bill. Requests are per 1000."""
 
     currency: str = Field(default="USD", min_length=1, max_length=8)
-    """What the prices are in; only shown."""
+    """Currency of the prices; only shown."""
     list: Price = 0.0
     """1000 requests that list."""
     get: Price = 0.0
@@ -65,16 +165,16 @@ class PriceSettings(Section):
     delete: Price = 0.0
     """1000 requests that delete."""
     head: Price = 0.0
-    """1000 requests that look at an object without reading it; the sidecar sends none."""
+    """1000 requests for an object's metadata; the sidecar sends none."""
     gb_month: Price = 0.0
     """One GB (10^9 bytes) kept for a month."""
     gb_read: Price = 0.0
-    """One GB read, where the store is elsewhere."""
+    """One GB read."""
     gb_written: Price = 0.0
     """One GB written."""
 
     def table(self) -> PriceTable:
-        """The prices as the estimate takes them."""
+        """The prices in the form of the estimate."""
         per_1000: dict[Operation, float] = {
             "list": self.list,
             "get": self.get,
@@ -85,32 +185,59 @@ class PriceSettings(Section):
         return PriceTable(per_1000, self.gb_month, self.gb_read, self.gb_written)
 
 
-class StoreSettings(AccessSettings):
-    """The object store tier, shared by every sidecar that names the same place."""
+class StoreSettings(Section):
+    """The object store tier, shared by every sidecar with the same place."""
 
-    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    """Handed to the fsspec client as they are, for what has no setting of its own here."""
+    url: Annotated[str, PlainSerializer(mask_url, when_used="json")]
+    """Where chunks go: s3://bucket, gs://bucket, az://container, file:///directory."""
+    backend: Literal["auto", "fsspec", "obstore"] = "auto"
+    """Client: obstore if possible (s3://, gs://, az:// without storage_options), else fsspec."""
+    endpoint: HttpUrl | None = Field(default=None, repr=False)
+    """Address of the store, such as https://minio.example.com:9000; default: the provider's."""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """S3: the bucket in the path or in the host; auto: the path if `endpoint` is given."""
+    region: Text | None = None
+    """S3: the bucket's region; default: that of the environment or profile."""
+    account: Text | None = None
+    """Azure: the storage account."""
+    credentials: CredentialsSettings = Field(default_factory=CredentialsSettings)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
+    proxy: HttpUrl | None = Field(default=None, repr=False)
+    """An HTTP proxy; default: that of the environment (HTTPS_PROXY)."""
+    connect_timeout: Duration = Field(default=CONNECT_SECONDS_DEFAULT, ge=0.01, le=600)
+    """Longest time to connect."""
+    read_timeout: Duration = Field(default=READ_SECONDS_DEFAULT, ge=0.01, le=3600)
+    """Longest silence of a connection while a response is due."""
+    encryption: EncryptionSettings = Field(default_factory=EncryptionSettings)
+    storage_class: Text | None = None
+    """Class (S3, GCS) or access tier (Azure) of written objects; default: the bucket's."""
+    folder: FolderSettings = Field(default_factory=FolderSettings)
+
+    storage_options: Annotated[dict[str, Any], PlainSerializer(masked, when_used="json")] = Field(
+        default_factory=dict, repr=False
+    )
+    """Passed to the fsspec client unchanged, for options that have no setting here."""
     prefix: str = ""
     """Path under `url` below which everything is kept."""
     write: WriteMode = "through"
     """Which chunks are written, in the background. `through`: all, at once. `on_reuse`: those that
-    are asked for again. `on_evict`: those that host memory will evict next. `off`: none."""
+    are requested again. `on_evict`: those that host memory will evict next. `off`: none."""
     read: ReadMode = "on"
-    """`on`: chunks that only the store holds are served. `off`: they are not looked for."""
+    """`on`: chunks that only the store holds are served. `off`: they are not."""
     refresh_seconds: Duration = Field(default=5.0, ge=0.05)
-    """How often the catalog is looked at for what other sidecars wrote."""
+    """How often the catalog is read for chunks of other sidecars."""
     catalog_flush: Duration = Field(default=1.0, ge=0.01, le=3600)
-    """Longest that a written chunk waits to be announced to others; a crash loses so much."""
+    """Longest until a written chunk is announced to others. A crash loses unannounced ones."""
     catalog_rows_max: Count = Field(default=10_000, ge=1, le=100_000)
-    """Chunks after which they are announced at once."""
+    """Unannounced chunks; at this number, they are announced at once."""
     reconcile_every: Duration = Field(default=86_400.0, ge=1.0)
-    """How long it takes to compare all objects with the catalog, in the background, in slices."""
+    """Period in which all objects are compared with the catalog, in the background, in slices."""
     ttl: Duration | None = Field(default=None, ge=1.0)
-    """Age at which a chunk is deleted, such as "30d"; it counts from when it was written."""
+    """Age since it was written at which a chunk is deleted, such as "30d"."""
     size_max: Size | None = Field(default=None, ge=1)
-    """Bytes that a namespace (a model) may hold; beyond it, the oldest chunks are deleted."""
+    """Bytes of a namespace (a model); beyond them, the oldest chunks are deleted."""
     objects_max: Count | None = Field(default=None, ge=1)
-    """Objects that a namespace may hold; beyond it, the oldest chunks are deleted."""
+    """Objects of a namespace; beyond them, the oldest chunks are deleted."""
     gc: CollectionSettings = Field(default_factory=CollectionSettings)
     prices: PriceSettings | None = None
     writes_inflight_max: Count = Field(default=4, ge=1, le=1024)
@@ -118,19 +245,19 @@ class StoreSettings(AccessSettings):
     reads_inflight_max: Count = Field(default=16, ge=1, le=1024)
     """Objects read at the same time."""
     requests_per_second_max: Count | None = Field(default=None, ge=1, le=1_000_000)
-    """Requests that may begin in a second, retries included, evenly spread; null: no limit."""
+    """Requests per second, retries included, evenly spread; null: no limit."""
     write_queue_max: Size = Field(default="4GiB", ge=1, validate_default=True)
-    """Bytes that wait to be written, in host memory; beyond it the oldest is not written."""
+    """Bytes queued for writing, in host memory; beyond them the oldest is not written."""
     breaker: BreakerSettings = Field(default_factory=BreakerSettings)
     recompute: Literal["when_sooner", "never"] = "when_sooner"
-    """`when_sooner`: a prompt waits only while reading is expected to be sooner than computing.
+    """`when_sooner`: a prompt waits only while reading is expected to be faster than computing.
     `never`: it waits as long as `limits.lookup_wait` allows, to spare the GPU."""
     regret_max: Ratio = Field(default=0.04, ge=0, le=1)
-    """Of the time to compute prompts, the part that waiting for the store may cost in vain."""
+    """Share of the time to compute prompts that may be lost by waiting for the store in vain."""
     deadline_seconds_max: Duration = Field(default=30.0, ge=0.01)
     """Longest that one request to the store may take, retries included."""
     retries_max: Count = Field(default=3, ge=0, le=100)
-    """How often a request that failed in passing is sent again."""
+    """How often a request is retried after a transient error."""
 
     @field_validator("url")
     @classmethod
@@ -141,6 +268,12 @@ class StoreSettings(AccessSettings):
                 f"{mask_url(value)!r} has no scheme; write a URL such as {mask_url(remedy)}"
             )
         return value
+
+    @field_validator("endpoint", "region", "account", "proxy", "storage_class", mode="before")
+    @classmethod
+    def _left_out(cls, value: object) -> object:
+        # So that `endpoint: ${KVLAKE_S3_ENDPOINT:-}` works with and without one.
+        return None if value == "" else value
 
     @field_validator("prefix")
     @classmethod
@@ -163,7 +296,6 @@ class StoreSettings(AccessSettings):
 
     @model_validator(mode="after")
     def _reachable(self) -> StoreSettings:
-        # What a client cannot do is said when the file is checked, not when a sidecar starts.
         try:
             check(
                 self.url, self.access, chosen_backend(self.url, self.access, self.storage_options)
@@ -172,19 +304,48 @@ class StoreSettings(AccessSettings):
             raise ValueError(str(error)) from error
         return self
 
+    def secrets(self) -> set[str]:
+        """Every value that must not be shown."""
+        found = {str(value) for value in self.access.credentials.secrets().values()}
+        for url in (self.url, self.endpoint, self.proxy):
+            found |= secrets_of_url(url or "")
+        return found | secrets_in(self.storage_options)
+
+    @property
+    def access(self) -> Access:
+        """How the store is reached, in the form of the tiers."""
+        return Access(
+            backend=self.backend,
+            endpoint=self.endpoint,
+            addressing=self.addressing,
+            region=self.region,
+            account=self.account,
+            credentials=Credentials(**self.credentials.model_dump()),
+            tls=Tls(
+                ca_file=None if self.tls.ca_file is None else str(self.tls.ca_file),
+                verify=self.tls.verify,
+            ),
+            proxy=self.proxy,
+            connect_seconds_max=self.connect_timeout,
+            read_seconds_max=self.read_timeout,
+            encryption=Encryption(**self.encryption.model_dump()),
+            storage_class=self.storage_class,
+            folder=Folder(**self.folder.model_dump()),
+        )
+
     @property
     def capped(self) -> bool:
-        """Whether a namespace may hold only so much."""
+        """Whether namespaces have a limit."""
         return self.size_max is not None or self.objects_max is not None
 
     def has_room(self, num_bytes: int, objects: int) -> bool:
-        """Whether a namespace may come to so much until the next round of collection."""
+        """Whether a namespace may reach this size until the next collection."""
         beyond = 1 + BEYOND_SHARE
         if self.size_max is not None and num_bytes > beyond * self.size_max:
             return False
         return self.objects_max is None or objects <= beyond * self.objects_max
 
     def __repr_args__(self) -> Any:
-        """Leave no password of the URL in a traceback or a log line."""
+        """Mask the password of the URL in tracebacks and log lines."""
         for name, value in super().__repr_args__():
             yield name, mask_url(value) if name == "url" and isinstance(value, str) else value

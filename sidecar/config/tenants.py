@@ -1,7 +1,6 @@
-"""The section `tenants`: whose chunks may take how much, and what tenants are called.
+"""The section `tenants`: names and quotas of tenants.
 
-Owns this section. Does not own the rules that the engine takes from it (`sidecar/core/tenants.py`).
-Invariant: no cache salt is in a `repr`, or in what `kvlake config show` prints.
+Invariant: no cache salt is in a `repr`, or in the output of `kvlake config show`.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pydantic import Field, SecretStr, field_serializer, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from sidecar.config.section import Section
-from sidecar.config.types import Count, Duration, Size
-from sidecar.config.yaml_file import MASK
+from sidecar.config.types import Count, Duration, Secret, Section, Size
 from sidecar.core import tenants
 from sidecar.core.tenants import OTHER, UNSALTED, TenantRules
 from sidecar.protocol import tenant_id
@@ -22,19 +19,19 @@ _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
 class QuotaSettings(Section):
-    """What one tenant may hold."""
+    """Limits of one tenant."""
 
     host_max: Size | None = Field(default=None, ge=1)
-    """Host memory; at it, the tenant's own least recently used chunks make room. null: no limit."""
+    """Host memory; at the limit, its least recently used chunks are evicted. null: no limit."""
     store_max: Size | None = Field(default=None, ge=1)
-    """Bytes in a namespace of the object store; at it, its chunks are written no more."""
+    """Bytes in a namespace of the object store; at the limit, nothing more is written."""
     store_objects_max: Count | None = Field(default=None, ge=1)
-    """Objects in a namespace of the object store; at it, its chunks are written no more."""
+    """Objects in a namespace of the object store; at the limit, nothing more is written."""
     store_ttl: Duration | None = Field(default=None, ge=1.0)
-    """Age at which its chunks are deleted from the object store, where `store.ttl` is not less."""
+    """Age at which its chunks are deleted from the object store, unless `store.ttl` is less."""
 
     def rule(self, default: QuotaSettings) -> tenants.Quota:
-        """What holds for one tenant, with another's limits in place of those that are null."""
+        """The quota of one tenant; limits that are null are those of `default`."""
         return tenants.Quota(
             host_bytes_max=self.host_max or default.host_max,
             store_bytes_max=self.store_max or default.store_max,
@@ -44,38 +41,34 @@ class QuotaSettings(Section):
 
 
 class NamedTenantSettings(QuotaSettings):
-    """A tenant that has a name in metrics and may have limits of its own (null: the default's)."""
+    """A tenant with a name in metrics, and limits of its own (null: the default's)."""
 
-    salt: SecretStr | None = Field(default=None, min_length=1)
-    """The cache salt of its requests: a secret, so take it from the environment."""
+    salt: Secret | None = Field(default=None, min_length=1)
+    """The cache salt of its requests. A secret: take it from the environment."""
     id: str | None = Field(default=None, pattern=r"^[0-9a-f]{16}$")
-    """Instead of the salt: what `kvlake tenant id` prints for it, 16 hexadecimal digits."""
+    """Instead of the salt: its id by `kvlake tenant id`, 16 hexadecimal digits."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> NamedTenantSettings:
         if (self.salt is None) == (self.id is None):
-            raise ValueError("give either salt or id; `kvlake tenant id` makes an id of a salt")
+            raise ValueError("give either salt or id; `kvlake tenant id` prints the id of a salt")
         return self
-
-    @field_serializer("salt", when_used="json")
-    def _mask(self, value: SecretStr | None) -> str | None:
-        return None if value is None else MASK
 
     @property
     def tenant(self) -> bytes:
-        """What the tenant is called in messages."""
+        """The tenant's id in messages."""
         if self.salt is not None:
             return tenant_id(self.salt.get_secret_value())
         return bytes.fromhex(self.id or "")
 
 
 class TenantsSettings(Section):
-    """Whose chunks may take how much. Requests with one cache salt are one tenant."""
+    """Quotas. Requests with the same cache salt are one tenant."""
 
     default: QuotaSettings = Field(default_factory=QuotaSettings)
-    """Limits of each tenant; requests without a cache salt count as one tenant together."""
+    """Limits of each tenant; all requests without a cache salt are one tenant."""
     named: dict[str, NamedTenantSettings] = Field(default_factory=dict[str, NamedTenantSettings])
-    """Tenants by name. Those that are not here are told together, as `other`."""
+    """Tenants by name. Metrics sum up the others as `other`."""
 
     @field_validator("named")
     @classmethod
@@ -93,7 +86,7 @@ class TenantsSettings(Section):
         return value
 
     def rules(self) -> TenantRules:
-        """The limits as the engine takes them."""
+        """The limits in the engine's form."""
         return TenantRules(
             default=self.default.rule(QuotaSettings()),
             named={one.tenant: (name, one.rule(self.default)) for name, one in self.named.items()},

@@ -1,17 +1,30 @@
-"""Kinds of values that settings take: what a person writes, what the program gets.
+"""The base class of all sections, and the types of their values.
 
-Owns the conversions that strict validation leaves out on purpose: units, paths, numbers that came
-out of an environment variable, and words that YAML reads as booleans. Limits stand with each
-setting, in its section.
+Owns the conversions that strict validation leaves out: units, paths, numbers from environment
+variables, and words that YAML reads as booleans. Limits stand with each setting.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
-from typing import Annotated, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    WithJsonSchema,
+)
 
+from sidecar.config.masking import mask_url
 from sidecar.config.units import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -20,37 +33,39 @@ from sidecar.config.units import (
     parse_duration,
     parse_size,
 )
+from sidecar.redaction import MASK
 
 NODE_MAX: Final = 1023
+_TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.*-]+):[0-9]{1,5}$")
+_HTTP_PATTERN: Final = r"^https?://[^/]"
 
 
-def _path(value: object) -> object:
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return Path(value).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{value!r} has no such user's home; write an absolute path") from error
+class Section(BaseModel):
+    """A part of the configuration file: strict, frozen, without unknown keys.
 
+    Values of an instance are valid. Errors do not show the input.
+    """
 
-def _number(value: object) -> object:
-    # A variable expands to text: `port: ${PORT:-9321}` must still be a number.
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
-def _real(value: object) -> object:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _flag(value: object) -> object:
-    return (
-        {"true": True, "false": False}.get(value.lower(), value)
-        if isinstance(value, str)
-        else value
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
+
+
+def _from_text(value: object) -> object:
+    # A variable expands to text: `port: ${PORT:-9321}` must still be a number.
+    if isinstance(value, str):
+        try:
+            return json.loads(value.lower())
+        except ValueError:
+            return value
+    return value
 
 
 def _switch(value: object) -> object:
@@ -59,75 +74,102 @@ def _switch(value: object) -> object:
 
 
 def _nodes(value: object) -> Literal["auto", "off"] | tuple[int, ...]:
-    # YAML reads a bare `off` as a boolean.
-    if value is False or value == "off":
-        return "off"
-    if value == "auto":
-        return "auto"
+    value = _switch(value)
+    if value in ("auto", "off"):
+        return value
     if isinstance(value, list | tuple):
-        nodes = [_number(one) for one in cast("list[object]", value)]
+        nodes = [_from_text(one) for one in cast("list[object]", value)]
         good = [one for one in nodes if type(one) is int and 0 <= one <= NODE_MAX]
         if nodes and len(set(good)) == len(nodes):
             return tuple(good)
     raise ValueError(f"{value!r} is neither auto nor off, nor a list of NUMA nodes such as [0, 1]")
 
 
-def _as_written(nodes: str | tuple[int, ...]) -> str | list[int]:
-    return nodes if isinstance(nodes, str) else list(nodes)
+def _absolute(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError(f"'{value}' is a relative path; write an absolute one such as /{value}")
+    return value
+
+
+def _endpoint(value: str) -> str:
+    if value != "ipc" and not _TCP.match(value):
+        raise ValueError(
+            f"{value!r} is no endpoint; write ipc, or tcp://ADDRESS:PORT such as "
+            "tcp://127.0.0.1:9322"
+        )
+    return value
+
+
+def _http_url(value: str) -> str:
+    if not re.match(_HTTP_PATTERN, value):
+        # What is before an @ may be a password.
+        _, _, place = value.rpartition("@")
+        raise ValueError(f"{place!r} has no scheme; write http://HOST:PORT or https://HOST")
+    return value
+
+
+def _one_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*schemas]})
 
 
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
     PlainSerializer(format_size, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
-    ),
+    _one_of({"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}),
 ]
 Duration = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": DURATION_PATTERN},
-            ]
-        }
-    ),
+    _one_of({"type": "number", "minimum": 0}, {"type": "string", "pattern": DURATION_PATTERN}),
 ]
-Directory = Annotated[
-    Path, BeforeValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})
+FilePath = Annotated[
+    Path,
+    Field(strict=False),
+    AfterValidator(lambda path: Path(os.path.expanduser(path))),
+    WithJsonSchema({"type": "string", "minLength": 1}),
 ]
-Count = Annotated[int, BeforeValidator(_number)]
-Ratio = Annotated[float, BeforeValidator(_real)]
-Flag = Annotated[bool, BeforeValidator(_flag)]
+AbsolutePath = Annotated[FilePath, AfterValidator(_absolute)]
+Count = Annotated[int, BeforeValidator(_from_text)]
+Ratio = Annotated[float, BeforeValidator(_from_text)]
+Flag = Annotated[bool, BeforeValidator(_from_text)]
+Text = Annotated[str, Field(min_length=1)]
+Secret = Annotated[SecretStr, PlainSerializer(lambda _: MASK, return_type=str, when_used="json")]
+SecretText = Annotated[
+    Text | None,
+    Field(repr=False),
+    PlainSerializer(lambda _: MASK, return_type=str, when_used="json-unless-none"),
+]
+"""As `Secret`, for libraries that take secrets as text."""
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+HttpUrl = Annotated[
+    str,
+    AfterValidator(_http_url),
+    PlainSerializer(mask_url, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": _HTTP_PATTERN}),
+]
 WriteMode = Annotated[
     Literal["through", "on_reuse", "on_evict", "off"],
     BeforeValidator(_switch),
     WithJsonSchema({"enum": ["through", "on_reuse", "on_evict", "off", False]}),
 ]
-Nodes = Annotated[
-    Literal["auto", "off"] | tuple[int, ...],
-    PlainValidator(_nodes),
-    PlainSerializer(_as_written, return_type=str | list[int], when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["auto", "off", False]},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "uniqueItems": True,
-                    "items": {"type": "integer", "minimum": 0, "maximum": NODE_MAX},
-                },
-            ]
-        }
-    ),
-]
 ReadMode = Annotated[
     Literal["on", "off"],
     BeforeValidator(_switch),
     WithJsonSchema({"enum": ["on", "off", True, False]}),
+]
+Nodes = Annotated[
+    Literal["auto", "off"] | tuple[int, ...],
+    PlainValidator(_nodes),
+    PlainSerializer(lambda nodes: nodes, return_type=str | tuple[int, ...], when_used="json"),
+    _one_of(
+        {"enum": ["auto", "off", False]},
+        {
+            "type": "array",
+            "minItems": 1,
+            "uniqueItems": True,
+            "items": {"type": "integer", "minimum": 0, "maximum": NODE_MAX},
+        },
+    ),
 ]

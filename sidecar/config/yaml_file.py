@@ -1,12 +1,10 @@
-"""Reading a YAML file so that an error can say where: lines, environment variables, nearest names.
+"""Reading YAML so that an error names file, line, path, value and remedy.
 
-Owns the way from text to plain values with their line numbers, and from a validation failure to
-sentences that name file, line, path, value and remedy. Does not own what the settings are: that
-is `sidecar/config/model.py`.
+Owns parsing, environment variables, and wording the errors of a validation. Does not own what the
+settings are (`model.py`).
 
-Invariants: only YAML's safe types are built; the same key twice is an error, not the last one
-wins; no message repeats a password of a URL, a value below `storage_options`, or one whose name is
-unknown; whatever the text is, it takes bounded time and memory, and only `ConfigError` comes out.
+Invariants: only YAML's safe types are built; a key that is given twice is an error; no message has
+a password of a URL, a value below a setting of `_OPAQUE`, or a value whose name is unknown.
 """
 
 from __future__ import annotations
@@ -14,141 +12,121 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import yaml
 
+from sidecar.config.masking import mask_url
 from sidecar.config.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
 FieldPath: TypeAlias = tuple[str | int, ...]
-T = TypeVar("T")
 
 _REMOVED: Final[Mapping[FieldPath, str]] = {
-    ("runtime", "endpoint"): "jobs travel over the Unix socket alone, no more over TCP",
+    ("runtime", "endpoint"): "jobs use the Unix socket only, TCP is not supported",
     ("runtime", "curve_secret_key_file"): (
-        "jobs travel over the Unix socket alone, which needs no key (the key for KV events is "
+        "jobs use the Unix socket only, which needs no key (the key for KV events is "
         "events.curve_secret_key_file)"
     ),
     ("limits", "frames_queued_max"): (
-        "jobs travel over the Unix socket alone, where messages wait in the client"
+        "jobs use the Unix socket only, where messages wait in the client"
     ),
 }
-"""Settings of earlier versions, and what is said to who still has them."""
+"""Settings of earlier versions, and why they were removed."""
 _VARIABLE: Final = re.compile(
-    # Without its bound, a row of `${A:-` is searched to its end from each of them.
-    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]{0,1024}))?\}|(?P<bad>\$\{)"
-)
-TEXT_BYTES_MAX: Final = 256 * 1024
-"""The largest file that ships has 5 KiB."""
-NODES_MAX: Final = 10_000
-"""Values of a file, those that aliases repeat counted each time."""
-DEPTH_MAX: Final = 32
-PROBLEMS_MAX: Final = 20
-PROBLEM_CHARACTERS_MAX: Final = 1000
-_SECRET_NAME: Final = re.compile(
-    r"secret|token|passw|credential|private|signature|sas|auth|connection_string|(^|_|-)keys?($|_|-)",
-    re.IGNORECASE,
+    r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|(?P<bad>\$\{)"
 )
 _KIB: Final = 1024
 _OPAQUE: Final = frozenset({"credentials", "storage_options", "salt", "token"})
-"""Settings whose values no message repeats, whatever is wrong with them."""
+"""Settings whose values are in no message."""
 ANY_NAME: Final = "*"
 """Stands in a path for the names that a mapping's owner chose."""
-_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s]*)@")
-_QUERY: Final = re.compile(r"\?.*$", re.DOTALL)
-MASK: Final = "***"
+_BOOLEANS: Final = "; YAML reads yes, no, on and off as booleans"
+_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 
 
 class ConfigError(Exception):
     """A configuration cannot be used. `problems` are sentences, one for each thing to fix."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        told = [problem[:PROBLEM_CHARACTERS_MAX] for problem in problems[:PROBLEMS_MAX]]
-        if len(problems) > PROBLEMS_MAX:
-            told.append(f"and {len(problems) - PROBLEMS_MAX} more; mend these first")
-        super().__init__("\n".join(told))
-        self.problems = tuple(told)
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file's values, and the line of each one's path. `name` is what messages call the file."""
+    """A file's values and its YAML nodes. `name` is what messages call the file."""
 
     name: str
+    root: yaml.Node | None = None
     values: dict[str, object] = field(default_factory=dict[str, object])
-    lines: dict[FieldPath, int] = field(default_factory=dict[FieldPath, int])
 
     def where(self, path: FieldPath) -> str:
-        """`file:line` of the innermost part of `path` that the file spells out."""
-        for length in range(len(path), 0, -1):
-            line = self.lines.get(path[:length])
-            if line is not None:
-                return f"{self.name}:{line}"
-        return self.name
+        """`file:line` of the innermost part of `path` that the file has."""
+        place, node = self.name, self.root
+        for part in path:
+            children: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+            if isinstance(node, yaml.MappingNode):
+                children = {str(key.value): (key, value) for key, value in node.value}
+            elif isinstance(node, yaml.SequenceNode):
+                children = {str(index): (item, item) for index, item in enumerate(node.value)}
+            if str(part) not in children:
+                break
+            named, node = children[str(part)]
+            place = f"{self.name}:{named.start_mark.line + 1}"
+        return place
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if key.tag != _MERGE_TAG]
+        counts = Counter(str(key.value) for key in keys)
+        for key in reversed(keys):
+            if counts[str(key.value)] > 1:
+                raise yaml.composer.ComposerError(
+                    None, None, f"{key.value} is given twice; keep one of the two", key.start_mark
+                )
+        return node
 
 
 def read_source(text: str, name: str, environment: Mapping[str, str] | None = None) -> Source:
-    """Parse YAML, expand `${NAME}` and `${NAME:-default}` in its strings, remember the lines.
+    """Parse YAML and expand `${NAME}` and `${NAME:-default}` in its strings.
 
-    `$$` stands for one dollar sign. Keys are never expanded.
+    `$$` stands for one dollar sign. Keys are not expanded.
 
     Raises:
-        ConfigError: for bad YAML, a key that stands twice, or an unset variable without default.
+        ConfigError: for bad YAML, a key that is given twice, or an unset variable without default.
     """
-    size_bytes = len(text.encode("utf-8", "surrogatepass"))
-    if size_bytes > TEXT_BYTES_MAX:
-        raise ConfigError(
-            [f"{name}: {size_bytes} bytes; a configuration has at most {TEXT_BYTES_MAX}"]
-        )
-    loader = _parsed(name, lambda: yaml.SafeLoader(text))
-    root = _parsed(name, loader.get_single_node)
-    if root is None:
-        return Source(name)
-    problems: list[str] = []
-    lines: dict[FieldPath, int] = {}
-    # Before any value is built: what aliases and `<<` multiply is counted first.
-    _Walk(name, lines, problems).visit(root, ())
-    value: object = _parsed(name, lambda: loader.construct_document(root))
-    if not isinstance(value, dict):
-        place = f"{name}:{root.start_mark.line + 1}"
-        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
-    expanded = _expand(
-        cast("object", value),
-        (),
-        Source(name, {}, lines),
-        os.environ if environment is None else environment,
-        problems,
-    )
-    if problems:
-        raise ConfigError(problems)
-    return Source(name, cast("dict[str, object]", expanded), lines)
-
-
-def _parsed(name: str, step: Callable[[], T]) -> T:
     try:
-        return step()
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        value: object = {} if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError([_yaml_problem(name, error)]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{name}: not YAML: {error}"]) from error
-    except RecursionError as error:
-        raise ConfigError([_too_deep(name)]) from error
-    except Exception as error:
-        # PyYAML converts a scalar as its tag or its looks say and lets what that raises through:
-        # ValueError for 2001-13-45, IndexError for `!!int ""`, AttributeError, KeyError.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        # PyYAML lets errors of conversions through: ValueError for 2001-13-45, KeyError for !!bool.
         raise ConfigError(
             [f"{name}: not YAML: a value is not what it looks like ({error}); put it in quotes"]
         ) from error
-
-
-def _too_deep(place: str) -> str:
-    return f"{place}: nested too deeply to be a configuration"
+    source = Source(name, root)
+    if not isinstance(value, dict):
+        place = f"{name}:{root.start_mark.line + 1}" if root else name
+        raise ConfigError([f"{place}: expected sections such as `host:`, not a bare value"])
+    problems: list[str] = []
+    variables = os.environ if environment is None else environment
+    expanded = _expand(cast("object", value), (), source, variables, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Source(name, root, cast("dict[str, object]", expanded))
 
 
 def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
@@ -163,56 +141,6 @@ def _yaml_problem(name: str, error: yaml.MarkedYAMLError) -> str:
     elif mark is not None and mark.buffer is not None and "${" in mark.buffer:
         hint = '; between braces, a variable needs quotes: "${NAME}"'
     return f"{where}: not YAML: {said or error}{hint}"
-
-
-class _Walk:
-    """Goes over every value once for each time that it stands in the result, and notes its line."""
-
-    def __init__(self, name: str, lines: dict[FieldPath, int], problems: list[str]) -> None:
-        self._name = name
-        self._lines = lines
-        self._problems = problems
-        self._nodes = 0
-
-    def visit(self, node: yaml.Node, path: FieldPath) -> None:
-        """Note what is below `path`. Raises `ConfigError` where there is no end, or too much."""
-        line = node.start_mark.line + 1
-        place = f"{self._name}:{line}"
-        self._nodes += 1
-        if len(path) > DEPTH_MAX:
-            raise ConfigError([_too_deep(place)])
-        if self._nodes > NODES_MAX:
-            raise ConfigError([f"{place}: more than {NODES_MAX} values to be a configuration"])
-        if isinstance(node, yaml.MappingNode):
-            self._mapping(node, path)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self._lines[(*path, index)] = item.start_mark.line + 1
-                self.visit(item, (*path, index))
-        elif not _plain_text(str(node.value)):
-            self._problems.append(
-                f"{place}: {dotted(path)}: has a character that no setting can hold; remove it"
-            )
-
-    def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> None:
-        seen: set[str] = set()
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            line = key_node.start_mark.line + 1
-            if key in seen and key != "<<":
-                self._problems.append(
-                    f"{self._name}:{line}: {dotted((*path, key))} stands twice; keep one of the two"
-                )
-            if not _plain_text(key):
-                self._problems.append(f"{self._name}:{line}: a key has a character without meaning")
-            seen.add(key)
-            self._lines[(*path, key)] = line
-            self.visit(value_node, (*path, key))
-
-
-def _plain_text(text: str) -> bool:
-    """Whether it can be written down and handed to the kernel: no NUL, no half of a surrogate."""
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _expand(
@@ -240,22 +168,22 @@ def _expand(
         if match[0] == "$$":
             return "$"
         if match["bad"]:
-            problems.append(
-                f"{source.where(path)}: {dotted(path)}: `${{` starts no variable; write ${{NAME}} "
-                "or ${NAME:-default}, or $$ for a dollar sign"
+            problem = (
+                "`${` starts no variable; write ${NAME} or ${NAME:-default}, or $$ for a dollar "
+                "sign"
             )
-            return ""
-        found = environment.get(match["name"])
-        # As in a shell, `:-` also covers a variable that is set but empty.
-        if match["default"] is not None:
-            return found or match["default"]
-        if found is None:
-            problems.append(
-                f"{source.where(path)}: {dotted(path)}: environment variable {match['name']} is "
-                f"not set; set it, or write ${{{match['name']}:-default}}"
+        else:
+            name, found = match["name"], environment.get(match["name"])
+            # As in a shell, `:-` also covers a variable that is set but empty.
+            if match["default"] is not None:
+                return found or match["default"]
+            if found is not None:
+                return found
+            problem = (
+                f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
             )
-            return ""
-        return found
+        problems.append(f"{source.where(path)}: {dotted(path)}: {problem}")
+        return ""
 
     return _VARIABLE.sub(replace, value)
 
@@ -273,9 +201,9 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
     path: FieldPath = tuple(error["loc"])
     place = f"{source.where(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
-        parent = path[:-1]
         if path in _REMOVED:
             return f"{place}: {_REMOVED[path]}; remove it"
+        parent = path[:-1]
         valid = _valid(names, parent)
         near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
         suggestion = f"did you mean `{near[0]}`? " if near else ""
@@ -285,9 +213,9 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
         valid = _valid(names, path)
         takes = f" ({', '.join(valid)})" if valid else ""
         return f"{place}: expected indented settings{takes}, not a single value"
-    message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing":
         return f"{place}: must be given"
+    message = error["msg"].removeprefix("Value error, ")
     value: object = error.get("input")
     # A message of this project's own has the value in it. A mapping may have secrets in it.
     plain = isinstance(value, str | int | float) and _OPAQUE.isdisjoint(path)
@@ -300,13 +228,14 @@ def explain(error: ErrorDetails, source: Source, names: Mapping[FieldPath, Seque
 
 def _hint(error: ErrorDetails, value: object) -> str:
     """What pydantic's own message leaves out."""
-    if error["type"] == "string_type" and isinstance(value, bool):
-        return "; YAML reads yes, no, on and off as booleans: put the word in quotes"
-    if error["type"] == "literal_error" and isinstance(value, bool):
-        return "; YAML reads yes, no, on and off as booleans"
-    if error["type"] == "bool_type":
+    kind = error["type"]
+    if kind == "string_type" and isinstance(value, bool):
+        return f"{_BOOLEANS}: put the word in quotes"
+    if kind == "literal_error" and isinstance(value, bool):
+        return _BOOLEANS
+    if kind == "bool_type":
         return "; write true or false"
-    if error["type"] == "string_type" and isinstance(value, int | float):
+    if kind == "string_type" and isinstance(value, int | float):
         return "; YAML reads it as a number: put it in quotes"
     limits = error.get("ctx", {})
     limit = limits.get("ge", limits.get("le"))
@@ -316,65 +245,4 @@ def _hint(error: ErrorDetails, value: object) -> str:
 
 
 def _valid(names: Mapping[FieldPath, Sequence[str]], path: FieldPath) -> list[str]:
-    found = names.get(path, names.get((*path[:-1], ANY_NAME), ()))
-    return sorted(found)
-
-
-def mask_url(url: str) -> str:
-    """A URL without its user, password and query (a SAS signature travels there)."""
-    if "://" not in url:
-        return url
-
-    def replace(match: re.Match[str]) -> str:
-        # abfs://container@account is Azure's way to write a place, not a user.
-        plain = match["scheme"].startswith(("abfs", "wasb")) and ":" not in match["user"]
-        return match[0] if plain else f"{match['scheme']}{MASK}@"
-
-    return _QUERY.sub(f"?{MASK}", _USERINFO.sub(replace, url))
-
-
-def secrets_of_url(url: str) -> set[str]:
-    """What `mask_url` would leave out: user, password and what the query holds."""
-    found: set[str] = set()
-    if mask_url(url) == url:
-        return found
-    for match in _USERINFO.finditer(url):
-        found.update(match["user"].split(":", 1))
-    _, _, query = url.partition("?")
-    found.update(value for _, _, value in (part.partition("=") for part in query.split("&")))
-    return found - {""}
-
-
-def secrets_in(value: object, name: str = "") -> set[str]:
-    """Every text in `value` that `masked` would leave out."""
-    if isinstance(value, dict):
-        items = cast("dict[str, object]", value)
-        return {
-            one for key, item in items.items() for one in secrets_in(item, _secret(name) or key)
-        }
-    if isinstance(value, list):
-        return {one for item in cast("list[object]", value) for one in secrets_in(item, name)}
-    if isinstance(value, bool) or value is None:
-        return set()
-    if _SECRET_NAME.search(name):
-        return {str(value)}
-    return secrets_of_url(value) if isinstance(value, str) else set()
-
-
-def _secret(name: str) -> str:
-    return name if _SECRET_NAME.search(name) else ""
-
-
-def masked(value: object, name: str = "") -> object:
-    """A copy of plain values fit to be shown: secrets replaced, at any depth."""
-    if isinstance(value, dict):
-        items = cast("dict[str, object]", value)
-        # Below a secret name everything is one: `auth: {inner: ...}`.
-        return {key: masked(item, _secret(name) or key) for key, item in items.items()}
-    if value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name):
-        return MASK
-    if isinstance(value, list):
-        return [masked(item, name) for item in cast("list[object]", value)]
-    if isinstance(value, str):
-        return mask_url(value)
-    return value
+    return sorted(names.get(path, names.get((*path[:-1], ANY_NAME), ())))

@@ -119,35 +119,3 @@ def _other_scalar(value: Any, chooser: random.Random) -> Any:
     if isinstance(value, bytes):
         return damage(value, chooser)
     return chooser.choice((*_NUMBERS, *_TEXTS))
-
-
-_YAML_PIECES: Final = tuple(
-    piece.encode()
-    for piece in (
-        *("&a ", "*a", "<<: *a\n", "<<: [*a, *a]", "!!int ", "!!float ", "!!timestamp ", "!!bool "),
-        *("!!binary ", "!!set {a}", "!!omap [a: 1]", "!!null ", "!!str ", "!!python/name:os.open "),
-        *("[", "]", "{", "}", ": ", "- ", "? ", "| \n", "> \n", "# ", "'", '"', "\n", "\n  ", "\t"),
-        *("---\n", "...\n", "%YAML 1.2\n", "%TAG ! x\n", '"\\ud800"', '"\\0"', "\ufeff", "\x85"),
-        *("${A}", "${A:-b}", "${", "$$", "${A:-", "${UNSET}", "2001-13-45", "1:2:3", "0o9", "0x"),
-        *(".inf", ".nan", "1e999", "-1", "9" * 400, "9" * 5000, "8GiB", "5ms", "TiB", "null", "on"),
-        *("host:", "store:", "limits:", "runtime:", "copy:", "http:", "log:", "chunk:", "size: "),
-        *("url: ", "storage_options: ", "directory: ", "name: ", "~x", "/dev/null", "a\\0b"),
-    )
-)
-
-
-def damage_yaml(data: bytes, chooser: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """As `damage`, mostly with pieces that mean something to YAML or to a configuration."""
-    changed = data
-    for _ in range(chooser.randint(1, 4)):
-        if chooser.random() < 0.3:
-            changed = damage(changed, chooser, others)
-            continue
-        at = chooser.randint(0, len(changed))
-        if chooser.random() < 0.5:
-            # Where a value, or a line, begins.
-            at = changed.find(chooser.choice((b": ", b"\n")), at) + 1 or at
-        piece = chooser.choice(_YAML_PIECES)
-        gone = chooser.choice((0, 0, 1, 4, 16))
-        changed = changed[:at] + piece + changed[at + gone :]
-    return changed[:INPUT_BYTES_MAX]

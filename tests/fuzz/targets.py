@@ -28,7 +28,6 @@ import numpy as np
 import xxhash
 
 from sidecar import protocol
-from sidecar.config.model import ConfigError, loads, show
 from sidecar.errors import AttachRefused
 from sidecar.protocol import (
     Attach,
@@ -58,9 +57,8 @@ from sidecar.protocol import (
     Submit,
 )
 from sidecar.sessions.session import check_shape
-from tests import places
 from tests.fuzz import catalog_targets
-from tests.fuzz.mutation import damage, damage_message, damage_yaml
+from tests.fuzz.mutation import damage, damage_message
 from tests.tiers.golden_images import CASES, NAMESPACE, image
 from tiers.catalog.names import NAMESPACE_CHARACTERS, object_name, parse_name
 from tiers.errors import ChunkCorrupt, LayoutError
@@ -72,9 +70,7 @@ from tiers.kv.layout import KVLayout, Segment
 from tiers.kv.slot_image import SlotTemplate, SlotTemplates, inspect_image
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-CONFIGS: Final = places.ROOT / "configs"
 CODES: Final = {"version", "frame_too_large", "unknown_tag", "field", "malformed"}
-ENVIRONMENT: Final = {"A": "a", "SECRET": "hunter2"}
 KEY: Final = bytes(range(32))
 
 Damage = Callable[[bytes, random.Random, Sequence[bytes]], bytes]
@@ -221,38 +217,6 @@ def _feed_attach(data: bytes) -> None:
         CopyPlan(part.layout)
         with contextlib.suppress(LayoutError):
             SlotTemplates(part.layout.chunk(part.blocks_per_chunk), bytes(32))
-
-
-# --- configuration ---------------------------------------------------------------------------
-
-
-def _feed_yaml(data: bytes) -> None:
-    """A configuration, which can be shown, or a `ConfigError` that a person can read."""
-    text = data.decode("utf-8", "replace")
-    try:
-        config = loads(text, environment=ENVIRONMENT)
-    except ConfigError as error:
-        assert error.problems, "an error has a reason"
-        assert len(str(error)) < 1 << 16, f"{len(str(error))} characters are not for people"
-        return
-    # What was accepted can be written down, and names places that a kernel can be asked for.
-    show(config)
-    os.fsencode(config.runtime.attach_path)
-    assert b"\0" not in os.fsencode(config.host.directory)
-
-
-def _yaml_seeds() -> list[bytes]:
-    shipped = [path.read_bytes() for path in sorted(CONFIGS.glob("*.yaml"))]
-    without_comments = [
-        b"\n".join(line for line in text.splitlines() if not line.lstrip().startswith(b"#"))
-        for text in shipped
-    ]
-    small = [
-        b"host: {size: 1GiB, policy: fifo}\n",
-        b'store:\n  url: "s3://bucket"\n  storage_options: {key: "${A}", secret: "${B:-x}"}\n',
-        b"limits: &a {lookup_wait: 500ms}\ncopy: {<<: *a, threads: 2}\n",
-    ]
-    return [*without_comments, *small]
 
 
 # --- images ----------------------------------------------------------------------------------
@@ -435,7 +399,6 @@ TARGETS: Final = {
         Target("server", _decoding(protocol.decode_server), server_frames, damage_message),
         Target("reply", _decoding(protocol.decode_attach_reply), reply_frames, damage_message),
         Target("attach", _feed_attach, attach_frames, damage_message),
-        Target("yaml", _feed_yaml, _yaml_seeds, damage_yaml),
         Target("image", _feed_image, _image_seeds, _damage_image),
         Target("slot", _feed_slot, _image_seeds, _damage_image),
         Target("name", _feed_name, lambda: [object_name(KEY, KEY, SEGMENT).encode()]),

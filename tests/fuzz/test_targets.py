@@ -18,7 +18,7 @@ from tiers.kv.slot_image import SlotTemplate, inspect_image
 pytestmark = pytest.mark.promise("fuzz-targets")
 
 SEED: Final = 20
-INPUTS: Final = {"yaml": 400, "image": 1000, "slot": 1000, "catalog-folder": 400}
+INPUTS: Final = {"image": 1000, "slot": 1000, "catalog-folder": 400}
 INPUTS_DEFAULT: Final = 2000
 INPUT_SECONDS_MAX: Final = 20.0
 """Far more than an input takes on a busy machine, far less than one that hangs."""

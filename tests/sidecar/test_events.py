@@ -344,7 +344,7 @@ def test_over_tcp_with_keys(short_directory: Path, subscribe: Callable[..., Subs
         ({"replay_endpoint": "tcp://10.0.0.1:5558"}, "can be reached by every user"),
         ({"endpoint": "5557"}, "is no endpoint"),
         ({"subscribers": ["x"]}, "no public CURVE key"),
-        ({"subscribers": ["x" * 40]}, "this side has none"),
+        ({"subscribers": ["x" * 40]}, "subscribers need a CURVE key of this side"),
         ({"curve_secret_key_file": "/k"}, "give both endpoints over TCP"),
     ],
 )

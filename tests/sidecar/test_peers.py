@@ -336,7 +336,7 @@ def test_uids_are_numbers_of_users() -> None:
     [
         ("[-1]", "-1 is no user id"),
         ("[4294967295]", "is no user id"),
-        ("[65534]", "stands for every user"),
+        ("[65534]", "every user that this user namespace does not map"),
         ("[vllm]", "integer"),
         ("1001", "tuple"),
     ],
