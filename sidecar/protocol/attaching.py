@@ -1,18 +1,35 @@
-"""Messages on the Unix socket: who a client is, what it shares, and what it is told of the sidecar.
+"""The Unix socket: the messages on it, and where a connector looks for it.
 
-Owns what they hold. Descriptors travel beside them; what must be true of their values beyond the
-types is in `checks.py`.
+Owns the fields of the messages. Descriptors travel beside them; `codec.py` checks what types cannot
+say. Does not own where a sidecar puts its socket (`runtime.directory`).
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+import os
+from pathlib import Path
+from typing import Annotated, Final
 
 import msgspec
 
-from sidecar.protocol.limits import GROUPS_MAX
+from sidecar.protocol.limits import (
+    BLOCKS_PER_CHUNK_MAX,
+    DECLINED_CHARS_MAX,
+    GROUPS_MAX,
+    MODEL_CHARACTERS_MAX,
+    NAMESPACE_BYTES_MAX,
+)
 from tiers.kv.layout import KVLayout, Segment
+
+SERVICE_DIRECTORY: Final = "/run/kvlake"
+"""`runtime.directory` of deploy/systemd/kvlake.service."""
+
+# Checked while decoding.
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Namespace = Annotated[bytes, msgspec.Meta(min_length=1, max_length=NAMESPACE_BYTES_MAX)]
+BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+BlocksPerChunk = Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_CHUNK_MAX)]
 
 
 class Role(enum.StrEnum):
@@ -46,9 +63,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     there: a block belongs to one group at a time.
     """
 
-    namespace: bytes
-    block_tokens: int
-    blocks_per_chunk: int
+    namespace: Namespace
+    block_tokens: BlockTokens
+    blocks_per_chunk: BlocksPerChunk
     segment: Segment | None = None
     layout: KVLayout | None = None
 
@@ -67,13 +84,13 @@ class Attach(
 
     version: int
     role: Role
-    engine_id: str
+    engine_id: Name
     rank: int
-    world_size: int
-    topology: str
-    namespace: bytes
-    block_tokens: int
-    blocks_per_chunk: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    topology: Name
+    namespace: Namespace
+    block_tokens: BlockTokens
+    blocks_per_chunk: BlocksPerChunk
     pid: int
     want_events: bool = False
     segment: Segment | None = None
@@ -85,7 +102,7 @@ class Attach(
     events_replay: str = ""
     """Where it replays them."""
     replicas: int = 1
-    model: str = ""
+    model: Annotated[str, msgspec.Meta(max_length=MODEL_CHARACTERS_MAX)] = ""
     """What the engine calls a model that is files, to be shown to people. Empty where the namespace
     has a name: sidecars of before this field do not take it."""
 
@@ -129,9 +146,9 @@ class Declined(msgspec.Struct, tag="declined", frozen=True, forbid_unknown_field
 
     version: int
     role: Role
-    engine_id: str
-    reason: str
-    message: str
+    engine_id: Name
+    reason: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{1,32}\Z")]
+    message: Annotated[str, msgspec.Meta(min_length=1, max_length=DECLINED_CHARS_MAX)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,3 +189,18 @@ class IndexMoved(msgspec.Struct, tag="index_moved", frozen=True, forbid_unknown_
 
 FirstMessage = Attach | Declined
 AttachReply = Attached | Refused | IndexMoved
+
+
+def sockets_of(given: str | None) -> tuple[str, ...]:
+    """Where to look for the sidecar: the one path that is given, or the default ones in order.
+
+    A sidecar of this user comes first: that of a login shell is in `XDG_RUNTIME_DIR`, which a
+    service or a container may lack. Then that of a service manager, which serves several users.
+    """
+    if given:
+        return (given,)
+    bases = [f"/tmp/kvlake-{os.getuid()}", SERVICE_DIRECTORY]  # noqa: S108 (its owner is checked)
+    own = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    if Path(own).is_dir():
+        bases.insert(0, f"{own}/kvlake")
+    return tuple(f"{base}/default/attach.sock" for base in bases)

@@ -1,14 +1,15 @@
 """Messages over ZMQ: loads, stores, lookups, leases, pins, events, and their answers.
 
-Owns what they hold. Lists are bounded while they are decoded; what must be true of values beyond
-that is in `checks.py`.
+Owns their fields, and names that connector and sidecar derive alike: of tenants, and of the tiers
+in KV cache events. Lists are bounded while they are decoded; `codec.py` checks what types cannot
+say.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -136,12 +137,12 @@ class Lookup(
     epoch: int
     lookup_id: int
     keys: Keys
-    deadline_ms: int
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)]
     tenant: bytes = b""
-    num_tokens: int = 0
-    """Tokens of all keys together; 0: not said, and then nothing is weighed against computing."""
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens of all keys together. 0: unknown, and the read is not weighed against computing."""
     prefill_tokens_per_second: float = 0.0
-    """What the engine measured of itself; 0: nothing yet."""
+    """As the engine measured it; 0: unknown."""
     groups: GroupIds = []
     """The group of each key; left out where all are of group 0."""
 
@@ -237,6 +238,17 @@ class Error(msgspec.Struct, tag="error", frozen=True, forbid_unknown_fields=True
 
 ClientMessage = Submit | Lookup | Lease | Pin | Release
 ServerMessage = Done | LookupDone | Events | Error
+
+TIERS_OWNER: Final = "kvlake/"
+"""Prefix of the tiers' owners in vLLM's KV events. In an engine's own stream such events come from
+the connector, and the sidecar ignores them: it publishes the tiers itself."""
+HITS_OWNER: Final = "kvlake/hits"
+"""Owner of an event by which the connector says that vLLM's events include hits from here on."""
+
+
+def tiers_owner(namespace_digest: bytes, topology: str) -> str:
+    """The owner, in KV events, of chunks that engines of one namespace and topology share."""
+    return f"{TIERS_OWNER}{namespace_digest.hex()[:16]}/{topology}"
 
 
 def tenant_id(cache_salt: str) -> bytes:

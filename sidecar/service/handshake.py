@@ -3,7 +3,7 @@
 Owns accepting, the time that a client has to attach, the order of the checks, and the answer. An
 engine that says that it serves without the cache gets none: it is listed (`uncached.py`).
 Does not own the checks themselves (`sessions/session.py`, `sessions/namespaces.py`,
-`protocol/checks.py`) or the socket's framing (`transport/attach_socket.py`).
+`protocol/codec.py`) or the socket's framing (`transport/attach_socket.py`).
 
 Invariants: a client is refused in words before anything is made for it, or has a session; its
 descriptors are mapped by that session or closed; nothing that it does here can raise beyond its

@@ -366,7 +366,7 @@ replace = msgspec.structs.replace
 def test_a_client_message_outside_its_bounds(message: Submit, field: str) -> None:
     code, text = refused(decode_client, encode(message))
     assert code == "field"
-    assert text.startswith(f"{field}=") or f"`$.{field}" in text
+    assert field in text or f"`$.{field}" in text
 
 
 @pytest.mark.promise("epoch-in-messages")
@@ -419,7 +419,7 @@ def test_a_list_is_measured_before_it_is_made() -> None:
 def test_an_attach_outside_its_bounds(changes: dict[str, Any], field: str) -> None:
     code, text = refused(decode_first, encode(replace(WORKER, **changes)))
     assert code == "field"
-    assert text.startswith(f"{field}=")
+    assert field in text
 
 
 def test_only_a_model_that_is_files_is_named_beside_its_namespace() -> None:
