@@ -48,9 +48,8 @@ from sidecar.service.dispatcher import Dispatcher
 from sidecar.service.handshake import Handshakes
 from sidecar.service.runtime_dir import RuntimeDirectory
 from sidecar.service.self_checks import SelfChecks
-from sidecar.service.start_secrets import events_key, http_token
+from sidecar.service.start_checks import events_key, http_token, shortages
 from sidecar.service.store_stack import WrapStore, open_store
-from sidecar.service.surroundings import shortages
 from sidecar.service.systemd import Notifier
 from sidecar.service.watchdog import Phase, Watchdog
 from sidecar.transport.attach_socket import listen
@@ -273,7 +272,7 @@ class Server:
         return JobSocket(
             self._directory.jobs_path,
             self.dispatcher.received,
-            self.dispatcher.sessions.has_peer,
+            self.dispatcher.sessions.has_token,
             self.dispatcher.stranger,
             self._break,
             mode=self._directory.socket_mode,

@@ -115,7 +115,7 @@ class World:
         self.tier = UrlObjects(f"file://{directory}")
         self.realms = Realms()
         [self.realm] = self.realms.join([attach_of(namespace_of(chunks))])
-        self.realm.learn(0, LAYOUT)
+        self.realm.register(0, LAYOUT)
         self.prefix = namespace_prefix(self.realm.namespace_digest)
         self.folder = catalog_folder(self.prefix)
         self.tenants = [number.to_bytes(8, "big") for number in range(TENANTS)]

@@ -253,7 +253,7 @@ class StoreWatch:
             self._catalogs.note(realm, holdings(cells.take(part)), file)
 
     async def _feed_rows(self, realm: RealmLayout, rows: Rows) -> None:
-        realm.meet(rows.segments)
+        realm.register_foreign(rows.segments)
         known = realm.masks_by_segment()
         # What is left out has nothing that a rank here could use.
         masks = [known.get(name, 0) for name in rows.segments]

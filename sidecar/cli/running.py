@@ -96,7 +96,7 @@ def _serve(options: argparse.Namespace) -> int:
     from sidecar import logs
     from sidecar.app import serve
     from sidecar.errors import StartError
-    from sidecar.service.surroundings import allow_open_files
+    from sidecar.service.start_checks import allow_open_files
 
     allow_open_files()
     logs.configure(config.log.level, config.log.format)

@@ -1,7 +1,7 @@
 """Realms that no session uses: what forgetting one would lose, and giving it up.
 
 Owns the price of a realm, whether something in it still runs, and taking it out of every part of
-the engine. Does not own which one is forgotten, nor when (`service/forgetting.py`). Pure.
+the engine. Does not own which one is forgotten, nor when (`service/realm_eviction.py`). Pure.
 
 Invariants: a realm goes only when it has no chunk; one with a session, a pin, a copy, read or write
 that runs, or slots that are being adopted, is passed over. One call evicts at most `CHUNKS_AT_ONCE`

@@ -39,7 +39,7 @@ from sidecar.protocol import (
     encode,
     frame_stream,
 )
-from sidecar.service.forgetting import Forgetting
+from sidecar.service.realm_eviction import RealmEviction
 from sidecar.sessions.session import Session, check_shape
 from sidecar.sessions.worker_memory import take_memory
 from sidecar.transport.attach_socket import BACKLOG_CONNECTIONS_MAX, Connection, close_fds, peer_of
@@ -95,7 +95,7 @@ class Handshakes:
 
     def __init__(self, dispatcher: Dispatcher, endpoint: str) -> None:
         self._dispatcher = dispatcher
-        self._forgetting = Forgetting(dispatcher)
+        self._eviction = RealmEviction(dispatcher)
         self._endpoint = endpoint
         self._connections = 0
         self._listener: socket.socket | None = None
@@ -272,11 +272,11 @@ class Handshakes:
                     if attach.memory is not None and attach.memory.device_uuid:
                         await self._dispatcher.gpus.prepare(attach.memory)
                 # What the engine raises here is no client's end.
-                for gone in self._dispatcher.sessions.gone_beside(attach):
+                for gone in self._dispatcher.sessions.disconnected(attach):
                     self._dispatcher.end_session(gone, "end of file")
                 with _in_words(connection):
                     self._check(attach)
-                await self._forgetting.make_room(attach.parts)
+                await self._eviction.make_room(attach.parts)
                 with _in_words(connection):
                     session = self._attach(connection, attach, fds)
                 self._dispatcher.open_session(session)
@@ -390,7 +390,7 @@ class Handshakes:
             return False
         try:
             layout = attach.layout.chunk(attach.blocks_per_chunk)
-            learnt = realm.learn(attach.segment_number, layout)
+            learnt = realm.register(attach.segment_number, layout)
         except LayoutError as error:
             raise AttachRefused("layout", str(error)) from error
         try:

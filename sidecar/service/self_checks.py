@@ -117,7 +117,7 @@ class SelfChecks:
                     "when this sidecar ends, and nothing of it outlives that",
                     serious=False,
                 )
-        for engine_id, ranks, world_size in self._dispatcher.sessions.lonely(RANKS_SECONDS_MAX):
+        for engine_id, ranks, world_size in self._dispatcher.sessions.incomplete(RANKS_SECONDS_MAX):
             here = ", ".join(map(str, ranks))
             yield Problem(
                 "ranks",

@@ -1,14 +1,14 @@
-"""The GPUs of the engines that are attached: made ready at a first attach, given back at the end.
+"""The GPUs of attached engines: prepared at the first attach, released at the end.
 
-Owns the devices in use (`tiers/cuda/`) and the pins of the pool, which all devices share. Does not
-own sessions, nor when a copy runs. Where no engine on a GPU attaches, nothing here loads anything.
+Owns the devices in use (`tiers/cuda/`) and the pinning of the pool, which all devices share. Does
+not own sessions, nor when a copy runs. Without an engine on a GPU nothing is loaded.
 
 Invariants:
 
-* Making a device ready (a context, the self-test, pinning the pool: seconds) and unmapping run in
-  threads; mapping a worker's memory, about a millisecond, is all that the loop waits for.
-* A device that was lost serves nobody any more: its copies fail, its workers are refused by name.
-* Whatever a GPU cannot do is an `AttachRefused` that says why: its engine is served without cache.
+* Preparing a device (a context, the self-test, pinning the pool: seconds) and unmapping run in
+  threads. The loop waits only for mapping a worker's memory, about a millisecond.
+* A lost device is not used again: its copies fail, its workers are refused.
+* What a GPU cannot do is an `AttachRefused` with the reason: its engine serves without the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _logger = logging.getLogger("kvlake.gpu")
 
 
 class Gpus:
-    """Devices by UUID. `pool` is the host memory that copies come from and go to."""
+    """Devices by UUID. Copies move between them and the host memory `pool`."""
 
     def __init__(self, pool: Bytes, settings: GpuSettings) -> None:
         self._pool: Bytes | None = pool
@@ -62,12 +62,12 @@ class Gpus:
         self._unmapping: ThreadPoolExecutor | None = None
 
     async def prepare(self, memory: Memory) -> None:
-        """Make the device of `memory` ready, once. Raises `AttachRefused`."""
+        """Prepare the device of `memory`, once. Raises `AttachRefused`."""
         uuid = memory.device_uuid
         try:
             device = self._devices.get(uuid)
             if device is None:
-                # One limiter for each: a device that hangs holds up nobody but its own workers.
+                # One limiter per device: a device that hangs delays its own workers only.
                 limiter = self._preparing.setdefault(uuid, anyio.CapacityLimiter(1))
                 try:
                     device = await run_to_end(lambda: self._ready(uuid), limiter)
@@ -113,7 +113,7 @@ class Gpus:
         return device
 
     def open(self, memory: Memory, layout: KVLayout, fds: list[int]) -> GpuRegion:
-        """Map a worker's memory on a device that was prepared. Raises `AttachRefused`."""
+        """Map a worker's memory on a prepared device. Raises `AttachRefused`."""
         device, pins = self._devices[memory.device_uuid], self._pins
         assert pins is not None, "pinned with the first device"
         try:
@@ -126,21 +126,21 @@ class Gpus:
             raise AttachRefused("memory", f"the worker's GPU memory: {error}") from error
         if self._unmapping is None:
             self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kvlake-unmap")
-        return GpuRegion(mapped, self._unmapping)
+        return GpuRegion(mapped, self._unmapping, threading.Event())
 
     def close(self) -> None:
-        """Give everything back. Every region is closed, and no copy runs."""
+        """Release everything. Every region is closed, and no copy runs."""
         if self._unmapping is not None:
             self._unmapping.shutdown()
             self._unmapping = None
         devices = sorted(self._devices.values(), key=lambda device: device.lost is not None)
-        with _told():
+        with _logged():
             if self._pins is not None:
-                # In the context of a device that works, if there is one.
+                # In the context of a working device, if there is one.
                 devices[0].bind()
                 self._pins.close()
         for device in devices:
-            with _told():
+            with _logged():
                 device.close()
         self._pins = None
         self._devices.clear()
@@ -148,68 +148,48 @@ class Gpus:
 
 
 @contextlib.contextmanager
-def _told() -> Generator[None]:
+def _logged() -> Generator[None]:
     try:
         yield
     except CudaFailed as error:
-        _logger.warning("a GPU was not given back in order", extra=fields(error=error))
+        _logger.warning("a GPU was not released cleanly", extra=fields(error=error))
 
 
 class GpuRegion:
-    """A worker's KV memory on a GPU. A `Region`, unmapped in a thread."""
+    """A worker's KV memory on a GPU, as one KV cache group lies in it. A `Region`."""
 
-    def __init__(self, memory: DeviceMemory, unmapping: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, memory: DeviceMemory, unmapping: ThreadPoolExecutor, unmapped: threading.Event
+    ) -> None:
         self._memory = memory
         self._unmapping = unmapping
-        self.mapped = True
+        self._unmapped = unmapped
+        """Set once the memory is unmapped; of all groups in it."""
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Begin to copy blocks to `payload`."""
+        """Start copying blocks to `payload`."""
         return self._memory.gather(block_ids, payload)
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Begin to copy `payload` to blocks."""
+        """Start copying `payload` to blocks."""
         return self._memory.scatter(block_ids, payload)
 
-    def part(self, layout: KVLayout) -> GpuPart:
+    def part(self, layout: KVLayout) -> GpuRegion:
         """Another KV cache group in the same memory."""
-        return GpuPart(self._memory.part(layout), self)
+        return GpuRegion(self._memory.part(layout), self._unmapping, self._unmapped)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory is still mapped."""
+        return not self._unmapped.is_set()
 
     def close(self) -> None:
-        """Unmap it soon: the driver may take milliseconds, which the loop does not have."""
+        """Unmap it for all groups, in a thread: the driver may take milliseconds."""
         self._unmapping.submit(self._memory.close).add_done_callback(self._closed)
 
     def _closed(self, ended: Future[None]) -> None:
         error = ended.exception()
         if error is None:
-            self.mapped = False
+            self._unmapped.set()
         else:
             _logger.error("a worker's GPU memory was not unmapped", extra=fields(error=error))
-
-
-class GpuPart:
-    """One more KV cache group in a `GpuRegion`, which owns the mapping. A `Region`."""
-
-    def __init__(self, memory: DeviceMemory, region: GpuRegion) -> None:
-        self._memory = memory
-        self._region = region
-
-    def part(self, layout: KVLayout) -> GpuPart:
-        """Another KV cache group in the same memory."""
-        return self._region.part(layout)
-
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Begin to copy blocks to `payload`."""
-        return self._memory.gather(block_ids, payload)
-
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
-        """Begin to copy `payload` to blocks."""
-        return self._memory.scatter(block_ids, payload)
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the region is still mapped."""
-        return self._region.mapped
-
-    def close(self) -> None:
-        """Nothing: the region unmaps."""

@@ -1,9 +1,8 @@
-"""What people call the model of a namespace.
+"""The model's name, to show to people, from a namespace's JSON.
 
-Owns reading the name out of a namespace's JSON, where an engine may have said less than that. Does
-not own the namespace (`connector/identity/namespace.py`, `connector/offloading/keys.py`).
+Does not own the namespace (`connector/identity/namespace.py`, `connector/offloading/keys.py`).
 
-Invariant: whatever the JSON is, there is a name, of printable characters and bounded.
+Invariant: for any JSON the name has printable characters only, and a bounded number of them.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ _DIGITS_SHOWN: Final = 12
 
 
 def model_name(namespace: Mapping[str, Any], served_as: str = "") -> str:
-    """The model's name: of its hub, else as its engine serves it, else its files' first digits.
+    """The model's name on its hub, else `served_as`, else the first digits of its files' digest.
 
     Args:
         namespace: the JSON of an engine's namespace.
-        served_as: what the engine calls a model that is files; it says nothing of their content.
+        served_as: the engine's own name of a model that is files; it does not identify them.
     """
     model: object = namespace.get("model")
     identity: object = namespace.get("identity")
     if not model and isinstance(identity, dict):
-        # Of vLLM's own offloading: what its tier is not told lies one level deeper.
+        # vLLM's own offloading nests it one level deeper.
         model = cast("dict[str, Any]", identity).get("model")
     if isinstance(model, str):
         return printable(model or served_as) or UNKNOWN
@@ -41,7 +40,7 @@ def model_name(namespace: Mapping[str, Any], served_as: str = "") -> str:
 
 
 def layers_of(namespace: Mapping[str, Any]) -> str:
-    """Which part of the model it is: "5 of 30 layers", empty where it is all of it."""
+    """Which part of the model a namespace is: "5 of 30 layers", empty where it is all."""
     group: object = namespace.get("group")
     if not isinstance(group, list) or not group:
         return ""
@@ -49,6 +48,6 @@ def layers_of(namespace: Mapping[str, Any]) -> str:
 
 
 def printable(text: str, characters_max: int = MODEL_CHARACTERS_MAX) -> str:
-    """A text that may be shown: it comes from an engine, from the store, or from who answers."""
+    """Untrusted text with `?` in place of unprintable characters, cut to a length."""
     shown = text[:characters_max]
     return "".join(one if one.isprintable() else "?" for one in shown)

@@ -1,21 +1,21 @@
-"""Realms: who may share chunks, and the geometry, templates and index that they share.
+"""Realms: which engines share chunks, and the geometry, templates and index that they share.
 
-A realm is a namespace (model, dtype, encoding), a topology (how the model is cut over ranks) and a
-chunk geometry. Clients of one realm see one shared index; clients of two realms never see each
-other's chunks in host memory, and those of one namespace read each other's from the store. Owns
-each realm's `IndexWriter`, its salt, and what every rank holds (`RankLayout`, learnt from the
-rank's first worker). Does not own chunks or slots: the engine and the pool do.
+A realm is a namespace (model, dtype, encoding), a topology (how the model is split over ranks) and
+a chunk geometry. Clients of one realm share one index. Clients of two realms never see each other's
+chunks in host memory; those of one namespace read each other's from the store. Owns each realm's
+`IndexWriter`, its salt, and what every rank holds (`RankLayout`, registered by the rank's first
+worker). Does not own chunks or slots: the engine and the pool do.
 
 Invariants:
 
-* An engine of several KV cache groups is of several realms: one for each group, with chunks,
-  templates and objects of its own. They share the index of the first one, their home, so that a
-  scheduler reads one mapping; a key is of one group, so they never meet in it.
-* A realm outlives its clients, and so do its chunks. There are at most `realms_max`; which one is
-  forgotten for another is decided in `service/forgetting.py`. An id is never used again.
-* A rank's geometry never changes within a realm; a worker that disagrees is refused.
-* Ranks that hold copies of one segment are one rank here, and an engine of more of them, or of
-  none, is of the same realm if its topology has the same name.
+* An engine with several KV cache groups has one realm for each, with chunks, templates and objects
+  of its own. They share the index of the first one, their home, so that a scheduler reads one
+  mapping. A key belongs to one group, so entries of two groups never collide.
+* A realm outlives its clients, and so do its chunks. There are at most `realms_max`;
+  `service/realm_eviction.py` decides which one makes room for another. An id is never reused.
+* A rank's geometry never changes within a realm. A worker that disagrees is refused.
+* Ranks that hold copies of one segment count as one rank. Engines with other numbers of copies
+  share the realm if their topology has the same name.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class RankLayout:
     )
 
     def as_stored(self, image: Bytes) -> RankLayout:
-        """The same segment in blocks of the size that a foreign image says it has.
+        """The same segment in blocks of the size that a foreign image declares.
 
-        Itself where that is its own size, or one from which its blocks cannot be made: then the
-        image fails its checks.
+        Itself where the sizes are equal, and where its blocks cannot be made from those of the
+        image: then the image fails its checks.
         """
         claimed = find_descriptor(image[:PAGE_BYTES].tobytes())
         if claimed is None or claimed.block_tokens == self.layout.block_tokens:
@@ -77,8 +77,8 @@ class RankLayout:
         if known is None:
             known = self._regrouped(claimed.block_tokens)
             if known is not self:
-                # As many as chunks of a size have divisors: what is no whole chunk is not kept.
-                # Two threads may make the same one at once; they make equal ones.
+                # Bounded: one entry for each divisor of the chunk. Two threads may create the same
+                # entry at once; the entries are equal.
                 self._by_block_tokens[claimed.block_tokens] = known
         return known
 
@@ -108,29 +108,29 @@ class RealmLayout:
     namespace_digest: bytes
     topology: str
     world_size: int
-    """Segments of a chunk: ranks, those that hold the same one counted once."""
+    """Segments of a chunk: ranks, with copies of one segment counted once."""
     block_tokens: int
     blocks_per_chunk: int
     index_salt: bytes
     model: str
-    """What the first engine that said so calls the model, where it is files."""
+    """The name that the first engine gave a model that is files; else empty."""
     index: IndexWriter
-    """Its home's, where it has one: then this is the home's first, and nobody asks for it."""
+    """Not used where it has a home: use `indexed_in.index`, which may have been replaced since."""
     home: RealmLayout | None = None
-    """The realm of the first KV cache group, of an engine's other groups."""
+    """The realm of the engine's first KV cache group; None in that realm itself."""
     group: int | None = None
     """The number of its KV cache group, of engines that have several."""
     ranks: dict[int, RankLayout] = field(default_factory=dict[int, RankLayout])
     foreign: list[RankLayout] = field(default_factory=list[RankLayout])
-    """Segments of other cuts of the model that the catalog named, by bit from `world_size` on."""
+    """Segments of other parallel layouts, named by the catalog, by bit from `world_size` on."""
     last_used: int = 0
-    """Grows with every use of any realm: by the attach, and by the end, of a client."""
+    """A counter's value when a client of this realm last attached or left."""
     forgotten: bool = False
-    """Nothing is known of it any more. Tasks that hold it across a wait look here."""
+    """Whether it was removed. Tasks that hold it across a wait must look here."""
 
     @property
     def indexed_in(self) -> RealmLayout:
-        """The realm whose index has this one's chunks."""
+        """The realm whose index has this realm's chunks."""
         return self.home or self
 
     @property
@@ -149,11 +149,11 @@ class RealmLayout:
         return found
 
     def by_bit(self, bit: int) -> RankLayout:
-        """What a bit of a mask of the store stands for."""
+        """The segment that a bit of a mask of the store stands for."""
         return self.ranks[bit] if bit < self.world_size else self.foreign[bit - self.world_size]
 
-    def meet(self, names: Iterable[str]) -> None:
-        """Take note of segments of other cuts that hold something of this realm's ranks."""
+    def register_foreign(self, names: Iterable[str]) -> None:
+        """Add segments of other parallel layouts that overlap with this realm's ranks."""
         known = self.masks_by_segment()
         own = [rank.layout for rank in self.ranks.values()]
         for name in dict.fromkeys(names):
@@ -163,17 +163,17 @@ class RealmLayout:
                 segment = Segment.parse(name)
                 layout = msgspec.structs.replace(own[0], segment=segment)
             except LayoutError:
-                # Not one of ours, whatever it is.
+                # Not a segment of this model.
                 continue
             if any(overlap(segment, one.segment) for one in own):
                 self.foreign.append(
                     RankLayout(layout, SlotTemplates(layout, self.namespace_digest))
                 )
 
-    def learn(self, rank: int, layout: ChunkLayout) -> bool:
-        """Take a worker's geometry. True if it was not known yet.
+    def register(self, rank: int, layout: ChunkLayout) -> bool:
+        """Set a rank's geometry. True if it was not known yet.
 
-        Raises `AttachRefused` where it differs from what the rank's chunks were stored with.
+        Raises `AttachRefused` where it differs from the geometry of the rank's stored chunks.
         """
         known = self.ranks.get(rank)
         if known is None:
@@ -189,7 +189,7 @@ class RealmLayout:
 
 
 class Realms:
-    """All realms of this sidecar, by what makes them; `realms_max` at most."""
+    """All realms of this sidecar; `realms_max` at most."""
 
     def __init__(self, realms_max: int = REALMS_MAX) -> None:
         self.realms_max = realms_max
@@ -198,7 +198,7 @@ class Realms:
         self._last_id = 0
         self._uses = 0
         self.forgotten = 0
-        """How many gave way to others. Never decreases."""
+        """How many made room for others. Never decreases."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -212,39 +212,40 @@ class Realms:
         return self._by_id[realm_id]
 
     def all(self) -> list[RealmLayout]:
-        """Every realm, oldest first."""
+        """All realms, oldest first."""
         return list(self._by_id.values())
 
     def get(self, realm_id: int) -> RealmLayout | None:
-        """The realm with this id, if it is known."""
+        """The realm with this id, or None."""
         return self._by_id.get(realm_id)
 
     def knows(self, realm: RealmLayout) -> bool:
-        """Whether a realm was not forgotten."""
+        """Whether a realm is still one of these."""
         return self._by_id.get(realm.realm_id) is realm
 
     def families(self) -> list[tuple[RealmLayout, ...]]:
-        """Realms that share an index, the home of each first."""
+        """Groups of realms that share an index, each with its home first."""
         found: dict[RealmLayout, list[RealmLayout]] = {}
         for realm in self._by_id.values():
             found.setdefault(realm.indexed_in, []).append(realm)
         return [tuple(family) for family in found.values()]
 
     def use(self, realms: Iterable[RealmLayout]) -> None:
-        """A client of these realms attached, or left."""
+        """Note that a client of these realms attached or left."""
         self._uses += 1
         for realm in realms:
             realm.last_used = self._uses
 
     def find(self, parts: Sequence[Attach]) -> tuple[RealmLayout | None, ...]:
-        """The realm of each group of a client, where there is one already."""
+        """The realm of each group of a client, None where there is none yet."""
         home = _identity(parts[0])
         return tuple(self._by_identity.get(_of_group(home, part)) for part in parts)
 
     def join(self, parts: Sequence[Attach]) -> tuple[RealmLayout, ...]:
-        """The realm of each group of a client, made where it is the first of its kind.
+        """The realm of each group of a client, created where there is none yet.
 
-        Raises `AttachRefused`, or `OSError` where there is no room for an index, having made none.
+        Raises `AttachRefused`, or `OSError` where there is no memory for an index. Then no realm
+        was created.
         """
         home = _identity(parts[0])
         joined: list[RealmLayout] = []
@@ -267,9 +268,9 @@ class Realms:
         return tuple(joined)
 
     def forget(self, realms: Iterable[RealmLayout]) -> None:
-        """Forget realms of which there is no session and no chunk; of a home, all its groups'.
+        """Remove realms without sessions and chunks. Give a home together with its groups.
 
-        Those that are forgotten already are passed over.
+        Realms that were removed already are skipped.
         """
         for realm in realms:
             if self._by_id.get(realm.realm_id) is not realm:
@@ -330,13 +331,13 @@ def _identity(attach: Attach) -> tuple[object, ...]:
 
 
 def _of_group(home: tuple[object, ...], part: Attach) -> tuple[object, ...]:
-    """What makes a group's realm: engines that differ in their first group share no index."""
+    """The identity of a group's realm. Engines that differ in their first group share no index."""
     own = _identity(part)
     return own if own == home else (*home, *own)
 
 
 def full(realms_max: int) -> AttachRefused:
-    """Why a client is refused for which no realm can be forgotten."""
+    """The refusal of a client for which no realm can make room."""
     return AttachRefused(
         "realms",
         f"limits.realms_max={realms_max} namespaces and topologies are in use by engines that are "
@@ -345,7 +346,7 @@ def full(realms_max: int) -> AttachRefused:
 
 
 def require_json_object(namespace: bytes) -> None:
-    """Raise `AttachRefused` unless a namespace is a JSON object that `/status` can show."""
+    """Raise `AttachRefused` unless the namespace is a JSON object that `/status` can show."""
     try:
         decoded: object = msgspec.json.decode(namespace)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -354,7 +355,7 @@ def require_json_object(namespace: bytes) -> None:
         raise AttachRefused(
             "namespace", f"namespace is a JSON {type(decoded).__name__}: must be an object"
         )
-    # /status shows it, further down the stack than here: what is only just read here is not there.
+    # /status encodes it deeper in the stack, where the same nesting could exceed the limit.
     if deeper_than(cast("object", decoded), NAMESPACE_DEPTH_MAX):
         raise AttachRefused(
             "namespace",

@@ -1,15 +1,14 @@
-"""Sessions: one attached client each, from admission to end of file.
+"""Sessions: one for each attached client, from its handshake to its end of file.
 
-Owns the admission checks that need the sessions of now, the session's token, and turning a
-client's frame into an engine event. Does not own sockets (`transport/attach_socket.py`,
-`transport/job_socket.py`), the worker's mapped memory (`worker_memory.py`), nor what an event does
-(`core/engine.py`).
+Owns the handshake's checks against existing sessions, the session's token, and turning a client's
+frame into an engine event. Does not own sockets (`transport/`), the worker's mapped memory
+(`worker_memory.py`), nor what an event does (`core/engine.py`).
 
 Invariants:
 
-* Every message is checked here once, against what its session attached with; behind this point a
-  block id is in range and a chunk has as many tokens as blocks.
-* A session that ended is forgotten here at once; its id is never used again.
+* Every message is checked here once, against what its session attached with. After that a block id
+  is in range and a chunk has as many tokens as blocks.
+* An ended session is forgotten here at once. Its id is never reused.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Session:
     memory: WorkerMemory | None
     token: bytes
     opened: float = field(default_factory=time.monotonic)
-    parts: tuple[Attach, ...] = ()
+    parts: tuple[Attach, ...] = field(init=False)
     """What was attached for each group."""
 
     def __post_init__(self) -> None:
@@ -76,11 +75,11 @@ class Session:
 
     @property
     def realm(self) -> RealmLayout:
-        """The realm of the first group, whose index has the chunks of all of them."""
+        """The realm of the first group. Its index has the chunks of all groups."""
         return self.realms[0]
 
     def opened_event(self) -> SessionOpened:
-        """What the engine is told of this session."""
+        """The event that announces this session to the engine."""
         attach = self.attach
         first, *others = (
             OpenedGroup(
@@ -105,13 +104,13 @@ class Session:
         )
 
     def event_of(self, frames: list[bytes], epoch: int) -> Event:
-        """Decode and check one message. Raises `ProtocolError`; the session goes on."""
+        """Decode and check one message. Raises `ProtocolError`, which does not end the session."""
         if len(frames) != 1:
             raise ProtocolError("malformed", "message of several frames: one is expected")
         message = decode_client(frames[0])
         if message.epoch != epoch:
             raise ProtocolError(
-                "epoch", f"epoch={message.epoch}: this sidecar's life is {epoch}; attach again"
+                "epoch", f"epoch={message.epoch}: this sidecar has epoch {epoch}; attach again"
             )
         wanted = Role.WORKER if isinstance(message, Submit) else Role.SCHEDULER
         if self.attach.role is not wanted:
@@ -183,7 +182,7 @@ def _check_blocks(part: Attach, block_ids: list[int], count_max: int) -> None:
 
 
 class Sessions:
-    """The sessions of now, by id and by ZMQ routing id."""
+    """Current sessions, by id and by token."""
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
@@ -199,20 +198,20 @@ class Sessions:
         return list(self._by_id.values())
 
     def get(self, session_id: int) -> Session | None:
-        """The session with this id, if it still is."""
+        """The session with this id, unless it has ended."""
         return self._by_id.get(session_id)
 
     def by_token(self, token: bytes) -> Session | None:
-        """The session whose frames carry this routing id."""
+        """The session with this token, unless it has ended."""
         return self._by_token.get(token)
 
-    def has_peer(self, token: bytes, uid: int) -> bool:
-        """Whether a session of this token lives, and is this user's."""
+    def has_token(self, token: bytes, uid: int) -> bool:
+        """Whether this user has a session with this token."""
         session = self._by_token.get(token)
         return session is not None and session.connection.peer.uid == uid
 
-    def lonely(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
-        """Engines that lack ranks though others attached so long ago: id, ranks, world size."""
+    def incomplete(self, seconds_max: float) -> list[tuple[str, list[int], int]]:
+        """Engines that lack ranks `seconds_max` after another attached: id, ranks, world size."""
         since = time.monotonic() - seconds_max
         ranks: dict[tuple[str, int], list[int]] = {}
         waited: set[tuple[str, int]] = set()
@@ -229,8 +228,8 @@ class Sessions:
             if (engine_id, world_size) in waited and len(set(found)) < world_size
         ]
 
-    def gone_beside(self, attach: Attach) -> list[Session]:
-        """Sessions of the same engine whose peer is gone, though nobody has noticed yet."""
+    def disconnected(self, attach: Attach) -> list[Session]:
+        """Sessions of the same engine whose peer is gone, and that are still open here."""
         return [
             session
             for session in self._by_id.values()
@@ -238,9 +237,9 @@ class Sessions:
         ]
 
     def check(self, attach: Attach, realms: Sequence[RealmLayout | None]) -> None:
-        """Raise `AttachRefused` unless this client may attach beside those that are here.
+        """Raise `AttachRefused` unless this client may attach beside the current sessions.
 
-        `realms` are those of its groups, None for one that is the first of its kind.
+        `realms` are those of its groups, None for one that does not exist yet.
         """
         if len(self._by_id) >= self._sessions_max:
             raise AttachRefused(
@@ -274,7 +273,7 @@ class Sessions:
         realms: tuple[RealmLayout, ...],
         memory: WorkerMemory | None,
     ) -> Session:
-        """Make the session of a client that passed `check`."""
+        """Create the session of a client that passed `check`."""
         session = Session(
             session_id=self._next_id,
             attach=attach,
@@ -289,7 +288,7 @@ class Sessions:
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session; its memory is unmapped once its copies have ended."""
+        """Forget a session. Its memory is unmapped once its copies have ended."""
         self._by_id.pop(session.session_id, None)
         self._by_token.pop(session.token, None)
         if session.memory is not None:
@@ -297,7 +296,7 @@ class Sessions:
 
 
 def _new_token() -> bytes:
-    # ZMQ keeps routing ids that start with a zero byte for itself.
+    # ZMQ reserves routing ids that start with a zero byte.
     return bytes([secrets.randbelow(255) + 1]) + secrets.token_bytes(TOKEN_BYTES - 1)
 
 
@@ -307,7 +306,7 @@ def check_shape(attach: Attach) -> None:
         return
     for part in attach.parts:
         _check_part(part)
-    # Of each a plan is kept that has 8 bytes for every entry; together no more than for one.
+    # A copy plan has 8 bytes per entry. The limit of one layout holds for all groups together.
     entries = sum(
         part.layout.segment.num_layers * part.layout.segment.num_heads * part.layout.block_entries
         for part in attach.parts

@@ -1,11 +1,11 @@
-"""A worker's KV memory and fence page as they are mapped here.
+"""A worker's KV memory and fence page, mapped in the sidecar.
 
-Owns the mappings and what was handed over for them. Does not own when a copy runs, nor sessions,
-nor how GPU memory is mapped and copied (`tiers/cuda/`).
+Owns the mappings and their descriptors. Does not own when a copy runs, nor sessions, nor how GPU
+memory is mapped and copied (`tiers/cuda/`).
 
 Invariants: the memory stays mapped while a copy uses it, and is unmapped as soon as its session
-has ended and its last copy has; every descriptor that comes in is mapped or closed; what is mapped
-is at least as large as it was said to be, and sealed against shrinking (`tiers/kv/memfd.py`).
+and its last copy have ended; every received descriptor is mapped or closed; what is mapped has at
+least the declared size, and is sealed against shrinking (`tiers/kv/memfd.py`).
 """
 
 from __future__ import annotations
@@ -51,46 +51,24 @@ _prefaulting = anyio.CapacityLimiter(1)
 _logger = logging.getLogger("kvlake.memory")
 
 
-class HostRegion:
-    """KV memory in a memfd, copied by the CPU. A `Region`. Takes over `fd`."""
+class HostMapping:
+    """A memfd, mapped. Takes over `fd`."""
 
-    def __init__(self, layout: KVLayout, fd: int) -> None:
+    def __init__(self, size_bytes: int, fd: int) -> None:
         try:
-            _check_size(layout.size_bytes)
-            check_sealed("memory", fd, layout.size_bytes)
-            self.plan = CopyPlan(layout)
-            self._map = mmap.mmap(fd, layout.size_bytes)
+            _check_size(size_bytes)
+            check_sealed("memory", fd, size_bytes)
+            self._map = mmap.mmap(fd, size_bytes)
             keep_out_of_dumps(self._map)
         finally:
             os.close(fd)
-        self.size_bytes = layout.size_bytes
         self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
-
-    def part(self, layout: KVLayout) -> HostPart:
-        """Another KV cache group in the same memory."""
-        return HostPart(layout, self)
 
     @property
     def view(self) -> Bytes:
-        """All of the memory. Only for a copy, and gone when that returns."""
+        """All of the memory. Use it for one copy only, and keep no reference."""
         assert self._bytes is not None, "copies run while it is mapped"
         return self._bytes
-
-    def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
-        """A copy of blocks to `payload`, carried out by `finish`."""
-        return HostTransfer(self.plan.gather, self, block_ids, payload)
-
-    def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
-        """A copy of `payload` to blocks, carried out by `finish`."""
-        return HostTransfer(self.plan.scatter, self, block_ids, payload)
-
-    def populate(self, start: int) -> bool:
-        """Map the pages of one slice ahead; False where that cannot be had."""
-        try:
-            return populate(self.view[start : start + PREFAULT_BYTES_PER_CALL])
-        except OSError as error:
-            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
-            return False
 
     @property
     def mapped(self) -> bool:
@@ -103,56 +81,76 @@ class HostRegion:
         try:
             self._map.close()
         except BufferError:
-            # A view outlived its copy, against the rule of `view`. Not a reason to end the
-            # sidecar: the mapping goes with the view. But it is a bug, so it is told.
+            # A bug: a view outlived its copy, against the rule of `view`. The mapping ends with the
+            # view, so this need not end the sidecar.
             _logger.error("a worker's memory stays mapped: a view is still held")  # noqa: TRY400
 
 
-class HostPart:
-    """One more KV cache group in a `HostRegion`, which owns the mapping. A `Region`."""
+class HostRegion:
+    """KV memory in a memfd, copied by the CPU, as one KV cache group lies in it. A `Region`."""
 
-    def __init__(self, layout: KVLayout, region: HostRegion) -> None:
+    def __init__(self, layout: KVLayout, mapping: HostMapping) -> None:
         self._plan = CopyPlan(layout)
-        self._region = region
+        self.mapping = mapping
+        self.size_bytes = layout.size_bytes
 
-    def part(self, layout: KVLayout) -> HostPart:
+    @classmethod
+    def open(cls, layout: KVLayout, fd: int) -> HostRegion:
+        """Map the memory. Takes over `fd`."""
+        mapping = HostMapping(layout.size_bytes, fd)
+        try:
+            return cls(layout, mapping)
+        except BaseException:
+            mapping.close()
+            raise
+
+    def part(self, layout: KVLayout) -> HostRegion:
         """Another KV cache group in the same memory."""
-        return self._region.part(layout)
+        return HostRegion(layout, self.mapping)
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
         """A copy of blocks to `payload`, carried out by `finish`."""
-        return HostTransfer(self._plan.gather, self._region, block_ids, payload)
+        return HostTransfer(self._plan.gather, self.mapping, block_ids, payload)
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> HostTransfer:
         """A copy of `payload` to blocks, carried out by `finish`."""
-        return HostTransfer(self._plan.scatter, self._region, block_ids, payload)
+        return HostTransfer(self._plan.scatter, self.mapping, block_ids, payload)
+
+    def populate(self, start: int) -> bool:
+        """Map the pages of one slice ahead; False where that fails."""
+        try:
+            return populate(self.mapping.view[start : start + PREFAULT_BYTES_PER_CALL])
+        except OSError as error:
+            _logger.warning("KV memory is not mapped ahead", extra=fields(reason=error))
+            return False
 
     @property
     def mapped(self) -> bool:
-        """Whether the region is still mapped."""
-        return self._region.mapped
+        """Whether it is still mapped."""
+        return self.mapping.mapped
 
     def close(self) -> None:
-        """Nothing: the region unmaps."""
+        """Unmap it, for all groups."""
+        self.mapping.close()
 
 
 class HostTransfer:
     """A copy that runs in `finish`, in the thread that calls it. A `Transfer`."""
 
     def __init__(
-        self, copy: Callable[..., None], region: HostRegion, block_ids: BlockIds, payload: Bytes
+        self, copy: Callable[..., None], mapping: HostMapping, block_ids: BlockIds, payload: Bytes
     ) -> None:
         self._copy = copy
-        self._region = region
+        self._mapping = mapping
         self._block_ids = block_ids
         self._payload = payload
 
     def finish(self, visit: Visit) -> None:
         """Copy, and show each piece to `visit` while the core has it in its cache."""
-        self._copy(self._region.view, self._block_ids, self._payload, visit=visit)
+        self._copy(self._mapping.view, self._block_ids, self._payload, visit=visit)
 
     def settle(self) -> None:
-        """Nothing: it ran in `finish`, or not at all."""
+        """Do nothing: the copy ran in `finish`, or not at all."""
 
 
 class WorkerMemory:
@@ -169,7 +167,7 @@ class WorkerMemory:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[bool]:
-        """Keep the memory mapped for the length of a copy; False if it is gone already.
+        """Keep the memory mapped during a copy; yields False if it is unmapped already.
 
         Enter on the event loop. It yields no array on purpose: a view left in a waiting task or an
         idle thread would keep the mapping, and with it a dead engine's memory, until the next copy.
@@ -216,9 +214,9 @@ class WorkerMemory:
         return self.region.mapped
 
     async def wait_unmapped(self, seconds_max: float) -> None:
-        """Return once the memory is unmapped, or so much time has passed."""
+        """Wait until the memory is unmapped, for `seconds_max` at most."""
         with anyio.move_on_after(seconds_max):
-            # Unmapping may end in a thread, which can set no event of the loop's.
+            # Unmapping may end in a thread, which cannot set an event of the loop.
             while self.mapped:  # noqa: ASYNC110
                 await anyio.sleep(UNMAPPED_POLL_SECONDS)
 
@@ -231,8 +229,8 @@ class WorkerMemory:
 
 
 def _check_size(size_bytes: int) -> None:
-    # A memfd may be sparse: only what is mapped ahead, or copied to, takes memory. What this
-    # machine could not back in any case is not begun.
+    # A memfd may be sparse, so a size above the free memory is no error. A size above the
+    # machine's memory is.
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size_bytes > machine_bytes:
         raise AttachRefused(
@@ -243,7 +241,7 @@ def _check_size(size_bytes: int) -> None:
 
 
 def take_memory(attach: Attach, fds: list[int], gpus: Gpus | None = None) -> WorkerMemory | None:
-    """Map what arrived beside an `Attach` that passed `check_shape`. Takes over `fds`."""
+    """Map the descriptors of an `Attach` that passed `check_shape`. Takes over `fds`."""
     try:
         return _take_memory(attach, fds, gpus)
     finally:
@@ -267,7 +265,7 @@ def _take_memory(attach: Attach, fds: list[int], gpus: Gpus | None) -> WorkerMem
         fence = SidecarFence(fds.pop())
         try:
             if shared.kind == KIND_MEMFD:
-                region: Region = HostRegion(layout, fds.pop())
+                region: Region = HostRegion.open(layout, fds.pop())
             else:
                 assert gpus is not None, "GPU memory is attached once its device is ready"
                 region = gpus.open(shared, layout, fds)

@@ -94,7 +94,7 @@ def new_bench() -> Iterator[Bench]:
     view[:] = np.random.default_rng(1).integers(0, 256, view.size, dtype=np.uint8)
     realms = Realms()
     (realm,) = realms.join(attach.parts)
-    realm.learn(0, LAYOUT.chunk(attach.blocks_per_chunk))
+    realm.register(0, LAYOUT.chunk(attach.blocks_per_chunk))
     sessions = Sessions(8)
     connection = cast("Any", None)
     session = sessions.open(attach, connection, (realm,), memory)

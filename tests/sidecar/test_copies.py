@@ -223,7 +223,7 @@ async def test_memory_stays_while_a_copy_uses_it(bench: Bench) -> None:
         bench.sessions.close(bench.session)
         assert is_mapped(bench)
         assert isinstance(bench.memory.region, HostRegion)
-        assert bench.memory.region.view[0] == bench.bytes[0]
+        assert bench.memory.region.mapping.view[0] == bench.bytes[0]
     assert not is_mapped(bench)
     with bench.memory.in_use() as mapped:
         assert not mapped

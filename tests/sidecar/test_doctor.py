@@ -28,7 +28,7 @@ from sidecar.cli.doctor.findings import Check, CheckResult
 from sidecar.cli.doctor.startup import startup_findings
 from sidecar.config.model import Config, load, loads
 from sidecar.exits import Exit
-from sidecar.service.surroundings import allow_open_files, cgroup_room, machine_room, shortages
+from sidecar.service.start_checks import allow_open_files, cgroup_room, machine_room, shortages
 from tests import places
 from tests.sidecar.client import RunningSidecar, config_in
 from tests.sidecar.commands import Commands, commands, tree
@@ -286,24 +286,24 @@ def address_that_is_none(world: World) -> dict[str, Any]:
     return {"http": {"host": "999.999.0.1", "token_file": world.key()}}
 
 
-@refusal("bind")
+@refusal("_bind")
 def port_of_events_that_is_taken(world: World) -> dict[str, Any]:
     endpoint = f"tcp://127.0.0.1:{world.taken_port()}"
     return events_over_tcp(world, world.key(), endpoint=endpoint)
 
 
-@refusal("bind")
+@refusal("_bind")
 def port_of_replays_that_is_taken(world: World) -> dict[str, Any]:
     endpoint = f"tcp://127.0.0.1:{world.taken_port()}"
     return events_over_tcp(world, world.key(), replay_endpoint=endpoint)
 
 
-@refusal("bind")
+@refusal("_bind")
 def interface_that_is_none(world: World) -> dict[str, Any]:
     return events_over_tcp(world, world.key(), endpoint="tcp://none0:9322")
 
 
-@refusal("bind")
+@refusal("_bind")
 def port_that_is_given_twice(world: World) -> dict[str, Any]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

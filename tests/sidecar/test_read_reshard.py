@@ -68,8 +68,8 @@ def realm_of(segments: list[Segment], others: list[Segment]) -> RealmLayout:
     )
     (realm,) = Realms().join(attach.parts)
     for rank, segment in enumerate(segments):
-        realm.learn(rank, msgspec.structs.replace(WHOLE, segment=segment))
-    realm.meet([segment.name for segment in others])
+        realm.register(rank, msgspec.structs.replace(WHOLE, segment=segment))
+    realm.register_foreign([segment.name for segment in others])
     return realm
 
 
@@ -321,7 +321,9 @@ async def test_a_damaged_source_is_never_used(tmp_path: Path, place: str) -> Non
 def test_foreign_segments_are_few_and_of_use() -> None:
     realm = realm_of(grid(2, 1)[:1], [])
     rank: RankLayout = realm.ranks[0]
-    realm.meet(["no segment", "4-8.0-8", "0-4.0-4", rank.layout.segment.name, "0-4.0-4"])
+    realm.register_foreign(
+        ["no segment", "4-8.0-8", "0-4.0-4", rank.layout.segment.name, "0-4.0-4"]
+    )
     assert [one.layout.segment.name for one in realm.foreign] == ["0-4.0-4"]
-    realm.meet([f"0-1.{head}-{head + 1}" for head in range(100)])
+    realm.register_foreign([f"0-1.{head}-{head + 1}" for head in range(100)])
     assert len(realm.foreign) == 9

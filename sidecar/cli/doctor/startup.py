@@ -21,9 +21,8 @@ from sidecar.errors import StartError
 from sidecar.events.curve_socket import bound
 from sidecar.observe import http
 from sidecar.service import runtime_dir as runtimedir
-from sidecar.service.start_secrets import events_key, http_token
+from sidecar.service.start_checks import events_key, http_token, shortages
 from sidecar.service.store_stack import open_store
-from sidecar.service.surroundings import shortages
 from tiers.errors import TierError
 from tiers.pool.lock import lock_path_of, read_owner
 from tiers.pool.numa import sample

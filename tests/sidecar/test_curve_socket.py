@@ -23,7 +23,7 @@ from tests.sidecar.client import (
     key_of,
     with_events,
 )
-from tests.sidecar.test_jobsocket import MORE, anonymous_bytes, at_end, frame, ready
+from tests.sidecar.test_job_socket import MORE, anonymous_bytes, at_end, frame, ready
 
 MIB: Final = 1 << 20
 PUBLISHER, REPLAY = "events", "replay"

@@ -21,7 +21,7 @@ from tests.sidecar.client import (
     open_fds,
     with_events,
 )
-from tests.sidecar.test_jobsocket import GREETING, MORE, anonymous_bytes, at_end, frame, ready
+from tests.sidecar.test_job_socket import GREETING, MORE, anonymous_bytes, at_end, frame, ready
 from tests.sidecar.test_peers import OTHER, needs_root, run_as
 
 MIB: Final = 1 << 20

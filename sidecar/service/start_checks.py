@@ -1,9 +1,11 @@
-"""What a machine has too little of for a configuration: it starts all the same, and goes badly.
+"""What a start reads and checks besides its directories: secrets, memory, descriptors, the disk.
 
-Owns looking and the sentences. `kvlake serve` logs them at its start, `kvlake doctor` shows them.
-Does not own what keeps a sidecar from starting (the modules that then raise `StartError`).
+Owns reading and masking the HTTP token and the CURVE key of events, and warnings about resources:
+`kvlake serve` logs them, `kvlake doctor` shows them. Does not own the checks of secret files
+(`config/secret_files.py`).
 
-Invariant: looking changes nothing.
+Invariants: a secret returned here is masked in all output from then on. Checking resources changes
+nothing.
 """
 
 from __future__ import annotations
@@ -14,23 +16,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import zmq
+
+from sidecar.config.secret_files import SecretFileError
+from sidecar.errors import StartError
+from sidecar.redaction import conceal
 from tiers.pool.memory_fs import memory_kind
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sidecar.config.model import Config
 
 FILES_PER_SESSION: Final = 3
-"""Descriptors of an attached client: its connections for attaching and for jobs, and an index."""
-FILES_OF_ITS_OWN: Final = 256
-"""What else is open: HTTP and clients that have not attached yet, at most 64 each, and the rest."""
+"""Descriptors of an attached client: attach connection, jobs connection, index."""
+FILES_BASE: Final = 256
+"""Other descriptors: HTTP and clients in their handshake, at most 64 each, and the rest."""
+
+
+def http_token(config: Config) -> str:
+    """The HTTP token; empty where none is configured. Raises `StartError`."""
+    return _read(config.http.secret_token)
+
+
+def events_key(config: Config) -> bytes:
+    """The CURVE key of events over TCP; empty for Unix sockets. Raises `StartError`."""
+    events = config.events
+    path = events.curve_secret_key_file if events.enabled else None
+    if path is None:
+        return b""
+    key = _read(events.secret_key).encode()
+    try:
+        zmq.curve_public(key)
+    except (ValueError, KeyError, zmq.ZMQError) as error:
+        raise StartError(
+            f"events.curve_secret_key_file={path} holds no CURVE key; make one with "
+            "`kvlake keygen --out FILE`"
+        ) from error
+    return key
+
+
+def _read(read: Callable[[], str]) -> str:
+    try:
+        secret = read()
+    except SecretFileError as error:
+        raise StartError(str(error)) from error
+    conceal([secret])
+    return secret
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What there is too little of, and what to do about it."""
+    """A resource that is too small for the configuration, and the remedy."""
 
     about: str
     found: str
@@ -41,14 +79,14 @@ class Shortage:
 
 
 def shortages(config: Config) -> list[Shortage]:
-    """Everything that this machine has too little of."""
+    """All resources of this machine that are too small. The sidecar starts all the same."""
     return [*_disk(config), *_memory(config), *_open_files(config)]
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files as it may allow itself."""
+    """Raise the soft limit of open files to the hard one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Not everywhere may a process do so.
+    # Some sandboxes forbid it.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -87,7 +125,7 @@ def _memory(config: Config) -> Iterator[Shortage]:
 
 
 def machine_room(root: Path = Path("/")) -> tuple[int | None, str]:
-    """Bytes that the machine can still give out (MemAvailable), and how to call them."""
+    """Available memory of the machine in bytes (MemAvailable), and its name in messages."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -96,7 +134,7 @@ def machine_room(root: Path = Path("/")) -> tuple[int | None, str]:
 
 
 def cgroup_room(root: Path = Path("/")) -> tuple[int | None, str]:
-    """Bytes that the cgroups of this process can still have, and how to call them."""
+    """The smallest room in bytes of this process' cgroups, and its name in messages."""
     found = [
         (room, f"the cgroup {folder} (a limit of the container or the service)")
         for folder, names in _cgroup_folders(root)
@@ -106,7 +144,7 @@ def cgroup_room(root: Path = Path("/")) -> tuple[int | None, str]:
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of the cgroups that hold this process, with the files of each."""
+    """Folders of the cgroups of this process and above, with the file names of their version."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -121,7 +159,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container the path may be that of the host, of which only the end is shown.
+        # In a container the path may be the one on the host, whose upper part is not mounted.
         place = base / inner.lstrip("/")
         while True:
             yield place, names
@@ -131,21 +169,21 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """What is left of a cgroup's limit, with the page cache that it would give back."""
+    """Bytes left of a cgroup's limit, reclaimable page cache included; None without a limit."""
     try:
         most = int((folder / limit).read_text())
         used = int((folder / usage).read_text())
         stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return max(0, most - used + int(stats.get(cache, 0)))
     except (OSError, ValueError):
-        # No limit is the word `max`.
+        # Without a limit the file says `max`.
         return None
 
 
 def _open_files(config: Config) -> Iterator[Shortage]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     store = config.store
-    needed = FILES_OF_ITS_OWN + FILES_PER_SESSION * config.limits.sessions_max
+    needed = FILES_BASE + FILES_PER_SESSION * config.limits.sessions_max
     if store is not None:
         needed += store.reads_inflight_max + store.writes_inflight_max
     if most != resource.RLIM_INFINITY and most < needed:
