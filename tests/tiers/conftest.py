@@ -27,3 +27,11 @@ async def behind_proxy(seaweed: S3Server, proxy: FaultyProxy) -> AsyncGenerator[
     tier = UrlObjects(place(seaweed), storage_options=seaweed.options_at(proxy.endpoint))
     yield tier
     await tier.close()
+
+
+@pytest.fixture
+async def fast_behind_proxy(seaweed: S3Server, proxy: FaultyProxy) -> AsyncGenerator[UrlObjects]:
+    """The same through obstore."""
+    tier = UrlObjects(place(seaweed), seaweed.access_at(proxy.endpoint))
+    yield tier
+    await tier.close()

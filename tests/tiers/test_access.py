@@ -168,8 +168,8 @@ def test_what_makes_no_sense_is_refused(url: str, access: Access, words: str) ->
 
 
 def test_a_profile_needs_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.patch(monkeypatch, "installed", lambda name: name != "aiobotocore")
-    with pytest.raises(AccessError, match=r"aiobotocore.*\.\[s3\]"):
+    places.patch(monkeypatch, "installed", lambda name: name != "botocore")
+    with pytest.raises(AccessError, match=r"botocore.*\.\[s3\]"):
         check("s3://b", credentials("profile", profile="p"), "obstore")
 
 

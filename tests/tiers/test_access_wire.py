@@ -365,7 +365,6 @@ class TestS3:
         tmp_path: Path,
     ) -> None:
         places.patch(monkeypatch, "REREAD_SECONDS", 0.2)
-        places.patch(monkeypatch, "REFRESH_SECONDS", 300.2)
         keys = Credentials(kind, profile="default" if kind == "profile" else None)
         file = tmp_path / "credentials"
         async with faulty_proxy(moto.endpoint) as watch:

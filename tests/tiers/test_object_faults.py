@@ -7,17 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 
 from sidecar.demo.servers import free_ports
-from tests import places
 from tests.faulty_proxy import Fault, FaultyProxy
 from tests.harness.servers import S3Server
 from tests.tiers.tier_suite import NAME, image_of, slot
 from tiers.errors import ChunkCorrupt, ChunkMissing, TierUnavailable
-from tiers.store.fsspec_client import SlotBody
 from tiers.store.middleware.deadline import Deadline
 from tiers.store.object_tier import UrlObjects
 
@@ -118,31 +115,6 @@ class TestFaultsOnTheWay:
         assert np.array_equal(into, slot())
         # Without the deadline: a machine may be slow.
         assert await behind_proxy.read(NAME, into) == 100_000
-
-    async def test_the_body_of_a_cancelled_write_lets_go_of_the_slot(
-        self, behind_proxy: UrlObjects, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        bodies: list[SlotBody] = []
-
-        class Spied(SlotBody):
-            def __init__(self, image: Any) -> None:
-                super().__init__(image)
-                bodies.append(self)
-
-        places.patch(monkeypatch, "SlotBody", Spied)
-        await proxy.become(Fault.STALL)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(behind_proxy.write, NAME, image_of(100_000))
-            with anyio.fail_after(60):
-                while not proxy.exchanges:  # noqa: ASYNC110 (the proxy has no event)
-                    await anyio.sleep(0.01)
-            tasks.cancel_scope.cancel()
-        assert len(bodies) == 1
-        with pytest.raises(ValueError, match="given back"):
-            bodies[0].read()
-        await proxy.become(Fault.PASS)
-        with pytest.raises(ChunkMissing):
-            await behind_proxy.read(NAME, slot())
 
 
 class TestProbeOfS3:

@@ -1,13 +1,12 @@
 """How a site reaches its object store: the settings that mean the same on every client.
 
-Owns `Access` and its parts, which client serves which URL (`chosen_backend`), and the rules of
-which setting a provider and a client can follow (`check`). Does not own how a client spells them:
-that is `obstore_client.py` for obstore and `fsspec_options.py` for s3fs, gcsfs and adlfs. It does
-no I/O.
+Owns `Access` and its parts, which client serves which URL (`chosen_backend`), and which settings a
+provider and a client can follow (`check`). Does not own the translation for a client
+(`obstore_client.py`, `fsspec_client.py`). Does no I/O.
 
 Invariants: an `Access` that passed `check` is followed in full by the backend that was chosen for
-it, or the store does not open; no message holds the value of a credential; every message names
-the setting as the configuration file spells it, and the remedy.
+it, or the store does not open; no message contains a credential; every message names the setting as
+the configuration file spells it, and the remedy.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Provider = Literal["s3", "gcs", "azure", "folder", "other"]
+CLOUDS: Final[tuple[Provider, ...]] = ("s3", "gcs", "azure")
 Backend = Literal["obstore", "fsspec"]
 BackendChoice = Literal["auto", "obstore", "fsspec"]
 CredentialsKind = Literal["auto", "static", "profile", "role", "anonymous"]
 
 CONNECT_SECONDS_DEFAULT: Final = 5.0
 READ_SECONDS_DEFAULT: Final = 20.0
-S3_REMOVED_TOGETHER_MAX: Final = 1000
-AZURE_REMOVED_TOGETHER_MAX: Final = 256
 _PROVIDERS: Final[dict[str, Provider]] = {
     "s3": "s3",
     "s3a": "s3",
@@ -63,12 +61,33 @@ _CREDENTIAL_FIELDS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, ...]
     ("azure", "static"): ("account_key", "sas_token", "tenant_id", "client_id", "client_secret"),
     ("azure", "role"): ("tenant_id", "client_id", "web_identity_token_file"),
 }
-"""What each kind of credentials takes. `auto` and `anonymous` take nothing."""
+"""Fields that each kind of credentials takes. `auto` and `anonymous` take none."""
+
+_CLOUD_ONLY: Final = "it is for s3://, gs:// and az://"
+_SETTINGS: Final[dict[str, tuple[str, tuple[Provider, ...], str]]] = {
+    "endpoint": ("endpoint", CLOUDS, _CLOUD_ONLY),
+    "credentials": ("credentials", CLOUDS, _CLOUD_ONLY),
+    "tls": ("tls", CLOUDS, _CLOUD_ONLY),
+    "proxy": ("proxy", CLOUDS, _CLOUD_ONLY),
+    "connect_seconds_max": ("connect_timeout", CLOUDS, _CLOUD_ONLY),
+    "read_seconds_max": ("read_timeout", CLOUDS, _CLOUD_ONLY),
+    "storage_class": ("storage_class", CLOUDS, _CLOUD_ONLY),
+    "addressing": ("addressing", ("s3",), "only S3 has two ways to name a bucket"),
+    "region": ("region", ("s3",), "only S3 clients need to know it"),
+    "encryption": (
+        "encryption",
+        ("s3",),
+        "only S3 takes it with each object; set a default key on the bucket or container",
+    ),
+    "account": ("account", ("azure",), "only Azure has accounts"),
+}
+"""By attribute of `Access`: its name in the file, the providers that have it, and why others do
+not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who this sidecar is to the store. Values of the secret ones never reach a message."""
+    """Who this sidecar is to the store. Fields without a repr are secret."""
 
     kind: CredentialsKind = "auto"
     access_key: str | None = field(default=None, repr=False)
@@ -88,12 +107,12 @@ class Credentials:
     client_secret: str | None = field(default=None, repr=False)
 
     def given(self) -> list[str]:
-        """The names of the fields that have a value."""
+        """Names of the fields that have a value."""
         names = [one.name for one in dataclasses.fields(self) if one.name != "kind"]
         return [name for name in names if getattr(self, name) is not None]
 
     def secrets(self) -> dict[str, object]:
-        """Name and value of what must not be shown."""
+        """Values that must not be shown, by name."""
         hidden = [one.name for one in dataclasses.fields(self) if not one.repr]
         return {f"secret {name}": getattr(self, name) for name in hidden if getattr(self, name)}
 
@@ -125,7 +144,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Everything that a site may have to say about its store beside the URL."""
+    """All settings of how a store is reached, except its URL."""
 
     backend: BackendChoice = "auto"
     endpoint: str | None = None
@@ -142,10 +161,10 @@ class Access:
     folder: Folder = Folder()
 
     def virtual_hosted(self, bucket: str) -> bool:
-        """Whether an S3 bucket is named by the host, rather than by the first part of the path.
+        """Whether the host names an S3 bucket, rather than the first part of the path.
 
-        `auto` means what works as a rule: the host on AWS, the path with an endpoint of one's own,
-        and for a bucket with a dot, which no certificate of AWS's covers.
+        `auto` is the host on AWS, and the path with a custom endpoint or for a bucket with a dot,
+        which no certificate of AWS covers.
         """
         if self.addressing != "auto":
             return self.addressing == "virtual"
@@ -160,55 +179,54 @@ class AccessError(TierUnavailable):
 
 
 def provider_of(url: str) -> Provider:
-    """Whose interface `url` speaks. A path without a scheme is a folder."""
+    """The provider whose API serves `url`. A path without a scheme is a folder."""
     scheme = url.split("://", 1)[0].lower() if "://" in url else "file"
     return _PROVIDERS.get(scheme, "other")
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; imports nothing."""
+    """Whether a package can be imported. Imports nothing."""
     return importlib.util.find_spec(package) is not None
 
 
 def install(extra: str) -> str:
-    """How the packages of an extra are had, for a message. There is one for each provider."""
+    """How to install the packages of an extra; each provider has one."""
     return f"in a clone of kvlake: pip install '.[{extra}]'"
 
 
 def names_per_removal(url: str, access: Access, storage_options: Mapping[str, object]) -> int:
     """How many objects one request removes, by the client that serves `url`."""
     backend, provider = chosen_backend(url, access, storage_options), provider_of(url)
-    if provider == "s3" and (backend == "fsspec" or access.endpoint is None):
-        return S3_REMOVED_TOGETHER_MAX
-    return AZURE_REMOVED_TOGETHER_MAX if (provider, backend) == ("azure", "obstore") else 1
+    if backend == "obstore" and provider == "azure":
+        return 256
+    return 1000 if backend == "obstore" and provider == "s3" and access.endpoint is None else 1
 
 
 def chosen_backend(url: str, access: Access, storage_options: Mapping[str, object]) -> Backend:
-    """The client that serves `url`. Raises `AccessError` where the one asked for cannot.
+    """The client that serves `url`. Raises `AccessError` if the requested one cannot.
 
-    `auto` takes obstore where it is installed and nothing was said that only fsspec understands:
+    `auto` takes obstore if it is installed and nothing is set that only fsspec understands:
     `storage_options`, or a kind of store that obstore has no client for.
     """
     provider = provider_of(url)
-    able = provider in ("s3", "gcs", "azure")
     if access.backend == "obstore":
-        if not able:
+        if provider not in CLOUDS:
             raise AccessError(
                 "store.backend=obstore: obstore serves s3://, gs:// and az:// here; write "
                 "store.backend: fsspec (or auto)"
             )
         if storage_options:
             raise AccessError(
-                "store.storage_options: they are s3fs's, gcsfs's or adlfs's own, and "
-                "store.backend=obstore takes none; write store.backend: fsspec, or use the "
-                "settings of store (endpoint, credentials, tls and others)"
+                "store.storage_options: store.backend=obstore takes none; write store.backend: "
+                "fsspec, or use the settings of store (endpoint, credentials, tls and others)"
             )
         if not installed("obstore"):
             raise AccessError(
                 f"store.backend=obstore: obstore is not installed; {install(provider)}"
             )
         return "obstore"
-    if access.backend == "auto" and able and not storage_options and installed("obstore"):
+    able = provider in CLOUDS and not storage_options and installed("obstore")
+    if access.backend == "auto" and able:
         return "obstore"
     package = _FSSPEC_PACKAGE.get(provider)
     if package is not None and not installed(package):
@@ -219,19 +237,16 @@ def chosen_backend(url: str, access: Access, storage_options: Mapping[str, objec
 
 
 def check(url: str, access: Access, backend: Backend) -> None:
-    """Raise `AccessError` where a setting means nothing to this provider or client."""
+    """Raise `AccessError` if a setting means nothing to this provider or client."""
     provider = provider_of(url)
-    _check_credentials(provider, access.credentials)
-    if provider in ("folder", "other"):
-        _check_remote_settings_unused(provider, access)
-    _check_s3_only(provider, access)
+    if provider in CLOUDS:
+        _check_credentials(provider, access.credentials)
+    _check_settings(provider, access)
     if provider == "azure" and not (access.account or azure_account(url)):
         raise AccessError(
             "store.account: Azure needs the storage account's name; give it here, or write "
             "store.url as abfs://CONTAINER@ACCOUNT.dfs.core.windows.net"
         )
-    if provider != "azure" and access.account is not None:
-        raise AccessError(f"store.account: only Azure has accounts; leave it out for {url!r}")
     if access.tls.ca_file is not None and not access.tls.verify:
         raise AccessError(
             "store.tls: ca_file is of no use while verify is false; leave one of the two out"
@@ -243,6 +258,16 @@ def check(url: str, access: Access, backend: Backend) -> None:
         )
     if access.storage_class is not None:
         _check_storage_class(provider, access.storage_class, backend)
+
+
+def _check_settings(provider: Provider, access: Access) -> None:
+    """Refuse what is set and has no meaning for the provider."""
+    plain = Access()
+    for attribute, (name, providers, why) in _SETTINGS.items():
+        if provider in providers or getattr(access, attribute) == getattr(plain, attribute):
+            continue
+        elsewhere = ", or set it in store.storage_options" if provider == "other" else ""
+        raise AccessError(f"store.{name}: {why}; leave it out for {_words(provider)}{elsewhere}")
 
 
 def azure_account(url: str) -> str | None:
@@ -259,8 +284,8 @@ def _check_storage_class(provider: Provider, name: str, backend: Backend) -> Non
         )
     if name in _OFFLINE_CLASSES or (name.lower() == "archive" and provider == "azure"):
         raise AccessError(
-            f"store.storage_class={name}: what it holds must be restored for hours before it can "
-            "be read; choose one that is read at once"
+            f"store.storage_class={name}: its objects must be restored for hours before they can "
+            "be read; choose a class that is read at once"
         )
     if provider == "azure" and name not in _AZURE_TIERS:
         raise AccessError(
@@ -268,48 +293,8 @@ def _check_storage_class(provider: Provider, name: str, backend: Backend) -> Non
         )
 
 
-def _check_s3_only(provider: Provider, access: Access) -> None:
-    if provider == "s3":
-        return
-    told: list[tuple[str, bool, str]] = [
-        ("addressing", access.addressing != "auto", "only S3 has two ways to name a bucket"),
-        ("region", access.region is not None, "only S3 clients need to know it"),
-        (
-            "encryption",
-            access.encryption != Encryption(),
-            "only S3 takes it with each object; set a default key on the bucket or container",
-        ),
-    ]
-    for name, used, why in told:
-        if used:
-            raise AccessError(f"store.{name}: {why}; leave it out for {_words(provider)}")
-
-
-def _check_remote_settings_unused(provider: Provider, access: Access) -> None:
-    plain = Access()
-    names = (
-        "endpoint",
-        "credentials",
-        "tls",
-        "proxy",
-        "connect_seconds_max",
-        "read_seconds_max",
-        "storage_class",
-    )
-    for name in names:
-        if getattr(access, name) != getattr(plain, name):
-            shown = {"connect_seconds_max": "connect_timeout", "read_seconds_max": "read_timeout"}
-            raise AccessError(
-                f"store.{shown.get(name, name)}: it is for s3://, gs:// and az://; leave it out "
-                f"for {_words(provider)}"
-                + ("" if provider == "folder" else ", or say it in store.storage_options")
-            )
-
-
 def _check_credentials(provider: Provider, credentials: Credentials) -> None:
     kind, given = credentials.kind, credentials.given()
-    if provider in ("folder", "other"):
-        return
     allowed = _CREDENTIAL_FIELDS.get((provider, kind), ())
     if not allowed and kind in ("static", "profile", "role"):
         kinds = [one for who, one in _CREDENTIAL_FIELDS if who == provider]
@@ -327,15 +312,15 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
     wrong = _missing(provider, credentials)
     if wrong is not None:
         raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {wrong}")
-    if kind in ("profile", "role") and provider == "s3" and not installed("aiobotocore"):
+    if kind in ("profile", "role") and provider == "s3" and not installed("botocore"):
         raise AccessError(
-            f"store.credentials.kind={kind}: aiobotocore resolves it for every backend and is "
-            f"not installed; {install('s3')}"
+            f"store.credentials.kind={kind}: it needs botocore, which is not installed; "
+            f"{install('s3')}"
         )
 
 
 def _missing(provider: Provider, credentials: Credentials) -> str | None:
-    """What kind and provider need and lack, in words, or None."""
+    """What `credentials` lack, in words, or None."""
     given = set(credentials.given())
     match provider, credentials.kind:
         case "s3", "static":

@@ -1,15 +1,17 @@
-"""Object stores through fsspec: the general path, for everything that fsspec has a client for.
+"""Object stores through fsspec: the general path, for every store that fsspec has a driver for.
 
-Owns what differs between fsspec's kinds of file system: synchronous ones are called one at a time
-in a thread, because few of them are thread-safe; asynchronous ones on the caller's event loop; and
-s3fs, gcsfs and adlfs have classes of their own, so that a verb costs as few requests as the store
-allows, is not retried below `wrap.Retrying`, and a missing bucket is no empty listing.
+Owns the adapter from `Filesystem` to a driver's own verbs, and the translation of `Access` for
+s3fs, gcsfs and adlfs. `storage_options` override what is derived from `Access`. Does not own the
+meaning of errors (`errors.py`) or S3 credentials (`aws_credentials.py`).
 
-Does not own how `Access` is spelt for these clients (`fsspec_options.py`), nor what errors
-mean.
+Synchronous drivers are called one at a time in a thread, because few of them are thread-safe;
+asynchronous ones run on the caller's event loop, where they also hash and send bodies. Objects are
+copied, listings are complete, and each deletion is a request: a fast store uses obstore.
 
-Risk taken: these clients hash and send a body on the event loop's thread, and gcsfs renews its
-tokens there. A store fast enough to feel it has `obstore_client.py`.
+Invariants: no driver retries by itself, because layers of retries multiply; a body is sent in one
+request, because parts of an aborted upload are billed until somebody removes them; a missing bucket
+is an error and never an empty listing; a write that must not replace anything is refused by drivers
+whose `mode="create"` is not atomic.
 """
 
 # ruff: noqa: SLF001 - the asynchronous half of fsspec's contract is its underscored methods
@@ -18,173 +20,149 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import io
-import os
 import shutil
-import threading
-import weakref
+import ssl
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
 from tiers.errors import TierUnavailable
+from tiers.store import aws_credentials as aws
+from tiers.store.access import azure_account
 from tiers.store.client import Bytes, Filesystem, Found, Listing, Seen, fill, run_to_end
-from tiers.store.fsspec_options import (
-    azure_client,
-    azure_options,
-    gcs_options,
-    gcs_session,
-    gcs_timeout,
-    s3_options,
-)
+from tiers.store.errors import is_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tiers.store.access import Access
 
-ASYNC_THREADS_MAX: Final = 4
+COPY_THREADS_MAX: Final = 4
 COPY_BYTES: Final = 1 << 20
-"""Of an object that is copied through this process, in memory at a time."""
-S3_DELETES_MAX: Final = 1000
-"""Names in one request, by S3's own limit."""
-
-_CREATE: Final[Mapping[str, str]] = {"mode": "create"}
-"""fsspec's word for a write that must not replace anything."""
+"""Held in memory at a time of an object that is copied through this process."""
+CONNECTIONS_MAX: Final = 64
+SINGLE_REQUEST_BYTES_MAX: Final = 4 << 30
+AZURE_HOST: Final = "blob.core.windows.net"
+ATOMIC_CREATE: Final = frozenset(("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+"""Protocols whose `mode="create"` was tested with concurrent writers. fsspec's default looks first
+and then writes, so two writers may both succeed."""
+_S3FS_IDENTITY: Final = frozenset(("key", "secret", "token", "session", "profile", "anon"))
 
 
 def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> Filesystem:
-    """The file system of `url`. Raises `TierUnavailable` where the URL is not understood."""
+    """The file system of `url`. Raises `TierUnavailable` if the URL is not understood."""
     import fsspec  # here: a sidecar without a store, or with a folder, does not need it
 
     protocol = url.split("://", 1)[0].lower()
     try:
-        kind: Any = _kind(protocol) or fsspec.get_filesystem_class(protocol)
+        driver: Any = fsspec.get_filesystem_class(protocol)
     except ValueError as error:
         raise TierUnavailable(
             f"store.url: {error}; use file://, s3://, gs:// or another fsspec URL", retryable=False
         ) from error
-    path: str = kind._strip_protocol(url)
-    given = {**kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}
-    if not kind.async_impl:
-        return _SyncFilesystem(kind(**given), path)
-    # A cached listing would hide what other clusters wrote.
-    given = {"use_listings_cache": False, **given, "asynchronous": True}
+    root: str = driver._strip_protocol(url).rstrip("/")
+    given = {**driver._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}
+    if driver.async_impl:
+        # A cached listing would hide what other clusters wrote.
+        given = {"use_listings_cache": False, **given, "asynchronous": True}
+    creates = protocol in ATOMIC_CREATE
     match protocol:
         case "s3" | "s3a":
-            return _S3(kind(**s3_options(path.split("/", 1)[0], access, given)), path)
+            fs = driver(**_s3_options(root.split("/", 1)[0], access, given))
+            fs.retries = 1
+            return FsspecClient(fs, root, creates=creates, one_request=True)
         case "gs" | "gcs":
-            return _Gcs(kind(**gcs_options(access, given)), path, access)
+            return FsspecClient(
+                _gcs(access, given),
+                root,
+                creates=creates,
+                one_request=True,
+                on_loop=lambda fs: _trust(fs, access),
+            )
         case "az" | "abfs" | "abfss":
-            client = azure_client(url, access, given)
-            return _Azure(kind(**azure_options(url, access, given)), path, access, client)
+            account = azure_account(url) or access.account
+            # `anon` keeps adlfs from looking for credentials, which the client has. With a loop of
+            # its own it can close the client again when Python ends; without one it raises then.
+            own = {"account_name": account, "anon": True}
+            fs = driver(**{**own, **given, "asynchronous": False})
+            # adlfs's own client knows no endpoint, proxy or authorities, and retries for minutes.
+            fs.service_client = _azure_client(account, access, given)
+            return FsspecClient(
+                fs,
+                root,
+                creates=creates,
+                hides_missing_bucket=True,
+                put_options=_azure_tier(access),
+            )
         case _:
-            return _AsyncFilesystem(kind(**given), path)
+            return FsspecClient(driver(**given), root, creates=creates)
 
 
-def _kind(protocol: str) -> Any:
-    """The class for a protocol, where fsspec's own choice is not the one that fits."""
-    if protocol not in ("gs", "gcs"):
-        return None
-    # Its sibling, which fsspec would take, asks for the layout of each bucket first, from an API
-    # that other servers than Google's do not have, and sends some requests by gRPC.
-    from gcsfs.core import GCSFileSystem
+class FsspecClient:
+    """One driver of fsspec.
 
-    return GCSFileSystem
+    Args:
+        fs: the driver's file system.
+        root: bucket and prefix, or path, without a slash at the end.
+        creates: whether `mode="create"` is atomic.
+        one_request: whether the driver takes a `chunksize`, beyond which it cuts a body.
+        hides_missing_bucket: whether the driver lists a missing bucket as empty.
+        put_options: further arguments of each write.
+        on_loop: called once, on the event loop, before the first request.
+    """
 
-
-class DeleteRefused(Exception):
-    """A store deleted some of the objects and refused one; the answer is what botocore's is."""
-
-    def __init__(self, failed: Mapping[str, Any]) -> None:
-        super().__init__(f"{failed.get('Key')}: {failed.get('Message')}")
-        self.response = {"Error": {"Code": str(failed.get("Code", ""))}}
-
-
-class _SyncFilesystem:
-    """A synchronous fsspec file system: one call at a time, in a thread."""
-
-    def __init__(self, fs: Any, root: str) -> None:
-        self._fs = fs
-        self._root = root.rstrip("/")
-        self._limiter = anyio.CapacityLimiter(1)
-
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        options = _CREATE if create else {}
-        await run_to_end(lambda: self._put(f"{self._root}/{name}", image, options), self._limiter)
-
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        path = f"{self._root}/{name}"
-        return await run_to_end(lambda: self._get(path, into, seen), self._limiter)
-
-    async def find(
+    def __init__(
         self,
-        folder: str,
+        fs: Any,
+        root: str,
         *,
-        start_after: str,
-        deep: bool,
-        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
-    ) -> Listing:
-        root = f"{self._root}/{folder}" if folder else self._root
-        # `find` answers with a dict and `ls` with a list; the values are the same.
-        work = self._fs.find if deep else self._fs.ls
-        found: Any = await run_to_end(lambda: work(root, detail=True), self._limiter)
-        return _relative(found.values() if deep else found, self._root, start_after)
-
-    async def move(self, name: str, target: str) -> None:
-        await run_to_end(lambda: self._move(name, f"{self._root}/{target}"), self._limiter)
-
-    async def remove(self, names: Sequence[str]) -> None:
-        await run_to_end(lambda: self._remove(names), self._limiter)
-
-    async def close(self) -> None:
-        return
-
-    def _put(self, path: str, image: Bytes, options: Mapping[str, str]) -> None:
-        self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        self._fs.pipe_file(path, image.tobytes(), **options)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(f"{self._root}/{name}")
-
-    def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
-        return fill(self._fs.cat_file(path, start=0, end=into.nbytes + 1), into, seen)
-
-    def _move(self, name: str, target: str) -> None:
-        self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        source = f"{self._root}/{name}"
-        try:
-            # Not `mv`, which may rename: the object would keep the time when it was written.
-            self._fs.cp_file(source, target)
-        except NotImplementedError:
-            # sftp, ftp and smb have no copying of their own.
-            with self._fs.open(source, "rb") as read, self._fs.open(target, "wb") as write:
-                shutil.copyfileobj(read, write, COPY_BYTES)
-        self._remove([name])
-
-
-class _AsyncFilesystem:
-    """An asynchronous fsspec file system, on the event loop of whoever calls."""
-
-    def __init__(self, fs: Any, root: str) -> None:
+        creates: bool,
+        one_request: bool = False,
+        hides_missing_bucket: bool = False,
+        put_options: Mapping[str, object] | None = None,
+        on_loop: Callable[[Any], None] | None = None,
+    ) -> None:
         self._fs = fs
-        self._root = root.rstrip("/")
-        self._limiter = anyio.CapacityLimiter(ASYNC_THREADS_MAX)
+        self._root = root
+        self._creates = creates
+        self._one_request = one_request
+        self._hides_missing_bucket = hides_missing_bucket
+        self._put_options = put_options or {}
+        self._on_loop = on_loop
+        self._copies = anyio.CapacityLimiter(COPY_THREADS_MAX)
+        self._calls = anyio.CapacityLimiter(1)
+
+    async def _call(self, verb: str, *args: Any, **options: Any) -> Any:
+        if not self._fs.async_impl:
+            return await run_to_end(lambda: getattr(self._fs, verb)(*args, **options), self._calls)
+        if self._on_loop is not None:
+            self._on_loop(self._fs)
+            self._on_loop = None
+        return await getattr(self._fs, f"_{verb}")(*args, **options)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        # A copy, because a client is free to read a body in a thread of its own.
-        body = await run_to_end(image.tobytes, self._limiter)
-        options = _CREATE if create else {}
-        await self._fs._pipe_file(f"{self._root}/{name}", body, **options)
+        """See `Filesystem.put`."""
+        options = dict(self._put_options)
+        if create:
+            if not self._creates:
+                raise NotImplementedError("this fsspec driver has no atomic create")
+            options["mode"] = "create"
+        if self._one_request:
+            options["chunksize"] = image.nbytes + 1
+        # A copy, because a driver is free to read a body in a thread of its own.
+        body = await run_to_end(image.tobytes, self._copies)
+        await self._make_folder(name)
+        await self._call("pipe_file", self._path(name), body, **options)
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        path = f"{self._root}/{name}"
+        """See `Filesystem.get`."""
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
-        body: bytes = await self._fs._cat_file(path, start=0, end=into.nbytes + 1)
-        return await run_to_end(lambda: fill(body, into, seen), self._limiter)
+        body: bytes = await self._call("cat_file", self._path(name), start=0, end=into.nbytes + 1)
+        return await run_to_end(lambda: fill(body, into, seen), self._copies)
 
     async def find(
         self,
@@ -194,315 +172,76 @@ class _AsyncFilesystem:
         deep: bool,
         names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
     ) -> Listing:
-        root = f"{self._root}/{folder}" if folder else self._root
-        if deep:
-            below: dict[str, Any] = await self._fs._find(root, detail=True)
-            return _relative(below.values(), self._root, start_after)
-        return _relative(await self._fs._ls(root, detail=True), self._root, start_after)
+        """See `Filesystem.find`."""
+        path = self._path(folder)
+        try:
+            found = await self._call("find" if deep else "ls", path, detail=True)
+        except FileNotFoundError:
+            if deep:
+                raise
+            # `ls` raises for an empty folder as for a missing bucket, `find` for a bucket only.
+            found = await self._call("find", path, detail=True)
+        if not found and self._hides_missing_bucket:
+            await self._call("ls", self._root.split("/", 1)[0])
+        below = f"{folder}/" if folder else ""
+        top = self._root.strip("/")
+        listing: Listing = []
+        for info in found.values() if isinstance(found, dict) else found:
+            name = str(info["name"]).strip("/")[len(top) + 1 if top else 0 :]
+            # Some list the folder itself, too.
+            if name == folder or not name.startswith(below):
+                continue
+            if info.get("type") != "directory":
+                listing.append(Found(name, int(info["size"]), _modified_seconds(info)))
+            elif not deep:
+                listing.append(Found(f"{name}/", 0, 0.0))
+        return [one for one in listing if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        await self._fs._cp_file(f"{self._root}/{name}", f"{self._root}/{target}")
+        """See `Filesystem.move`."""
+        source = self._path(name)
+        await self._make_folder(target)
+        try:
+            # Not `mv`, which may rename: the object would keep the time when it was written.
+            await self._call("cp_file", source, self._path(target))
+        except FileNotFoundError:
+            # s3fs asks by a HEAD, whose 404 does not say what is missing. A GET raises what does.
+            await self._call("cat_file", source, start=0, end=1)
+            raise
+        except NotImplementedError:
+            # sftp, ftp and smb have no copying of their own.
+            await run_to_end(lambda: self._copy_through(source, self._path(target)), self._calls)
         await self.remove([name])
 
+    def _copy_through(self, source: str, target: str) -> None:
+        with self._fs.open(source, "rb") as read, self._fs.open(target, "wb") as write:
+            shutil.copyfileobj(read, write, COPY_BYTES)
+
     async def remove(self, names: Sequence[str]) -> None:
+        """See `Filesystem.remove`."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                await self._fs._rm_file(f"{self._root}/{name}")
+            try:
+                await self._call("rm_file", self._path(name))
+            except FileNotFoundError as error:
+                # Drivers make one of any 404, also of one that is not the store's.
+                if not is_missing(error):
+                    raise
 
     async def close(self) -> None:
-        # fsspec has no verb for it; these are where s3fs, and gcsfs and http, keep their client.
-        for place in ("_s3", "_session"):
+        """See `Filesystem.close`."""
+        # fsspec has no verb for it. These are where s3fs, gcsfs (and http) and adlfs keep theirs.
+        for place in ("_s3", "_session", "service_client"):
             client: Any = getattr(self._fs, place, None)
             if client is not None:
                 await client.close()
 
-
-class _S3(_AsyncFilesystem):
-    """s3fs: one request per verb, no retries of its own, and bodies straight from the slot.
-
-    A listing is one request for each thousand names, a removal one for each thousand objects.
-    """
-
-    def __init__(self, fs: Any, root: str) -> None:
-        super().__init__(fs, root)
-        fs.retries = 1
-        bucket, _, path = self._root.partition("/")
-        self._bucket = bucket
-        self._path = f"{path}/" if path else ""
-
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        body = SlotBody(image)
-        options = _CREATE if create else {}
-        try:
-            # The chunk size keeps it to one PUT: parts of an aborted upload cost money for ever.
-            await self._fs._pipe_file(
-                f"{self._root}/{name}", body, chunksize=image.nbytes, **options
-            )
-        finally:
-            body.detach_slot()
-
-    async def find(
-        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
-    ) -> Listing:
-        # Not through s3fs, which has no way to begin after a name.
-        asked: dict[str, Any] = {
-            "Bucket": self._bucket,
-            "Prefix": f"{self._path}{folder}/" if folder else self._path,
-        }
-        if start_after:
-            asked["StartAfter"] = f"{self._path}{start_after}"
-        if not deep:
-            asked["Delimiter"] = "/"
-        skip = len(self._path)
-        found: Listing = []
-        while True:
-            page: dict[str, Any] = await self._fs._call_s3("list_objects_v2", **asked)
-            came: Listing = []
-            for one in page.get("Contents", ()):
-                modified = one["LastModified"].timestamp()
-                came.append(Found(one["Key"][skip:], int(one["Size"]), modified))
-            for one in page.get("CommonPrefixes", ()):
-                came.append(Found(one["Prefix"][skip:], 0, 0.0))
-            # Some servers do not know StartAfter, and begin at the start.
-            found += [one for one in came if one.name > start_after]
-            if not page.get("IsTruncated") or (names_max is not None and len(found) >= names_max):
-                return found
-            asked["ContinuationToken"] = page["NextContinuationToken"]
-
-    async def move(self, name: str, target: str) -> None:
-        # s3fs asks for the size first, by a HEAD, whose 404 cannot say what is missing.
-        await self._fs._copy_basic(f"{self._root}/{name}", f"{self._root}/{target}")
-        await self.remove([name])
-
-    async def remove(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), S3_DELETES_MAX):
-            part = names[first : first + S3_DELETES_MAX]
-            objects = [{"Key": f"{self._path}{name}"} for name in part]
-            answer: dict[str, Any] = await self._fs._call_s3(
-                "delete_objects", Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}
-            )
-            for failed in answer.get("Errors", ()):
-                if failed.get("Code") != "NoSuchKey":
-                    raise DeleteRefused(failed)
-
-
-class _Gcs(_AsyncFilesystem):
-    """gcsfs: one request per verb, no retries of its own, no cached listing."""
-
-    def __init__(self, fs: Any, root: str, access: Access) -> None:
-        super().__init__(fs, root)
-        self._access = access
-        bucket, _, path = self._root.partition("/")
-        self._bucket = bucket
-        self._path = f"{path}/" if path else ""
-        # gcsfs asks six times, with pauses, and nobody else may say otherwise. `wrap.Retrying`
-        # retries, with the operator's limits.
-        fs._request = type(fs)._request.__wrapped__.__get__(fs)
-        fs.requests_timeout = gcs_timeout(access)
-
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        self._connect()
-        body = await run_to_end(image.tobytes, self._limiter)
-        options: dict[str, Any] = {"mode": "create"} if create else {}
-        # Larger than the body: gcsfs then sends it in one request.
-        path = f"{self._root}/{name}"
-        await self._fs._pipe_file(path, body, chunksize=len(body) + 1, **options)
-
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        self._connect()
-        return await super().get(name, into, seen=seen)
-
-    async def find(
-        self, folder: str, *, start_after: str, deep: bool, names_max: int | None
-    ) -> Listing:
-        self._connect()
-        asked: dict[str, Any] = {"prefix": f"{self._path}{folder}/" if folder else self._path}
-        if start_after:
-            # This one begins at the name, which is left out below.
-            asked["startOffset"] = f"{self._path}{start_after}"
-        if not deep:
-            asked["delimiter"] = "/"
-        skip = len(self._path)
-        found: Listing = []
-        while True:
-            try:
-                page: dict[str, Any] = await self._fs._call(
-                    "GET", "b/{}/o", self._bucket, json_out=True, **asked
-                )
-            except FileNotFoundError as error:
-                # A folder that is empty is an empty answer; this is about the bucket.
-                raise BucketMissing(self._bucket) from error
-            for one in page.get("items", ()):
-                modified = dt.datetime.fromisoformat(one["updated"]).timestamp()
-                found.append(Found(one["name"][skip:], int(one["size"]), modified))
-            for one in page.get("prefixes", ()):
-                found.append(Found(one[skip:], 0, 0.0))
-            token = page.get("nextPageToken")
-            # One more, for the name that it begins at.
-            if not token or (names_max is not None and len(found) > names_max):
-                return [one for one in found if one.name > start_after]
-            asked["pageToken"] = token
-
-    async def move(self, name: str, target: str) -> None:
-        self._connect()
-        await super().move(name, target)
-
-    async def remove(self, names: Sequence[str]) -> None:
-        self._connect()
-        await super().remove(names)
-
-    async def close(self) -> None:
-        if self._fs._session is not None:
-            await self._fs._session.close()
-
-    def _connect(self) -> None:
-        # Not before the event loop runs, and not by gcsfs, which knows neither authorities nor
-        # timeouts.
-        if self._fs._session is None:
-            self._fs._session = gcs_session(self._access)
-
-
-class _Azure(_AsyncFilesystem):
-    """adlfs with a client of our own making: its own knows no endpoint, proxy or authorities."""
-
-    def __init__(self, fs: Any, root: str, access: Access, client: Any) -> None:
-        from azure.storage.blob import StandardBlobTier  # here: only Azure needs it
-
-        super().__init__(fs, root)
-        _drop_finalizers(fs)
-        fs.service_client = client
-        container, _, path = self._root.partition("/")
-        self._container = container
-        self._path = f"{path}/" if path else ""
-        self._tier = access.storage_class and StandardBlobTier(access.storage_class)
-
-    async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        body = await run_to_end(image.tobytes, self._limiter)
-        options: dict[str, Any] = {"standard_blob_tier": self._tier} if self._tier else {}
-        path = f"{self._root}/{name}"
-        await self._fs._pipe_file(path, body, overwrite=not create, max_concurrency=1, **options)
-
-    async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        path = f"{self._root}/{name}"
-        body: bytes = await self._fs._cat_file(
-            path, start=0, end=into.nbytes + 1, max_concurrency=1
-        )
-        return await run_to_end(lambda: fill(body, into, seen), self._limiter)
-
-    async def find(
-        self,
-        folder: str,
-        *,
-        start_after: str,
-        deep: bool,
-        names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
-    ) -> Listing:
-        container = self._fs.service_client.get_container_client(self._container)
-        prefix = f"{self._path}{folder}/" if folder else self._path
-        skip = len(self._path)
-        found: Listing = []
-        listed = container.list_blobs if deep else container.walk_blobs
-        async for one in listed(name_starts_with=prefix):
-            name: str = one.name
-            modified = getattr(one, "last_modified", None)
-            if modified is None:
-                found.append(Found(name[skip:], 0, 0.0))
-            else:
-                found.append(Found(name[skip:], int(one.size), modified.timestamp()))
-        return [one for one in found if one.name > start_after]
-
-    async def close(self) -> None:
-        await self._fs.service_client.close()
-
-
-def _drop_finalizers(fs: Any) -> None:
-    """Keep adlfs from closing its client when Python ends, on a loop that no longer runs.
-
-    It registers that for itself as its own argument, so it would also never be freed.
-    """
-    registry: dict[weakref.finalize[..., Any], Any] = weakref.finalize._registry  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    for finalizer in list(registry):
-        alive = finalizer.peek()
-        if alive is not None and alive[0] is fs:
-            finalizer.detach()
-
-
-class BucketMissing(Exception):
-    """A listing of a bucket that is not there; the answer is what botocore's is."""
-
-    def __init__(self, bucket: str) -> None:
-        super().__init__(f"the bucket {bucket} was not found")
-        self.response = {"Error": {"Code": "NoSuchBucket"}}
-
-
-class SlotBody(io.BytesIO):
-    """Slot memory as the body of a request, without a copy, until it is detached.
-
-    The HTTP client sends a body from a task of its own that may outlive the request, after an
-    early answer or a cancel. `detach_slot` ends that: once it has returned, no byte of the slot is
-    read, because every read holds the lock. A BytesIO, because aiohttp sends one in pieces on the
-    loop and any other file through one thread hop for each 64 KiB.
-    """
-
-    def __init__(self, image: Bytes) -> None:
-        super().__init__()
-        self._image: memoryview | None = image.data
-        self._size_bytes = image.nbytes
-        self._position = 0
-        self._lock = threading.Lock()
-
-    def detach_slot(self) -> None:
-        """Let go of the memory; reads that follow raise `ValueError`."""
-        with self._lock:
-            self._image = None
-
-    def __len__(self) -> int:
-        return self._size_bytes
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Up to `size` bytes from the current position."""
-        with self._lock:
-            if self._image is None:
-                raise ValueError("the slot was given back: the request has ended")
-            start = self._position
-            end = self._size_bytes if size is None or size < 0 else start + size
-            piece = bytes(self._image[start:end])
-            self._position = start + len(piece)
-            return piece
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move the position, as `io.IOBase.seek` does."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        """The position."""
-        return self._position
-
-    def getbuffer(self) -> memoryview:
-        """All bytes; aiohttp asks for their number before it starts."""
-        with self._lock:
-            if self._image is None:
-                raise ValueError("the slot was given back: the request has ended")
-            return self._image[:]
-
-
-def _relative(found: Iterable[Mapping[str, Any]], root: str, start_after: str) -> Listing:
-    top = root.strip("/")
-    skip = len(top) + 1 if top else 0
-    listing: Listing = []
-    for info in found:
-        name = str(info["name"]).strip("/")[skip:]
-        if info.get("type") == "directory":
-            listing.append(Found(f"{name}/", 0, 0.0))
-        else:
-            listing.append(Found(name, int(info["size"]), _modified_seconds(info)))
-    return [one for one in listing if one.name > start_after]
+    async def _make_folder(self, name: str) -> None:
+        if not self._fs.async_impl:
+            await self._call("makedirs", self._path(name).rsplit("/", 1)[0], exist_ok=True)
 
 
 def _modified_seconds(info: Mapping[str, Any]) -> float:
-    """When an object was written, wherever its file system says so."""
+    """When an object was written, under the driver's own name for it; 0 if it does not say."""
     for field in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(field)
         if isinstance(value, dt.datetime):
@@ -513,3 +252,172 @@ def _modified_seconds(info: Mapping[str, Any]) -> float:
             with contextlib.suppress(ValueError):
                 return dt.datetime.fromisoformat(value).timestamp()
     return 0.0
+
+
+def _s3_options(bucket: str, access: Access, given: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of `s3fs.S3FileSystem`."""
+    credentials = access.credentials
+    config = {
+        **aws.client_config(access),
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": CONNECTIONS_MAX,
+        # The image carries its own checksum from the GPU on; a second one on each way costs CPU,
+        # and several S3 servers refuse the trailer that it comes in.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        # botocore's own "auto" differs from release to release, and from obstore's.
+        "s3": {"addressing_style": "virtual" if access.virtual_hosted(bucket) else "path"},
+    }
+    client = {"region_name": access.region, "verify": aws.verify(access)}
+    extra = {
+        "ServerSideEncryption": access.encryption.algorithm,
+        "SSEKMSKeyId": access.encryption.kms_key,
+        "StorageClass": access.storage_class,
+    }
+    options: dict[str, object] = {"endpoint_url": access.endpoint}
+    match credentials.kind:
+        case "static":
+            options["key"] = credentials.access_key
+            options["secret"] = credentials.secret_key
+            options["token"] = credentials.session_token
+        case "anonymous":
+            options["anon"] = True
+        case _ if credentials.kind != "auto" or _S3FS_IDENTITY.isdisjoint(given):
+            # s3fs's own session reads credentials in files once, and knows no role of ours.
+            options["session"] = aws.aio_session(access)
+        case _:
+            pass
+    nested = {
+        "config_kwargs": config,
+        "client_kwargs": client,
+        "s3_additional_kwargs": extra,
+    }
+    return {
+        **_present(options),
+        **given,
+        **{name: _merged(own, given.get(name)) for name, own in nested.items()},
+    }
+
+
+def _present(options: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _merged(own: Mapping[str, object], given: object) -> dict[str, object]:
+    return _present(own) | (given if isinstance(given, dict) else {})  # pyright: ignore[reportUnknownVariableType]
+
+
+def _gcs(access: Access, given: Mapping[str, object]) -> Any:
+    import aiohttp
+
+    # Its sibling, which fsspec would take, first asks an API that other servers than Google's do
+    # not have for the layout of each bucket, and sends some requests by gRPC.
+    from gcsfs.core import GCSFileSystem
+
+    credentials = access.credentials
+    token: Any = "google_default"  # noqa: S105 (gcsfs's word for the chain)
+    match credentials.kind:
+        case "anonymous":
+            token = "anon"  # noqa: S105 (gcsfs's word for none)
+        case "static":
+            token = credentials.key_file or _bearer(credentials.token)
+        case _:
+            pass
+    options = {
+        "endpoint_url": access.endpoint,
+        "token": token,
+        "session_kwargs": _present({"proxy": access.proxy, "trust_env": access.proxy is None}),
+        "requests_timeout": aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=access.connect_seconds_max,
+            sock_read=access.read_seconds_max,
+        ),
+    }
+    fs: Any = GCSFileSystem(**{**_present(options), **given})
+    # It tries six times, with pauses, and takes no argument that says otherwise.
+    fs._request = type(fs)._request.__wrapped__.__get__(fs)
+    return fs
+
+
+def _bearer(token: str | None) -> Any:
+    from google.oauth2 import credentials
+
+    kind: Any = credentials.Credentials
+    return kind(token)
+
+
+def _trust(fs: Any, access: Access) -> None:
+    """Have gcsfs follow `access.tls`; a connector can be made on a running event loop only."""
+    import aiohttp
+
+    if access.tls.verify and access.tls.ca_file is None:
+        return
+    trusted: ssl.SSLContext | bool = access.tls.verify and ssl.create_default_context(
+        cafile=access.tls.ca_file
+    )
+    fs.session_kwargs["connector"] = aiohttp.TCPConnector(ssl=trusted, limit=CONNECTIONS_MAX)
+
+
+def _azure_client(account: str | None, access: Access, given: Mapping[str, Any]) -> Any:
+    """A `BlobServiceClient` that follows `access`, and adlfs's words for credentials in `given`."""
+    from azure.storage.blob.aio import BlobServiceClient
+
+    account = given.get("account_name") or account
+    options: dict[str, Any] = {
+        "retry_total": 0,
+        "connection_timeout": access.connect_seconds_max,
+        "read_timeout": access.read_seconds_max,
+        "max_single_put_size": SINGLE_REQUEST_BYTES_MAX,
+        "max_single_get_size": SINGLE_REQUEST_BYTES_MAX,
+    }
+    if not access.tls.verify:
+        options["connection_verify"] = False
+    elif access.tls.ca_file is not None:
+        options["connection_verify"] = access.tls.ca_file
+    if access.proxy is not None:
+        options["proxies"] = {"http": access.proxy, "https": access.proxy}
+    if "connection_string" in given:
+        return BlobServiceClient.from_connection_string(given["connection_string"], **options)
+    host = given.get("account_host") or f"{account}.{AZURE_HOST}"
+    # What adlfs calls credentials comes first.
+    names = ("account_key", "sas_token", "tenant_id", "client_id", "client_secret")
+    words = {name: given.get(name) for name in names}
+    if not any(words.values()):
+        words = {name: getattr(access.credentials, name) for name in names}
+    return BlobServiceClient(
+        access.endpoint or f"https://{host}",
+        credential=given.get("credential") or _azure_credential(access, account, words),
+        **options,
+    )
+
+
+def _azure_credential(access: Access, account: str | None, words: Mapping[str, Any]) -> Any:
+    from azure.identity import aio
+
+    if words["account_key"] is not None:
+        return {"account_name": account, "account_key": words["account_key"]}
+    if words["sas_token"] is not None:
+        return words["sas_token"]
+    if words["client_secret"] is not None:
+        names = ("tenant_id", "client_id", "client_secret")
+        return aio.ClientSecretCredential(*(words[name] or "" for name in names))
+    credentials = access.credentials
+    if credentials.kind == "anonymous":
+        return None
+    if credentials.web_identity_token_file is not None:
+        return aio.WorkloadIdentityCredential(
+            tenant_id=credentials.tenant_id,
+            client_id=credentials.client_id,
+            token_file_path=credentials.web_identity_token_file,
+        )
+    if credentials.kind == "role":
+        return aio.ManagedIdentityCredential(client_id=credentials.client_id)
+    return aio.DefaultAzureCredential()
+
+
+def _azure_tier(access: Access) -> dict[str, object]:
+    if access.storage_class is None:
+        return {}
+    from azure.storage.blob import StandardBlobTier
+
+    return {"standard_blob_tier": StandardBlobTier(access.storage_class)}

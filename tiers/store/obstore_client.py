@@ -1,22 +1,23 @@
 """S3, GCS and Azure through obstore: the fast path.
 
-Owns the obstore client of a store, `Access` as obstore spells it, and when a slot is free
-again. A body is sent from the slot's own memory by Rust threads that never take the GIL; what is
-read is copied into the slot off the event loop; where `s3_direct.py` can, it goes to the slot at
-once and obstore is not asked. Does not own names, arguments or the meaning of errors
-(`object_tier.py`), retries (`middleware.py`), nor finding S3 credentials (`aws_credentials.py`).
+Owns the obstore client of a store, the translation of `Access` for it, and when a slot is free
+again. A body is sent from the slot's own memory by Rust threads that never take the GIL. What is
+read is copied into the slot off the event loop, or received there by `s3_direct.py` where that
+can. Does not own names, arguments or the meaning of errors (`object_tier.py`), retries
+(`middleware/`), nor finding S3 credentials (`aws_credentials.py`).
 
 Invariants:
 
-* When `put` has returned or raised, cancelled or not, obstore has let go of the slot. A cancelled
-  call of obstore raises before its Rust half has: so the memory view that was handed over is
-  released, which Python refuses as long as anybody holds it.
-* One request per verb: bodies are never cut into parts (parts of an aborted upload cost money for
-  ever), and the client never retries.
+* When `put` has returned or raised, cancelled or not, obstore has released the slot. A cancelled
+  call of obstore raises before its Rust half has ended; so the memory view that was handed over is
+  released, which Python refuses while anything holds it.
+* One request per verb: bodies are never cut into parts (parts of an aborted upload are billed until
+  somebody removes them), and the client never retries.
 
 Traps of obstore 0.12, each with a test: `allow_http` panics as a keyword and works inside
-`client_options`; its fsspec face replaces what "create" must not; a process that exits while its
-threads run may abort; keys of a configuration are mixed with a session token of the environment.
+`client_options`; its fsspec interface replaces what "create" must not; a process that exits while
+its threads run may abort; keys of a configuration are mixed with a session token of the
+environment.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ import obstore
 from obstore import store
 
 from tiers.store import aws_credentials as aws
-from tiers.store.access import azure_account, provider_of
+from tiers.store.access import azure_account, installed, provider_of
 from tiers.store.client import Bytes, Found, Listing, Seen, fill, run_to_end
-from tiers.store.errors import ErrorKind, judge
+from tiers.store.errors import is_missing
 from tiers.store.s3_direct import NotUnderstoodError, S3DirectReads
 from tiers.threads import lower_priority
 
@@ -50,14 +51,14 @@ if TYPE_CHECKING:
     from tiers.store.access import Access
 
 COPY_THREADS_MAX: Final = 2
-"""One copies as fast as most networks bring; more only take turns with the loop on the cores."""
+"""One copies as fast as most networks deliver; more only compete with the loop for cores."""
 LIST_NAMES_PER_STEP: Final = 1000
 RELEASE_POLL_SECONDS: Final = 0.001
 CLOSE_SECONDS: Final = 0.05
-"""How long obstore's threads take to end what they do after the last answer."""
+"""How long obstore's threads take to become idle after the last answer."""
 POOL_IDLE_SECONDS_MAX: Final = 60
 REQUEST_SECONDS_MAX: Final = 3600
-"""No limit of the client's own on a whole request: `wrap.Deadline` has it."""
+"""In effect none: `Deadline` limits a request."""
 MAPPED_ALLOCATION_BYTES_MIN: Final = 1 << 30
 KEPT_HEAP_BYTES: Final = 512 << 20
 _M_TRIM_THRESHOLD: Final = -1
@@ -71,7 +72,7 @@ class ObstoreClient:
 
     def __init__(self, url: str, access: Access) -> None:
         _start_runtime()
-        # One for both ways: two would ask for a role's credentials twice.
+        # One for obstore and direct reads: two would assume a role twice.
         provider = aws.credential_provider(access) if provider_of(url) == "s3" else None
         self.client = _client(url, access, provider)
         self._direct = _direct(url, access, provider)
@@ -100,9 +101,9 @@ class ObstoreClient:
             try:
                 return await direct.get(name, into, seen=seen)
             except NotUnderstoodError as error:
-                # Reads that ran beside it may have told this already, or still run.
+                # Concurrent reads may have logged this already, or still run.
                 if self._direct is direct:
-                    _log.warning("the store is read by obstore from now on, for %s", error)
+                    _log.warning("direct reads are off, obstore reads from now on: %s", error)
                     self._direct = None
                 direct.close()
         # The range bounds the memory that a foreign object of any size can take.
@@ -115,7 +116,7 @@ class ObstoreClient:
     ) -> Listing:
         """See `Filesystem.find`."""
         if self._direct is not None:
-            # Listings come every few seconds, reads may not.
+            # Listings run every few seconds, reads may not.
             self._direct.tidy()
         if not deep:
             return await self._find_here(folder, start_after)
@@ -127,12 +128,8 @@ class ObstoreClient:
             chunk_size=LIST_NAMES_PER_STEP,
         )
         async for part in stream:
-            # The offset saves what it can: Azure begins at the name, other servers where they like.
-            found += [
-                Found(one["path"], one["size"], one["last_modified"].timestamp())
-                for one in part
-                if one["path"] > start_after
-            ]
+            # Servers differ in where they begin: Azure at the name, some at the start.
+            found += [one for one in map(_found, part) if one.name > start_after]
             if names_max is not None and len(found) >= names_max:
                 break
         return found
@@ -140,10 +137,7 @@ class ObstoreClient:
     async def _find_here(self, folder: str, start_after: str) -> Listing:
         answer = await obstore.list_with_delimiter_async(self.client, folder or None)
         found = [Found(f"{one}/", 0, 0.0) for one in answer["common_prefixes"]]
-        found += [
-            Found(one["path"], one["size"], one["last_modified"].timestamp())
-            for one in answer["objects"]
-        ]
+        found += map(_found, answer["objects"])
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
@@ -153,30 +147,33 @@ class ObstoreClient:
 
     async def remove(self, names: Sequence[str]) -> None:
         """See `Filesystem.remove`."""
-        # One that is gone is an error on some stores, and ends the removal of those that follow.
-        left = list(names)
         try:
-            await obstore.delete_async(self.client, left)
+            await obstore.delete_async(self.client, list(names))
         except FileNotFoundError:
-            for name in left:
+            # One that is missing is an error on some stores, and those after it are not removed.
+            for name in names:
                 try:
                     await obstore.delete_async(self.client, name)
                 except FileNotFoundError as error:
                     # obstore makes one of any 404, also of one that is not the store's.
-                    if judge(error).kind is not ErrorKind.MISSING:
+                    if not is_missing(error):
                         raise
 
     async def close(self) -> None:
         """See `Filesystem.close`."""
         if self._direct is not None:
             self._direct.close()
-        # A client has no verb for it. What matters is that its threads are idle when Python ends.
+        # obstore has no verb for it. Its threads must be idle when Python ends.
         with anyio.CancelScope(shield=True):
             await anyio.sleep(CLOSE_SECONDS)
 
 
+def _found(one: Any) -> Found:
+    return Found(one["path"], one["size"], one["last_modified"].timestamp())
+
+
 async def _released(body: memoryview) -> None:
-    """Return once nobody but us holds the memory behind `body`."""
+    """Return once nothing else holds the memory behind `body`."""
     while True:
         try:
             body.release()
@@ -190,10 +187,10 @@ async def _released(body: memoryview) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc reuse what the last read gave back, rather than map and fault it in anew.
+    """Make malloc of glibc reuse what the last read freed, rather than map and fault it in again.
 
-    For the whole process, and worth it: two thirds of the processor time of reading 32 MiB
-    objects were page faults. It does not apply to other C libraries than glibc.
+    For the whole process, and worth it: two thirds of the processor time of reading 32 MiB objects
+    were page faults.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -204,10 +201,10 @@ def _keep_freed_memory() -> None:
 
 @cache
 def _start_runtime() -> None:
-    """Have obstore start its threads, once in a process, from one that has stepped back.
+    """Make obstore start its threads, once in a process, from a thread of lower priority.
 
-    Threads of Linux inherit niceness from the one that starts them, and obstore's come with its
-    first call: from the event loop they would be of the loop's rank.
+    A thread of Linux inherits the niceness of the one that starts it, and obstore starts its
+    threads with its first call: from the event loop they would compete with the loop.
     """
 
     def first_call() -> None:
@@ -220,16 +217,18 @@ def _start_runtime() -> None:
 
 
 def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3DirectReads | None:
-    """A way to read straight into slots; None where only a whole client knows the way."""
+    """Reads straight into slots; None where that needs a full HTTP client."""
     if provider_of(url) != "s3" or access.endpoint is None or access.proxy is not None:
+        return None
+    if provider is not None and not installed("botocore"):
         return None
     parts = urlsplit(url)
     bucket, prefix = parts.netloc.split("@", 1)[0], parts.path.strip("/")
     virtual = access.virtual_hosted(bucket)
     endpoint = (_with_bucket(access.endpoint, bucket) if virtual else access.endpoint).rstrip("/")
     way = urlsplit(endpoint)
-    # Proxies of the environment are obstore's to follow, and so is TLS, which decrypts to memory
-    # of its own in any case.
+    # obstore follows proxies of the environment, and speaks TLS, which decrypts into memory of its
+    # own in any case.
     proxied = not {"http", "all"}.isdisjoint(getproxies()) and not proxy_bypass(way.netloc)
     if way.scheme != "http" or proxied:
         return None
@@ -237,7 +236,7 @@ def _direct(url: str, access: Access, provider: aws.Provider | None) -> S3Direct
     return S3DirectReads(
         f"{endpoint}/{path}",
         region=aws.region_of(access),
-        keys=None if provider is None else aws.SigningKeys(provider),
+        provider=provider,
         connect_seconds_max=access.connect_seconds_max,
         read_seconds_max=access.read_seconds_max,
     )
@@ -262,7 +261,7 @@ def _client(url: str, access: Access, provider: aws.Provider | None) -> Any:
 
 def _client_options(access: Access) -> dict[str, Any]:
     options: dict[str, Any] = {
-        # The endpoint's own scheme decides; without this, http:// is refused.
+        # Without this, http:// is refused.
         "allow_http": True,
         "connect_timeout": dt.timedelta(seconds=access.connect_seconds_max),
         "read_timeout": dt.timedelta(seconds=access.read_seconds_max),
@@ -284,11 +283,11 @@ def _s3(bucket: str, access: Access, provider: aws.Provider | None) -> dict[str,
         "virtual_hosted_style_request": virtual,
         # The image carries its own checksum; hashing it once more to sign it costs a core.
         "unsigned_payload": True,
-        # Servers other than AWS's do not all know the request for many.
+        # Not every server knows the request that deletes many.
         "disable_bulk_delete": access.endpoint is not None,
+        # obstore reads no profile.
+        "region": aws.region_of(access),
     }
-    # Obstore reads no profile.
-    config["region"] = aws.region_of(access)
     if access.endpoint is not None:
         config["endpoint"] = _with_bucket(access.endpoint, bucket) if virtual else access.endpoint
     if access.encryption.algorithm is not None:
@@ -315,7 +314,7 @@ def _gcs(access: Access) -> dict[str, Any]:
     credentials = access.credentials
     match credentials.kind:
         case "anonymous":
-            # Which obstore forgets when it writes to GCS: nobody can, anonymously.
+            # obstore signs writes to GCS all the same, but nobody can write anonymously.
             config["skip_signature"] = True
         case "static" if credentials.key_file is not None:
             config["service_account"] = credentials.key_file

@@ -1,19 +1,19 @@
 """GETs of S3 objects whose bytes go from the socket to the slot and nowhere else.
 
-Owns plain HTTP/1.1 connections to one server and the exchange of one object on one of them, in a
-thread of its own: the kernel copies into the slot, and nothing is allocated, collected or copied
-again. obstore gives memory of its own and takes none of ours: its reads cost twice the processor
-time. Does not own who asks (`sigv4.py`, `aws_credentials.py`), the meaning of errors (`errors.py`),
-nor when this is used and what else there is (`obstore_client.py`), nor where the server is
-(`resolving.py`).
+Owns plain HTTP/1.1 connections to one server, its addresses, and the exchange of one object on a
+connection, in a thread of its own: the kernel copies into the slot, and nothing is allocated,
+collected or copied again. obstore allocates its own memory: its reads cost twice the processor
+time. Does not own credentials (`aws_credentials.py`), the meaning of errors (`errors.py`), nor
+which stores are read this way (`obstore_client.py`).
 
 Invariants:
 
-* When `get` has returned or raised, cancelled or not, no thread touches the slot any more; a
-  cancelled one ends at once, because its connection is shut down under it.
-* One object, one request. Only a connection that was kept, and that the server had closed before
-  it could hear of the request, is replaced by a new one.
+* When `get` has returned or raised, cancelled or not, no thread touches the slot any more. A
+  cancelled one ends at once, because its connection is shut down.
+* One object, one request. Only a kept connection that the server had closed before it could read
+  the request is replaced by a new one.
 * A connection is kept only after an answer that was read to its end.
+* One look-up of the host at a time, for all connections of a burst; any of them may be cancelled.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import anyio
+import anyio.to_thread
 
+from tiers.store.aws_credentials import OBSTORE_AHEAD_SECONDS, Credential, Provider
 from tiers.store.client import PIECE_BYTES, Bytes, Seen, check_size, run_to_end
-from tiers.store.resolving import Address, Addresses
-from tiers.store.sigv4 import Keys, sign_get
 from tiers.threads import ThreadTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Callable, Generator
 
 IDLE_SECONDS_MAX: Final = 60.0
+ANSWER_SECONDS_MAX: Final = 5.0
+"""How long an answer of the resolver holds: longer than a burst, and short enough to follow a name
+that moves."""
 HEAD_BYTES_MAX: Final = 65_536
 HEAD_PIECE_BYTES: Final = 2048
 """Room for a usual head, and little of the body, which is copied once more behind it."""
@@ -50,19 +53,76 @@ ERROR_BYTES_MAX: Final = 65_536
 _LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
-_SAYS = re.compile(rb"<Message>([^<]*)</Message>")
+_MESSAGE = re.compile(rb"<Message>([^<]*)</Message>")
+
+
+class Address(NamedTuple):
+    """What `socket.socket` and `connect` take."""
+
+    family: int
+    protocol: int
+    sockaddr: tuple[str | int, ...]
+
+
+class Addresses:
+    """The addresses of one host for TCP, looked up once for all connections of a burst.
+
+    The system's resolver is asked in a thread: one look-up per connection would start as many
+    threads when the event loop is busiest. Connections rotate over the addresses of the family that
+    the system names first. An address that failed is not offered again while the answer holds.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._clock = clock
+        self._asking = anyio.Lock()
+        self._answer: list[Address] = []
+        self._answered = 0.0
+        self._turn = 0
+
+    async def take(self) -> list[Address]:
+        """Addresses in the order to try them, at least one. Raises `OSError` if there is none."""
+        if not self._holds:
+            async with self._asking:
+                # Another connection may have asked meanwhile.
+                if not self._holds:
+                    await self._ask()
+        first = [one for one in self._answer if one.family == self._answer[0].family]
+        others = [one for one in self._answer if one.family != self._answer[0].family]
+        self._turn += 1
+        turn = self._turn % len(first)
+        return [*first[turn:], *first[:turn], *others]
+
+    def failed(self, address: Address) -> None:
+        """Do not offer this one before the host is looked up again."""
+        if address in self._answer:
+            self._answer.remove(address)
+
+    @property
+    def _holds(self) -> bool:
+        return bool(self._answer) and self._clock() - self._answered < ANSWER_SECONDS_MAX
+
+    async def _ask(self) -> None:
+        answer = await anyio.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        found = [Address(family, protocol, place) for family, _, protocol, _, place in answer]
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, f"{self._host} has no address")
+        self._answer, self._answered = list(dict.fromkeys(found)), self._clock()
 
 
 class NotUnderstoodError(Exception):
-    """The server answers in a way that only a whole HTTP client follows."""
+    """The server answers in a way that only a full HTTP client follows."""
 
 
 class AnswerError(Exception):
-    """The server refused. `response` is as botocore has it, for `object_errors.judge`."""
+    """The server refused. `response` has botocore's shape, which `errors.judge` reads."""
 
     def __init__(self, status: int, body: bytes) -> None:
-        code, says = _CODE.search(body), _SAYS.search(body)
-        words = says[1].decode(errors="replace") if says else "no message"
+        code, message = _CODE.search(body), _MESSAGE.search(body)
+        words = message[1].decode(errors="replace") if message else "no message"
         super().__init__(f"status code: {status}, {code[1].decode() if code else ''} {words}")
         self.response: dict[str, dict[str, object]] = {
             "Error": {"Code": code[1].decode() if code else ""},
@@ -79,9 +139,9 @@ class _Head(NamedTuple):
     length_bytes: int
     keep: bool
     rest: bytes
-    """What of the body came with it."""
+    """The part of the body that came with it."""
     chunked: bool = False
-    """Only of a refusal, whose text is looked through as it came."""
+    """Only in a refusal, whose text is searched as it came."""
 
 
 class _Connection:
@@ -104,7 +164,7 @@ class _Connection:
     def fetch(
         self, request: Callable[[], bytes], into: Bytes, seen: Seen | None
     ) -> tuple[int, bool]:
-        """In a thread: ask, and fill the start of `into`.
+        """In a thread: send the request and fill the start of `into`.
 
         Returns the size, and whether the connection may serve again.
         """
@@ -142,7 +202,7 @@ class _Connection:
             head = _parsed(received[:end], received[end + 4 :])
             if head.status >= 200:
                 return head
-            # What comes before the answer ("early hints") is none.
+            # Informational: 103 Early Hints, for one.
             received, skipped = head.rest, skipped + end + 4
 
     def _fill(self, target: memoryview, rest: bytes, seen: Seen | None) -> None:
@@ -161,10 +221,10 @@ class _Connection:
             done += count
 
     def _fill_and_tell(self, target: memoryview, done: int, seen: Seen) -> None:
-        """In pieces that are in the core's cache still when somebody looks at them next.
+        """Receive in pieces that are still in the core's cache when `seen` reads them.
 
-        The thread waits in the kernel, where it is woken for a whole piece and not for each packet.
-        With its turn it takes what is there.
+        The thread waits in the kernel, which wakes it for a whole piece and not for each packet.
+        During its turn it takes what is there.
         """
         size_bytes, told, wakes_at = len(target), 0, 1
         arrived = select.poll()
@@ -209,14 +269,14 @@ class _Connection:
         return bytes(body)
 
     def usable(self, now: float) -> bool:
-        """Whether a kept connection is still there: nothing was said, not even goodbye."""
+        """Whether a kept connection is still open and silent."""
         # Not select(): it knows no descriptor above 1,023.
-        heard = select.poll()
-        heard.register(self._sock, select.POLLIN)
-        return not heard.poll(0) and now - self.idle_since < IDLE_SECONDS_MAX
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        return not readable.poll(0) and now - self.idle_since < IDLE_SECONDS_MAX
 
     def cut(self) -> None:
-        """Have a thread that waits for the socket return at once."""
+        """Make a thread that waits for the socket return at once."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -231,7 +291,7 @@ class S3DirectReads:
     Args:
         base: `http://host:port/path` of the bucket's prefix; object names are added to it.
         region: for the signature.
-        keys: asked before each request; None for an anonymous reader.
+        provider: credentials, asked before each request; None for an anonymous reader.
     """
 
     def __init__(
@@ -239,7 +299,7 @@ class S3DirectReads:
         base: str,
         *,
         region: str,
-        keys: Callable[[], Awaitable[Keys]] | None,
+        provider: Provider | None,
         connect_seconds_max: float,
         read_seconds_max: float,
     ) -> None:
@@ -248,24 +308,28 @@ class S3DirectReads:
         self._host_field = parts.netloc.rsplit("@", 1)[-1]
         self._path = parts.path.rstrip("/")
         self._region = region
-        self._keys = keys
+        self._provider = provider
+        self._credential: Credential | None = None
         self._connect_seconds_max = connect_seconds_max
         self._read_seconds_max = read_seconds_max
-        # The caller bounds how many reads run at a time; a thread waits for its socket mostly.
+        if provider is not None:
+            # Here, because it takes a while that the first read should not.
+            import botocore.auth  # noqa: F401
+        # The caller bounds how many reads run at a time; a thread mostly waits for its socket.
         self._threads = anyio.CapacityLimiter(math.inf)
         self._idle: list[_Connection] = []
         self._turns = ThreadTurns()
         self._closed = False
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """Fill the start of `into` with an object; its size. `seen` is told of each piece.
+        """Fill the start of `into` with an object; its size. `seen` is called for each piece.
 
         Raises `ImageTruncated`, `AnswerError`, `NotUnderstoodError` or an `OSError`.
         """
-        keys = None if self._keys is None else await self._keys()
+        credential = await self._renewed()
 
         def request() -> bytes:
-            return self._request(name, into.nbytes, keys)
+            return self._request(name, into.nbytes, credential)
 
         kept = self._take()
         if kept is not None:
@@ -298,37 +362,42 @@ class S3DirectReads:
                 connection.close()
         return size_bytes
 
-    def _request(self, name: str, room_bytes: int, keys: Keys | None) -> bytes:
+    async def _renewed(self) -> Credential | None:
+        if self._provider is None:
+            return None
+        ends = self._credential and self._credential["expires_at"]
+        ahead = dt.timedelta(seconds=OBSTORE_AHEAD_SECONDS)
+        if self._credential is None or (ends and dt.datetime.now(dt.UTC) >= ends - ahead):
+            self._credential = await anyio.to_thread.run_sync(
+                self._provider, abandon_on_cancel=True
+            )
+        return self._credential
+
+    def _request(self, name: str, room_bytes: int, credential: Credential | None) -> bytes:
         """In the thread of the exchange: signing is not the loop's work."""
         # The safe characters are SigV4's: what is signed is what is sent.
         path = quote(f"{self._path}/{name}", safe="/-_.~")
         # One more than there is room for: so a longer object shows, and none is ever longer.
         fields = {"host": self._host_field, "range": f"bytes=0-{room_bytes}"}
-        if keys is not None:
-            now = dt.datetime.now(dt.UTC)
-            fields = sign_get(fields, path, keys=keys, region=self._region, now=now)
+        if credential is not None:
+            fields = signed(fields, path, credential, self._region)
         lines = [f"{field}: {value}" for field, value in fields.items()]
         return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
 
     def _take(self) -> _Connection | None:
-        now = time.monotonic()
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable(now):
-                return connection
-            connection.close()
-        return None
+        self.tidy()
+        return self._idle.pop() if self._idle else None
 
     def tidy(self) -> None:
-        """Close kept connections that the server has closed, or that nobody needed for long."""
+        """Close kept connections that the server has closed, or that were idle for long."""
         now = time.monotonic()
-        ended = [one for one in self._idle if not one.usable(now)]
-        for connection in ended:
-            self._idle.remove(connection)
-            connection.close()
+        for connection in self._idle[:]:
+            if not connection.usable(now):
+                self._idle.remove(connection)
+                connection.close()
 
     async def _connect(self) -> _Connection:
-        """On the loop: a name that does not resolve, or a host that is silent, holds no thread."""
+        """On the loop: an unknown name or a silent host holds no thread."""
         with anyio.fail_after(self._connect_seconds_max):
             found = await self._addresses.take()
         seconds = self._connect_seconds_max / len(found)
@@ -355,20 +424,38 @@ class S3DirectReads:
             raise
 
     def close(self) -> None:
-        """Close what is kept, and keep nothing from now on. A `get` that runs goes on."""
+        """Close kept connections, and keep none from now on. A `get` that runs goes on."""
         self._closed = True
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
 
+def signed(
+    fields: dict[str, str], path: str, credential: Credential, region: str
+) -> dict[str, str]:
+    """The fields of a GET, `host` among them, with those that sign them (AWS Signature Version 4).
+
+    `path` is percent-encoded, as it is sent, and has no query.
+    """
+    # Not at the top: a sidecar whose store is not S3 does not have botocore.
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    keys = Credentials(
+        credential["access_key_id"], credential["secret_access_key"], credential["token"]
+    )
+    request = AWSRequest("GET", f"http://{fields['host']}{path}", headers=fields)
+    S3SigV4Auth(keys, "s3", region).add_auth(request)
+    return dict(request.headers.items())
+
+
 @contextlib.contextmanager
 def _behind_the_loop() -> Generator[None]:
-    """Have the kernel not put the loop's thread aside whenever bytes arrive for this one.
+    """Keep the kernel from preempting the loop's thread whenever bytes arrive for this one.
 
-    With the usual policy a dozen readers that wake in turn kept the loop waiting several times as
-    long. Their share of the processor stays the same. Where it is forbidden, that is all that is
-    lost.
+    With the usual policy a dozen readers kept the loop waiting several times as long.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -396,14 +483,14 @@ def _parsed(head: bytes, rest: bytes) -> _Head:
     if number < 200:
         return _Head(number, 0, keep=False, rest=rest)
     if number >= 400:
-        # Whoever refuses may do so without a length: a load balancer before the store, say.
+        # A refusal may have no length: a load balancer before the store, for one.
         whole = length.isdigit() and not chunked
         length_bytes = min(int(length), ERROR_BYTES_MAX) if whole else ERROR_BYTES_MAX
         return _Head(number, length_bytes, keep=False, rest=rest, chunked=chunked)
     if not length.isdigit() or chunked:
         raise NotUnderstoodError(f"its answer of status {number} has no length")
     keep = first.startswith(b"HTTP/1.1") and fields.get(b"connection") != b"close"
-    # More than was announced is not the answer's: such a connection is out of step.
+    # More bytes than announced do not belong to the answer: the connection is out of step.
     return _Head(number, int(length), keep and len(rest) <= int(length), rest)
 
 

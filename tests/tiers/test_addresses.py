@@ -12,8 +12,7 @@ import pytest
 
 from tests import places
 from tests.tiers.test_direct import IMAGE, OK, slot, telling
-from tiers.store.resolving import ANSWER_SECONDS_MAX, Address, Addresses
-from tiers.store.s3_direct import S3DirectReads
+from tiers.store.s3_direct import ANSWER_SECONDS_MAX, Address, Addresses, S3DirectReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -134,7 +133,7 @@ async def test_reads_try_the_next_address_and_a_socket_that_cannot_be_made_is_no
         reads = S3DirectReads(
             f"http://store:{told.port}/bucket",
             region="",
-            keys=None,
+            provider=None,
             connect_seconds_max=20,
             read_seconds_max=20,
         )
