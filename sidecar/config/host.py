@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from sidecar.config.types import AbsolutePath, Count, Flag, Nodes, Ratio, Section, Size
-from tiers.pool.prefault import default_threads
+
+PREFAULT_THREADS_MAX: Final = 8
+"""Clearing pages is bound by memory bandwidth, and an engine starts beside the sidecar."""
 
 
 class ChunkSettings(Section):
@@ -39,7 +42,8 @@ class HostSettings(Section):
     @property
     def touching_threads(self) -> int:
         """`prefault_threads`, or what is right for this machine."""
-        return self.prefault_threads or default_threads()
+        cores = len(os.sched_getaffinity(0))
+        return self.prefault_threads or min(PREFAULT_THREADS_MAX, max(1, cores // 2))
 
 
 class CopySettings(Section):

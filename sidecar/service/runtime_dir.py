@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from sidecar.errors import StartError
 from sidecar.logs import fields
-from tiers.pool import file_lock as filelock
-from tiers.pool.creating import missing, require_creatable
+from tiers.pool.lock import is_locked, require_creatable, try_lock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +119,7 @@ class RuntimeDirectory:
 
     def _take_lock(self) -> int:
         fd = _open_lock(self.path, os.O_CREAT)
-        if not filelock.take(fd):
+        if not try_lock(fd):
             pid = _pid_in(fd)
             os.close(fd)
             raise AlreadyServed(self.path, pid)
@@ -216,9 +215,18 @@ def _mode(*, shared: bool) -> int:
     return MODE_PASSABLE if shared else MODE_OWN
 
 
+def _missing(path: Path) -> list[Path]:
+    """The directories to create so that `path` exists, outermost first."""
+    found: list[Path] = []
+    while not os.path.lexists(path):
+        found.insert(0, path)
+        path = path.parent
+    return found
+
+
 def _make(path: Path, mode: int) -> None:
     try:
-        for place in missing(path):
+        for place in _missing(path):
             place.mkdir(mode=0o700, exist_ok=True)
             if place != path:
                 place.chmod(MODE_ABOVE)
@@ -249,7 +257,7 @@ def _check_kind(path: Path) -> None:
     try:
         found = _found(path)
         if found is None:
-            require_creatable(missing(path)[0], directory=True)
+            require_creatable(_missing(path)[0], directory=True)
             return
     except OSError as error:
         raise _unmakeable(path, error) from error
@@ -330,7 +338,7 @@ def _check_entries(home: Path) -> None:
         return
     fd = _open_lock(home, 0)
     try:
-        if filelock.taken(fd):
+        if is_locked(fd):
             raise AlreadyServed(home, _pid_in(fd))
     finally:
         os.close(fd)

@@ -11,6 +11,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import zmq
 from sidecar.config.secret_files import SecretFileError
 from sidecar.errors import StartError
 from sidecar.redaction import conceal
-from tiers.pool.memory_fs import memory_kind
+from tiers.kv.memfd import MemoryFilesystem, memory_filesystem
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
@@ -89,6 +90,15 @@ def allow_open_files() -> None:
     # Some sandboxes forbid it.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def memory_kind(directory: Path) -> MemoryFilesystem | None:
+    """The memory file system that a directory is on; None: it is on a disk."""
+    fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return memory_filesystem(fd)
+    finally:
+        os.close(fd)
 
 
 def _disk(config: Config) -> Iterator[Shortage]:

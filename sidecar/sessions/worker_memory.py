@@ -28,7 +28,7 @@ from sidecar.transport.attach_socket import close_fds
 from tiers.kv.copy import CopyPlan
 from tiers.kv.fence import PAGE_BYTES, SidecarFence
 from tiers.kv.memfd import check_sealed, keep_out_of_dumps
-from tiers.pool.prefault import populate
+from tiers.pool.file import populate
 from tiers.store.client import run_to_end
 
 if TYPE_CHECKING:

@@ -32,10 +32,9 @@ from sidecar.service.start_checks import allow_open_files, cgroup_room, machine_
 from tests import places
 from tests.sidecar.client import RunningSidecar, config_in
 from tests.sidecar.commands import Commands, commands, tree
-from tiers.pool import file_lock as filelock
-from tiers.pool.creating import require_creatable
+from tiers.pool import lock as pool_lock
 from tiers.pool.host_pool import HostPool
-from tiers.pool.lock import take_lock
+from tiers.pool.lock import require_creatable, take_lock
 
 __all__ = ["commands"]
 
@@ -325,17 +324,17 @@ def node_that_this_machine_lacks(world: World) -> dict[str, Any]:
     return {"host": {"numa": [1000]}}
 
 
-@refusal("_worded")
+@refusal("_as_pool_errors")
 def host_directory_that_is_missing(world: World) -> dict[str, Any]:
     return {"host": {"directory": str(world.directory / "none")}}
 
 
-@refusal("_worded")
+@refusal("_as_pool_errors")
 def host_directory_that_no_file_system_takes(world: World) -> dict[str, Any]:
     return {"host": {"directory": "/sys"}}
 
 
-@refusal("_worded")
+@refusal("_as_pool_errors")
 def lock_of_another(world: World) -> dict[str, Any]:
     world.lock.parent.mkdir()
     world.lock.touch()
@@ -343,14 +342,14 @@ def lock_of_another(world: World) -> dict[str, Any]:
     return {}
 
 
-@refusal("_worded")
+@refusal("_as_pool_errors")
 def pipe_in_the_place_of_the_pools_lock(world: World) -> dict[str, Any]:
     world.lock.parent.mkdir()
     os.mkfifo(world.lock)
     return {}
 
 
-@refusal("_worded")
+@refusal("_as_pool_errors")
 def lock_that_is_no_record(world: World) -> dict[str, Any]:
     world.lock.parent.mkdir()
     world.lock.write_text("precious")
@@ -593,16 +592,16 @@ def test_a_look_keeps_nobody_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "pool.lock"
     with path.open("w") as looked_at:
         fcntl.flock(looked_at, fcntl.LOCK_SH)
-        places.patch(monkeypatch, "TRY_AGAIN_SECONDS", 0.0)
+        places.patch(monkeypatch, "LOCK_RETRY_SECONDS", 0.0)
         looks = iter([None, lambda: fcntl.flock(looked_at, fcntl.LOCK_UN)])
-        taken = filelock.taken
+        is_locked = pool_lock.is_locked
 
         def look(fd: int) -> bool:
             if (end := next(looks)) is not None:
                 end()
-            return taken(fd)
+            return is_locked(fd)
 
-        monkeypatch.setattr(filelock, "taken", look)
+        monkeypatch.setattr(pool_lock, "is_locked", look)
         os.close(take_lock(path))
         assert next(looks, None) is None
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests import places
 from tiers.errors import PoolError
+from tiers.pool.file import Backing
 from tiers.pool.host_pool import HostPool
 from tiers.pool.numa import PAGES_SAMPLED, Placement, gpu_nodes, libc, memory_nodes, sample
-from tiers.pool.prefault import Backing
 
 PAGE = 4096
 
@@ -133,5 +133,5 @@ def test_the_policy_is_that_of_the_threads_that_ask_for_it(monkeypatch: pytest.M
     asked: list[tuple[int, ...]] = []
     places.patch(monkeypatch, "prefer_nodes", asked.append)
     memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), dtype=np.uint8)
-    assert Backing(threads=1, placement=Placement((0, 1))).populate(memory)
+    assert Backing(prefault=True, threads=1, placement=Placement((0, 1))).populate(memory)
     assert asked == [(0, 1)]

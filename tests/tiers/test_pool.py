@@ -30,9 +30,8 @@ from hypothesis.stateful import (
 from tests import places
 from tests.mappings import flags_of
 from tiers.errors import PoolError
-from tiers.pool.file import inspect_pool
+from tiers.pool.file import inspect_pool, populate
 from tiers.pool.host_pool import HostPool
-from tiers.pool.prefault import populate
 from tiers.pool.table import TableShape
 
 PAGE = 4096

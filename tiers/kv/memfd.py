@@ -1,12 +1,12 @@
-"""Memory that processes share by descriptor, and that cannot shrink under whoever maps it.
+"""Memory that processes share by descriptor, and that cannot shrink while it is mapped.
 
-Owns making such memory (`sealed_memfd`), the check that what somebody else made is such memory
-(`check_sealed`), and keeping mappings out of core dumps. Does not own what is in it.
+Owns making such memory (`sealed_memfd`), the check that foreign memory is such (`check_sealed`),
+which file systems are in memory, and keeping mappings out of core dumps. Does not own contents.
 
-Invariant: a descriptor that passed `check_sealed` can be mapped and touched over its whole checked
-length for as long as the mapping lasts. Touching a page beyond the end of a file that was cut short
-is a SIGBUS, which ends the process that touched it: one client could end the sidecar of all.
-A seal is the kernel's promise that it cannot happen, whoever holds the descriptor.
+Invariant: a descriptor that passed `check_sealed` can be mapped and accessed over its whole checked
+length as long as the mapping lasts. Accessing a page beyond the end of a truncated file is a
+SIGBUS, which ends the process: one client could end the sidecar of all. The kernel enforces a seal,
+whoever holds the descriptor.
 """
 
 from __future__ import annotations
@@ -18,22 +18,33 @@ import fcntl
 import mmap
 import os
 import stat
-from typing import Final
+from typing import Final, Literal
 
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_TMPFS_MAGIC: Final = 0x01021994
+
+MemoryFilesystem = Literal["tmpfs", "hugetlbfs", "ramfs"]
+_MAGIC: Final[dict[int, MemoryFilesystem]] = {
+    0x01021994: "tmpfs",
+    0x958458F6: "hugetlbfs",
+    0x858458F6: "ramfs",
+}
+"""TMPFS_MAGIC, HUGETLBFS_MAGIC and RAMFS_MAGIC of linux/magic.h."""
 _STATFS_BYTES: Final = 256
-"""Twice what `struct statfs` takes on any 64-bit Linux."""
+"""Twice what `struct statfs` takes on any 64-bit Linux. Its first field is the magic number."""
+_REMEDY: Final = (
+    "make it with memfd_create(MFD_ALLOW_SEALING), set its size, and seal that; kvlake's connector "
+    "of this release does"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotSealed(ValueError):
-    """This descriptor cannot be mapped safely; the message says why, and what would help."""
+    """This descriptor cannot be mapped safely; the message says why and names the remedy."""
 
 
 def sealed_memfd(name: str, size_bytes: int) -> int:
-    """A new memfd, close-on-exec, whose size is sealed for ever. The caller owns it."""
+    """A new memfd, close-on-exec, with a sealed size. The caller owns it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
@@ -45,10 +56,7 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
 
 
 def keep_out_of_dumps(mapping: mmap.mmap) -> None:
-    """Leave a mapping out of core dumps: they would hold prompts, and take as long as it is large.
-
-    Where the kernel cannot, it stays in them.
-    """
+    """Leave a mapping out of core dumps, if the kernel can: it contains prompts, and is large."""
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
 
@@ -56,7 +64,7 @@ def keep_out_of_dumps(mapping: mmap.mmap) -> None:
 def check_sealed(what: str, fd: int, size_bytes: int) -> None:
     """Raise `NotSealed` unless `fd` is sealed memory of at least `size_bytes`.
 
-    `what` names it in the message. Never blocks, and allocates nothing whatever `fd` is.
+    `what` names it in the message. Never blocks and allocates nothing, whatever `fd` is.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -77,21 +85,18 @@ def check_sealed(what: str, fd: int, size_bytes: int) -> None:
             f"the {what} descriptor is not sealed against shrinking (F_SEAL_SHRINK), so its owner "
             f"could end this process at any time; {_REMEDY}"
         )
-    # Of what takes seals, huge pages are left: a hole punched in those may not be filled again.
-    if _file_system(fd) != _TMPFS_MAGIC:
+    # Huge pages take seals, too, but a hole punched in them may not be filled again.
+    if memory_filesystem(fd) != "tmpfs":
         raise NotSealed(f"the {what} descriptor is not ordinary memory (hugetlb); {_REMEDY}")
 
 
-_REMEDY: Final = (
-    "make it with memfd_create(MFD_ALLOW_SEALING), set its size, and seal that; kvlake's connector "
-    "of this release does"
-)
+def memory_filesystem(fd: int) -> MemoryFilesystem | None:
+    """The memory file system of an open file or directory; None: it is on a disk.
 
-
-def _file_system(fd: int) -> int:
-    """The magic number of the file system that `fd` lies in (fstatfs(2))."""
+    Through ctypes, since `os.statvfs` leaves the type out. Raises `OSError`.
+    """
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(ctypes.c_int(fd), answer):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return ctypes.c_long.from_buffer(answer).value
+    return _MAGIC.get(ctypes.c_uint32.from_buffer(answer).value)

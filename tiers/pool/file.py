@@ -1,19 +1,22 @@
-"""The files of a pool: made, mapped, looked at from outside, removed.
+"""The file of a pool: created, mapped, backed with memory, inspected, removed.
 
-Owns the file system's side of a pool: whose a file is, how long it is, whether all of it is backed
-by memory, and why one cannot be taken over. Does not own what is in it (`table.py`) nor the
-lock (`lock.py`).
+Owns the file system's side of a pool: whose a file is, its length, whether all of it is backed by
+memory and mapped ahead of use, and why one cannot be taken over. A copy into a page that is not
+mapped yet takes a fault for every 4 KiB, which makes it three times slower. Does not own the table
+in the file (`table.py`) nor the lock (`lock.py`).
 
-Invariant: a file that no owner's record vouches for, or that is another user's, is never changed.
+Invariant: a file without an owner's record, or of another user, is never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +24,6 @@ import numpy as np
 
 from tiers.errors import PoolError
 from tiers.kv.memfd import keep_out_of_dumps
-from tiers.pool.creating import require_creatable
 from tiers.pool.lock import (
     Owner,
     check_lock,
@@ -30,6 +32,7 @@ from tiers.pool.lock import (
     read_boot_id,
     read_owner,
     remove_files,
+    require_creatable,
     take_lock,
 )
 from tiers.pool.table import (
@@ -46,30 +49,80 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from tiers.pool.prefault import Backing
+    import numpy.typing as npt
+
+    from tiers.pool.numa import Placement
 
 CONTRADICTION: Final = "its table of slabs contradicts itself"
+PREFAULT_PIECE_BYTES: Final = 64 << 20
+MADV_POPULATE_WRITE: Final = 23
 
 _FILE_FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def populate(memory: npt.NDArray[np.uint8]) -> bool:
+    """Map every page of `memory`, which starts on one. False on a kernel before 5.14.
+
+    Through ctypes: mmap.madvise() holds the GIL, and this takes milliseconds for every 16 MiB.
+    Raises `OSError` without memory for it.
+    """
+    address, size_bytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.size)
+    if _libc.madvise(address, size_bytes, MADV_POPULATE_WRITE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """How the pages of a pool are allocated."""
+
+    prefault: bool
+    """Map the pages of a new file, too."""
+    threads: int
+    placement: Placement
+
+    def populate(self, memory: npt.NDArray[np.uint8]) -> bool:
+        """Allocate and map every page of `memory`; False if that is not possible."""
+        starts = range(0, memory.size, PREFAULT_PIECE_BYTES)
+        pieces = [memory[start : start + PREFAULT_PIECE_BYTES] for start in starts]
+        with self._pool(self.threads) as threads:
+            try:
+                return all(threads.map(populate, pieces))
+            except OSError:
+                threads.shutdown(cancel_futures=True)
+                return False
+
+    def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
+        """Back a part of a file with memory, all of it or none. Raises `OSError`."""
+        with self._pool(1) as thread:
+            thread.submit(os.posix_fallocate, fd, offset, size_bytes).result()
+
+    def _pool(self, count: int) -> ThreadPoolExecutor:
+        # New threads: the placement is a policy of each thread.
+        return ThreadPoolExecutor(count, "kvlake-prefault", self.placement.adopt)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """What a pool's files say, without becoming their owner."""
+    """What a pool's files say."""
 
     owner: Owner | None
-    """None: there is no record, or none of ours."""
+    """None without a record of ours."""
     file_bytes: int
-    """0: there is no file."""
+    """0 without a file."""
     unusable: str
-    """Why the next owner would empty it; empty if it would take it over."""
+    """Why the next owner would replace the file; empty if it would take it over."""
     size_bytes: int = 0
     slots: dict[int, int] | None = None
     """Sealed slots by their size."""
 
 
 def inspect_pool(path: Path) -> PoolReport:
-    """Look at a pool, in use or not. Raises `OSError` for a file that cannot be read."""
+    """Inspect a pool, in use or not. Raises `OSError` for a file that cannot be read."""
     owner = read_owner(lock_path_of(path))
     try:
         fd = os.open(path, os.O_RDONLY | _FILE_FLAGS)
@@ -85,7 +138,7 @@ def inspect_pool(path: Path) -> PoolReport:
         os.close(fd)
     table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
     slabs = table.slabs()
-    if slabs is None or not all(plausible(slab, shape) for slab in slabs):
+    if slabs is None:
         return PoolReport(owner, file_bytes, CONTRADICTION)
     sizes, counts = np.unique(table.sealed(slabs).slot_bytes, return_counts=True)
     slots = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
@@ -93,11 +146,7 @@ def inspect_pool(path: Path) -> PoolReport:
 
 
 def remove_pool(path: Path) -> int:
-    """Remove a pool that nobody uses; returns the bytes that are free now.
-
-    Raises:
-        PoolError: it is in use, or not ours.
-    """
+    """Remove a pool; returns the bytes freed. Raises `PoolError` if it is in use or not ours."""
     if not os.path.lexists(path) and not os.path.lexists(lock_path_of(path)):
         return 0
     lock_fd = take_lock(lock_path_of(path))
@@ -109,7 +158,7 @@ def remove_pool(path: Path) -> int:
             require_ours(path, owner_of(lock_fd))
         except PoolError:
             if not os.fstat(lock_fd).st_size:
-                # Made by taking the lock: it must not vouch for a file that is not ours.
+                # Created by taking the lock: it must not vouch for a file that is not ours.
                 lock_path_of(path).unlink()
             raise
         file_bytes = path.stat().st_size
@@ -120,10 +169,7 @@ def remove_pool(path: Path) -> int:
 
 
 def check_pool(path: Path, size_bytes: int) -> None:
-    """Raise the `PoolError` for lock, file or room with which a pool could not be opened.
-
-    Changes nothing, and keeps no lock.
-    """
+    """Raise the `PoolError` that opening a pool would raise. Changes nothing, keeps no lock."""
     size_bytes -= size_bytes % PAGE_BYTES
     owner = check_lock(lock_path_of(path))
     with as_pool_errors(path):
@@ -139,7 +185,7 @@ def check_pool(path: Path, size_bytes: int) -> None:
         finally:
             os.close(fd)
         if isinstance(shapes, str):
-            # It would be removed, and made again.
+            # It would be removed and created again.
             _require_room(path, TableShape.of(size_bytes), 0, found.st_blocks * 512)
         elif shapes[1].file_bytes > found.st_size:
             _require_room(path, shapes[1], found.st_size)
@@ -147,7 +193,7 @@ def check_pool(path: Path, size_bytes: int) -> None:
 
 @contextlib.contextmanager
 def as_pool_errors(path: Path) -> Generator[None]:
-    """Make a `PoolError` of any `OSError` while a pool is opened."""
+    """Turn any `OSError` into a `PoolError` while a pool is opened."""
     try:
         yield
     except OSError as error:
@@ -157,7 +203,7 @@ def as_pool_errors(path: Path) -> Generator[None]:
 
 
 def require_ours(path: Path, owner: Owner | None) -> None:
-    """Raise `PoolError` for a file that no owner's record vouches for, or of another user."""
+    """Raise `PoolError` for a file without an owner's record, or of another user."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or owner is None:
         raise PoolError(
@@ -178,16 +224,16 @@ class MappedPool:
     mapping: mmap.mmap
     shape: TableShape
     resized_from_bytes: int
-    """How large its slots were when they were found."""
+    """Size of its slots before."""
     populated: bool = False
-    """Whether all of its pages are mapped already."""
+    """Whether all of its pages are mapped."""
 
 
 def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | str:
-    """Map a file of ours, made as large as wanted, or say why it cannot be taken over.
+    """Resize and map a file of ours, or say why it cannot be taken over.
 
-    Where it shrinks, the slabs beyond its end are lost. Raises `PoolError` where it has to grow and
-    there is no room; nothing is lost then.
+    If it shrinks, the slabs beyond its end are lost. Raises `PoolError`, having lost nothing, if it
+    has to grow and there is no room.
     """
     fd = os.open(path, os.O_RDWR | _FILE_FLAGS)
     try:
@@ -197,14 +243,14 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
             return shapes
         shape, wanted = shapes
         if wanted.file_bytes > found.st_size:
-            # Not mapped before it is backed: killed in between, the file would have holes, and all
-            # that is in it would be lost.
+            # Backed before it is longer: a process killed in between would leave holes, and the
+            # next one would discard the file.
             _require_room(path, wanted, found.st_size)
             _back(fd, path, wanted, found.st_size, backing)
         if wanted != shape:
             if wanted.size_bytes < shape.size_bytes and not _cut_slabs(fd, shape, wanted):
                 return CONTRADICTION
-            # One write within a page: a process that is killed has made it or not.
+            # One write within a page: a killed process has done all of it or nothing.
             os.pwrite(fd, superblock(wanted, read_boot_id()), 0)
         if wanted.file_bytes < found.st_size:
             os.ftruncate(fd, wanted.file_bytes)
@@ -218,7 +264,7 @@ def map_existing(path: Path, size_bytes: int, backing: Backing) -> MappedPool | 
 def _fitting(
     fd: int, found: os.stat_result, size_bytes: int
 ) -> tuple[TableShape, TableShape] | str:
-    """The shape that a file has and the one that it gets, or why it cannot be taken over."""
+    """A file's shape and its next one, or why it cannot be taken over."""
     shape = read_superblock(os.pread(fd, PAGE_BYTES, 0), found.st_size, read_boot_id())
     if isinstance(shape, str):
         return shape
@@ -231,7 +277,7 @@ def _fitting(
 
 
 def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
-    """A new file, all of it backed by memory, mapped. Raises `PoolError` without room for it."""
+    """A new file, backed by memory and mapped. Raises `PoolError` without room for it."""
     shape = TableShape.of(size_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600)
     mapping: mmap.mmap | None = None
@@ -240,15 +286,15 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
         os.ftruncate(fd, shape.file_bytes)
         mapping = mmap.mmap(fd, shape.file_bytes)
         keep_out_of_dumps(mapping)
-        # Several threads allocate by touching; one alone does by posix_fallocate, which holds the
-        # file's lock. It comes after in any case, for it says what is missing where touching fails.
+        # Populating works from several threads, posix_fallocate holds the file's lock. It follows
+        # for the pages that could not be populated, and says what is missing.
         populated = backing.prefault and backing.populate(np.frombuffer(mapping, dtype=np.uint8))
         if os.fstat(fd).st_blocks * 512 < shape.file_bytes:
             _back(fd, path, shape, 0, backing)
         return MappedPool(mapping, shape, size_bytes, populated)
     except BaseException:
         if mapping is not None:
-            # A thread's error may still hold a view of it; then it goes with that.
+            # A thread's error may still hold a view of it.
             with contextlib.suppress(BufferError):
                 mapping.close()
         path.unlink(missing_ok=True)
@@ -258,15 +304,11 @@ def create_mapping(path: Path, size_bytes: int, backing: Backing) -> MappedPool:
 
 
 def _require_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0) -> None:
-    """Raise `PoolError` where there is no room for what the file has to grow by.
-
-    `freed_bytes` come free before it is made.
-    """
+    """Raise `PoolError` without room for the file's growth, `freed_bytes` being freed before."""
     file_system = os.statvfs(path.parent)
-    # A tmpfs that is mounted without a limit reports no blocks at all.
-    needed = shape.file_bytes - had_bytes
     room = file_system.f_bavail * file_system.f_frsize + freed_bytes
-    if room < needed and file_system.f_blocks:
+    # A tmpfs that is mounted without a limit reports no blocks at all.
+    if room < shape.file_bytes - had_bytes and file_system.f_blocks:
         raise _no_room(path, shape, had_bytes, freed_bytes)
 
 
@@ -282,7 +324,7 @@ def _no_room(path: Path, shape: TableShape, had_bytes: int, freed_bytes: int = 0
 
 
 def _back(fd: int, path: Path, shape: TableShape, had_bytes: int, backing: Backing) -> None:
-    """Back the file with memory to its new end. Raises `PoolError` where there is no room."""
+    """Back the file with memory to its new end. Raises `PoolError` without room."""
     try:
         backing.allocate(fd, had_bytes, shape.file_bytes - had_bytes)
     except OSError as error:
@@ -293,11 +335,11 @@ def _back(fd: int, path: Path, shape: TableShape, had_bytes: int, backing: Backi
 
 
 def _cut_slabs(fd: int, shape: TableShape, wanted: TableShape) -> bool:
-    """Remove the slabs that reach beyond a new end. False where the table contradicts itself."""
+    """Remove the slabs that reach beyond a new end. False if the table contradicts itself."""
     mapping = mmap.mmap(fd, shape.table_bytes)
     table = PoolTable(np.frombuffer(mapping, dtype=np.uint8), shape)
     slabs = table.slabs()
-    if slabs is None or not all(plausible(slab, shape) for slab in slabs):
+    if slabs is None:
         return False
     for slab in slabs:
         if not plausible(slab, wanted):

@@ -1,25 +1,24 @@
-"""The host pool: fixed slots in one named shared mapping that outlives its process.
+"""The host pool: slots of fixed sizes in one named shared mapping that outlives its process.
 
 Owns the file behind the mapping, the lock that makes one process its owner, which ranges of it
-are allocated, and what the file says about that (`table.py`). Does not own what the slots
-hold, nor when one may be freed: the engine frees a slot only when no copy runs on it (rule 3 of
-the design).
+are allocated, and what the file records about that (`table.py`). Does not own the contents of
+slots, nor when one may be freed: the engine frees a slot only when no copy runs on it.
 
-Slots of one size form a class. Classes cut *slabs* from the pool, runs of slots of one size; a
-slab whose last slot is freed goes back and can serve another class. `allocate` and `free` are
-O(1), but for the first and last slot of a slab, which search the list of free extents.
+Slots of one size form a class. Classes allocate *slabs* from the pool, runs of slots of one size; a
+slab whose last slot is freed returns to the pool and can serve another class. `allocate` and `free`
+are O(1), except for the first and last slot of a slab, which search the list of free extents.
 
-A slot is allocated, filled by somebody, sealed, touched whenever it is used, and freed. A pool
-whose owner died, or left it on purpose, is taken over: slots that were sealed are allocated still,
-and `recovered` lists them; all others are free. It grows or shrinks to the size that is wanted;
-what lay beyond a new end is lost. Where the file is of another version or boot, or contradicts
-itself, it is replaced by an empty one, and `emptied` says why.
+A slot is allocated, filled, sealed, touched at each use, and freed. When a process opens a pool
+whose owner died, or closed it with `keep`, sealed slots stay allocated and `recovered` lists them;
+all others are free. The pool is resized as wanted; slots beyond a new end are lost. A file of
+another version or boot, or one that contradicts itself, is replaced by an empty one, and `emptied`
+says why.
 
 Files: `<path>` is the memory, `<path>.lock` the record of its owner (`lock.py`).
 
 Invariants: slots never overlap and start on a page; all of the file is backed by memory before the
-pool is handed out, so that a full file system is an error at start and never a SIGBUS; a file
-without an owner's record beside it is not ours and is never removed. One thread, but `populate`.
+pool is handed out, so a full file system is an error at start and never a SIGBUS; a file without an
+owner's record beside it is never removed. One thread, except for `populate`.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ import numpy as np
 from tiers.errors import PoolError
 from tiers.pool.file import (
     CONTRADICTION,
+    Backing,
     MappedPool,
     as_pool_errors,
     create_mapping,
     map_existing,
+    populate,
     require_ours,
 )
 from tiers.pool.lock import (
@@ -49,16 +50,8 @@ from tiers.pool.lock import (
     write_owner,
 )
 from tiers.pool.numa import Placement
-from tiers.pool.prefault import Backing, populate
 from tiers.pool.slabs import Extents, PoolStats, Slab, SlotClass
-from tiers.pool.table import (
-    PAGE_BYTES,
-    TAG_BYTES,
-    PoolTable,
-    SealedSlots,
-    SlabEntry,
-    plausible,
-)
+from tiers.pool.table import PAGE_BYTES, TAG_BYTES, PoolTable, SealedSlots, SlabEntry
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -72,7 +65,7 @@ CLASSES_MAX: Final = 4096
 POPULATE_BYTES_PER_CALL: Final = 16 << 20
 
 _SLAB_BYTES_MAX: Final = 16 << 20
-"""A slab of small slots is no larger: the fewer slots it has, the sooner it is empty again."""
+"""Limit for slabs of small slots: the fewer slots, the sooner it is empty again."""
 _SLABS_PER_POOL_MIN: Final = 16
 
 
@@ -80,23 +73,23 @@ class HostPool:
     """An open pool. Make one with `HostPool.open`."""
 
     def __init__(self, path: Path, lock_fd: int, mapped: MappedPool) -> None:
-        shape, size_bytes = mapped.shape, mapped.shape.size_bytes
+        shape = mapped.shape
         self.path = path
-        self.size_bytes = size_bytes
+        self.size_bytes = shape.size_bytes
         self.resized_from_bytes = mapped.resized_from_bytes
-        """How large it was when it was taken over; `size_bytes` where that did not change."""
+        """Its size when it was taken over; `size_bytes` if that did not change."""
         self.recovered = SealedSlots.none()
-        """What was sealed when this process took the pool over."""
+        """Slots that were sealed when this process took the pool over."""
         self.emptied = ""
-        """Why a file that was there was not taken over; empty if it was, or there was none."""
+        """Why the file was replaced; empty if it was taken over or is new."""
         self.placement = Placement()
-        """On which NUMA nodes its pages were to lie."""
+        """The NUMA nodes requested for its pages."""
         self._lock_fd = lock_fd
         self._map = mapped.mapping
         file: Bytes = np.frombuffer(mapped.mapping, dtype=np.uint8)
         self._memory: Bytes | None = file[shape.table_bytes :]
         self._table = PoolTable(file, shape)
-        self.extents = Extents(size_bytes)
+        self.extents = Extents(shape.size_bytes)
         self._records = Extents(shape.records_max)
         self._entries = list(range(shape.slabs_max - 1, -1, -1))
         self._classes: dict[int, SlotClass] = {}
@@ -104,7 +97,7 @@ class HostPool:
         self._class_ids: dict[int, int] = {}
         self._slab_bytes = 0
         self._sequence = 1
-        # Every allocated slot, and its slab: what is not in here cannot be freed.
+        # Every allocated slot, and its slab: only these can be freed.
         self._allocated: dict[int, Slab] = {}
 
     @classmethod
@@ -121,17 +114,15 @@ class HostPool:
 
         Args:
             path: the file; its directory exists, and should be on a tmpfs (/dev/shm).
-            size_bytes: rounded down to whole pages. The file is larger by its table: by 0.2 %, and
-                by half a megabyte at least.
-            prefault: map all pages of a new file now, which takes about 0.25 s per GiB, instead of
-                at first use. A file that is taken over is mapped by `populate`, any time later.
-            threads: how many map a new file.
-            placement: on which NUMA nodes new pages shall lie; settled here. Pages of a file that
-                is taken over stay where they are.
+            size_bytes: rounded down to whole pages. The table adds 0.2 %, at least 512 KiB.
+            prefault: map all pages of a new file now (about 0.25 s per GiB) instead of at first
+                use. A file that is taken over is mapped by `populate`, any time later.
+            threads: number of threads that map a new file.
+            placement: NUMA nodes for new pages; settled here. Existing pages do not move.
 
         Raises:
-            PoolError: another process owns it, the file system has no room, or the file is not one
-                of ours. The message says what to change.
+            PoolError: another process owns it, the file system has no room, or the file is not
+                ours. The message names the remedy.
         """
         size_bytes -= size_bytes % PAGE_BYTES
         if size_bytes <= 0:
@@ -145,7 +136,7 @@ class HostPool:
             with as_pool_errors(path):
                 pool = cls._open(path, size_bytes, lock_fd, backing)
         except BaseException:
-            # A record without a pool, or an empty one, is of no use to anybody.
+            # A record without a pool, or an empty one, is useless.
             if not os.path.lexists(path) or owner_of(lock_fd) is None:
                 lock_path.unlink(missing_ok=True)
             os.close(lock_fd)
@@ -158,7 +149,7 @@ class HostPool:
         there = os.path.lexists(path)
         if there:
             require_ours(path, owner_of(lock_fd))
-        # Before the file is made: memory without an owner's record would be nobody's.
+        # Before the file is created: without an owner's record nobody would remove it.
         write_owner(lock_fd, Owner.current())
         emptied = ""
         if there:
@@ -168,7 +159,7 @@ class HostPool:
                 if pool._recover():
                     return pool
                 emptied = CONTRADICTION
-                # Its memory goes with it, before more is asked for.
+                # Frees its memory before more is requested.
                 del pool, existing
             else:
                 emptied = existing
@@ -183,9 +174,9 @@ class HostPool:
         return pool
 
     def _recover(self) -> bool:
-        """Take the slabs and sealed slots over that the file tells of. False if it is damaged."""
+        """Take over the slabs and sealed slots in the file. False if it is damaged."""
         slabs = self._table.slabs()
-        if slabs is None or not all(plausible(slab, self._table.shape) for slab in slabs):
+        if slabs is None:
             return False
         ranges = [(slab.base, slab.slots * slab.slot_bytes) for slab in slabs]
         runs = [(slab.first_record, slab.slots) for slab in slabs]
@@ -228,10 +219,9 @@ class HostPool:
         return self._memory
 
     def register_class(self, slot_bytes: int) -> int:
-        """The class of slots of `slot_bytes` (rounded up to pages); asking again gives the same.
+        """The class of slots of `slot_bytes`, rounded up to pages.
 
-        Raises:
-            PoolError: the pool is smaller than one such slot, or has too many classes.
+        Raises `PoolError` if the pool is smaller than one such slot, or has too many classes.
         """
         rounded = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         if not 0 < rounded <= self.size_bytes:
@@ -253,13 +243,13 @@ class HostPool:
         return class_id
 
     def keep_classes(self, class_ids: Collection[int]) -> None:
-        """Forget all other classes that have no slab. Ids are not used again."""
+        """Forget all other classes that have no slab. Ids are not reused."""
         for slot_class in list(self._classes.values()):
             if not slot_class.slabs and slot_class.class_id not in class_ids:
                 del self._classes[slot_class.class_id], self._class_ids[slot_class.slot_bytes]
 
     def allocate(self, class_id: int) -> int | None:
-        """Byte offset of a free slot of a class, its bytes undefined; None if there is none."""
+        """Offset in bytes of a free slot of a class, its contents undefined; None without one."""
         slot_class = self._classes.get(class_id)
         if slot_class is None:
             raise PoolError(f"class_id={class_id} was never registered, or forgotten")
@@ -275,7 +265,7 @@ class HostPool:
         return offset
 
     def set_tag(self, offset: int, tag: bytes) -> None:
-        """Note whose a slot is, in at most TAG_BYTES bytes; before it is sealed, for good."""
+        """Tag a slot with its owner, at most TAG_BYTES bytes, once before it is sealed."""
         record = self._slab_of(offset).record_of(offset)
         if len(tag) > TAG_BYTES or not self._table.is_open(record):
             raise PoolError(
@@ -285,21 +275,21 @@ class HostPool:
         self._table.tag_slot(record, tag)
 
     def seal(self, offset: int) -> None:
-        """Say that a slot is whole and will not change: it may come back after a restart."""
+        """Mark a slot as complete and constant: it may be recovered after a restart."""
         self._sequence += 1
         self._table.seal_slot(self._slab_of(offset).record_of(offset), self._sequence)
 
     def unseal(self, offset: int) -> None:
-        """Say that a slot is not to come back, though it is not free yet."""
+        """Mark a slot that is not free yet as not to be recovered."""
         self._table.open_slot(self._slab_of(offset).record_of(offset))
 
     def touch(self, offset: int) -> None:
-        """Note that a sealed slot was used now."""
+        """Note a use of a sealed slot."""
         self._sequence += 1
         self._table.touch_slot(self._slab_of(offset).record_of(offset), self._sequence)
 
     def free(self, offset: int) -> None:
-        """Give a slot back. Raises `PoolError` for one that is not allocated."""
+        """Free a slot. Raises `PoolError` for one that is not allocated."""
         slab = self._slab_of(offset)
         self._table.free_slot(slab.record_of(offset))
         del self._allocated[offset]
@@ -313,7 +303,7 @@ class HostPool:
             self._remove_slab(slab)
 
     def class_of(self, offset: int) -> int:
-        """Class of an allocated slot. Raises `PoolError` for one that is not."""
+        """Class of an allocated slot. Raises `PoolError` for any other."""
         return self._slab_of(offset).slot_class.class_id
 
     def slot_bytes(self, class_id: int) -> int:
@@ -321,26 +311,26 @@ class HostPool:
         return self._classes[class_id].slot_bytes
 
     def stats(self) -> PoolStats:
-        """What is used now."""
+        """The use of memory now."""
         classes = tuple(one.stats() for one in self._classes.values())
         used_bytes = sum(one.slot_bytes * one.slots_used for one in classes)
         return PoolStats(self.size_bytes, used_bytes, self._slab_bytes, classes)
 
     def populate(self, start: int) -> None:
-        """Map the pages of the next POPULATE_BYTES_PER_CALL bytes, without the GIL.
+        """Map the pages of POPULATE_BYTES_PER_CALL bytes from `start`, without the GIL.
 
-        In any thread, while the pool is open. Raises `OSError` where that fails.
+        In any thread, while the pool is open. Raises `OSError`.
         """
         piece = self.memory[start : start + POPULATE_BYTES_PER_CALL]
         if not populate(piece):
-            # Kernels before 5.14: touching a page maps it.
+            # Kernels before 5.14: an access maps a page.
             piece[::PAGE_BYTES].max(initial=0)
 
     def close(self, *, keep: bool = False) -> tuple[int, ...]:
-        """Give up the lock, and the memory too unless `keep` and something is sealed. Idempotent.
+        """Release the lock, and the memory unless `keep` and a slot is sealed. Idempotent.
 
-        Call it when no copy runs. The mapping itself goes when the last array over it does.
-        Returns the slots that were never freed; with `keep`, those that were never sealed either.
+        No copy may run. The mapping ends with the last array over it. Returns the slots that were
+        never freed; with `keep`, those that were never sealed either.
         """
         if self._memory is None:
             return ()
@@ -366,7 +356,7 @@ class HostPool:
         return leaked
 
     def remove_files(self) -> None:
-        """Give the files up and nothing else, for a process that ends at once."""
+        """Remove the files and do nothing else, for a process that ends at once."""
         remove_files(self.path, self._lock_fd)
 
     def _add_slab(self, slot_class: SlotClass) -> Slab | None:
@@ -405,6 +395,6 @@ class HostPool:
         if slab is None:
             raise PoolError(
                 f"offset={offset} is no allocated slot of {self.path}: it was freed before, or "
-                "never came from allocate"
+                "never allocated"
             )
         return slab

@@ -1,44 +1,102 @@
-"""The owner's record beside a pool: one process at a time, and whose the files are.
+"""Locks of files between processes, and the owner's record beside a pool.
 
-Owns `<pool>.lock`. The owner holds it locked (flock: the kernel drops it when the owner and all
-that it forked are dead, also across pid namespaces), and its content names that process by pid,
-start time and boot, so that a pid that is used again is not mistaken for the owner.
+Owns `<pool>.lock`. The owner of a pool holds it locked (flock: the kernel drops the lock when the
+owner and all that it forked are dead, also across pid namespaces). Its content names that process
+by pid, start time and boot, so a reused pid is not mistaken for the owner. Also owns the test
+whether a file could be created.
 
 Invariants: a pool file without such a record beside it is not ours; a record is replaced by one
-write of constant length, so that an owner killed at any moment leaves the old one or the new one.
+write of constant length, so an owner killed at any moment leaves the old one or the new one;
+looking at a lock keeps nobody from taking it, and testing leaves no file behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import stat
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tiers.errors import PoolError
-from tiers.pool import file_lock as filelock
-from tiers.pool.creating import require_creatable
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 BOOT_ID_BYTES: Final = 16
+LOCK_ATTEMPTS_MAX: Final = 200
+LOCK_RETRY_SECONDS: Final = 0.001
 _RECORD_BYTES: Final = 128
-_ATTEMPTS_MAX: Final = 16
+_OWNER_CHANGES_MAX: Final = 16
 _LOCK_FLAGS: Final = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without start and boot: as releases before the warm restart wrote it.
 _RECORD: Final = re.compile(
     rb"kvlake pool of pid (\d{1,10})(?: started (\d{1,20}) boot ([0-9a-f]{32}))?\s*"
 )
+_NO_UNNAMED_FILES: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file for this process; False if another process holds the lock."""
+    for _ in range(LOCK_ATTEMPTS_MAX):
+        if _flock(fd, fcntl.LOCK_EX):
+            return True
+        if is_locked(fd):
+            return False
+        # Somebody only looked: `is_locked` holds the file shared for a moment.
+        time.sleep(LOCK_RETRY_SECONDS)
+    return False
+
+
+def is_locked(fd: int) -> bool:
+    """Whether another process holds an open file's lock."""
+    if not _flock(fd, fcntl.LOCK_SH):
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _flock(fd: int, operation: int) -> bool:
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def require_creatable(path: Path, *, directory: bool = False) -> None:
+    """Raise the `OSError` that creating a file, or a directory, would raise. Creates none."""
+    try:
+        _try_to_create(path.parent, directory=directory)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _try_to_create(parent: Path, *, directory: bool) -> None:
+    try:
+        # A file without a name: nobody sees it, and closing it removes it.
+        os.close(os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED_FILES:
+            raise
+        if directory:
+            Path(tempfile.mkdtemp(prefix=".kvlake-", dir=parent)).rmdir()
+        else:
+            fd, name = tempfile.mkstemp(prefix=".kvlake-", dir=parent)
+            os.close(fd)
+            Path(name).unlink()
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, by what tells it from every other. `pid` 0: closed in order, owned by nobody."""
+    """A process, identified also after its pid was reused. `pid` 0: closed, without an owner."""
 
     pid: int
     started_ticks: int = 0
@@ -46,7 +104,7 @@ class Owner:
 
     @property
     def alive(self) -> bool:
-        """Whether that very process runs still, as seen from this process' pid namespace."""
+        """Whether that process still runs, as seen from this process's pid namespace."""
         if self.pid == 0 or self.boot_id != read_boot_id():
             return False
         return _started_ticks(self.pid) == self.started_ticks
@@ -58,7 +116,7 @@ class Owner:
 
 
 def read_boot_id() -> bytes:
-    """What this run of the machine is called; zeros where the system does not tell."""
+    """The kernel's id of this boot; zeros if it cannot be read."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))
@@ -67,7 +125,7 @@ def read_boot_id() -> bytes:
 
 
 def _started_ticks(pid: int) -> int:
-    """Start time of a live process (field 22 of /proc/PID/stat), 0 for one that is dead."""
+    """Start time of a live process (field 22 of /proc/PID/stat), 0 for a dead one."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
         # Field 2 is the command in brackets, with anything in it; count from behind it.
@@ -78,12 +136,12 @@ def _started_ticks(pid: int) -> int:
 
 
 def lock_path_of(path: Path) -> Path:
-    """Where the record of a pool is."""
+    """The record's path of a pool."""
     return path.with_name(path.name + ".lock")
 
 
 def read_owner(lock_path: Path) -> Owner | None:
-    """Who the record names, without locking it; None where there is no record of ours."""
+    """The owner in a record, without locking it; None if there is no record of ours."""
     try:
         fd = os.open(lock_path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -95,7 +153,7 @@ def read_owner(lock_path: Path) -> Owner | None:
 
 
 def owner_of(lock_fd: int) -> Owner | None:
-    """Who an open record names; None where the file holds something else."""
+    """The owner in an open record; None if the file holds something else."""
     match = _RECORD.fullmatch(os.pread(lock_fd, 2 * _RECORD_BYTES, 0))
     if match is None:
         return None
@@ -104,21 +162,21 @@ def owner_of(lock_fd: int) -> Owner | None:
 
 
 def write_owner(lock_fd: int, owner: Owner) -> None:
-    """Replace the record. Spaces fill it up: nothing of a longer one may be left behind it."""
+    """Replace the record, padded with spaces so that nothing of a longer one remains."""
     record = f"kvlake pool of pid {owner.pid} started {owner.started_ticks} boot "
     record += owner.boot_id.hex()
     os.pwrite(lock_fd, record.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 
 
 def take_lock(lock_path: Path) -> int:
-    """Open and lock a record. Raises `PoolError` where another process has it."""
-    with _worded(lock_path):
+    """Open and lock a record. Raises `PoolError` if another process has it."""
+    with _as_pool_errors(lock_path):
         return _lock(lock_path)
 
 
 def check_lock(lock_path: Path) -> Owner | None:
-    """Raise the `PoolError` that `take_lock` would; changes nothing. Returns whom it names."""
-    with _worded(lock_path):
+    """Raise the `PoolError` that `take_lock` would; changes nothing. Returns the owner."""
+    with _as_pool_errors(lock_path):
         try:
             lock_fd = os.open(lock_path, _LOCK_FLAGS)
         except FileNotFoundError:
@@ -126,7 +184,7 @@ def check_lock(lock_path: Path) -> Owner | None:
             return None
         try:
             _require_ours(os.fstat(lock_fd))
-            _require_free(lock_path, lock_fd, taken=filelock.taken(lock_fd))
+            _require_free(lock_path, lock_fd, locked=is_locked(lock_fd))
             _require_record(lock_fd)
             return owner_of(lock_fd)
         finally:
@@ -134,7 +192,7 @@ def check_lock(lock_path: Path) -> Owner | None:
 
 
 @contextlib.contextmanager
-def _worded(lock_path: Path) -> Generator[None]:
+def _as_pool_errors(lock_path: Path) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
@@ -149,12 +207,12 @@ def _worded(lock_path: Path) -> Generator[None]:
 
 
 def _lock(lock_path: Path) -> int:
-    for _ in range(_ATTEMPTS_MAX):
+    for _ in range(_OWNER_CHANGES_MAX):
         lock_fd = os.open(lock_path, _LOCK_FLAGS | os.O_CREAT, 0o600)
         try:
             _require_ours(os.fstat(lock_fd))
-            _require_free(lock_path, lock_fd, taken=not filelock.take(lock_fd))
-            # An owner that closed in between removed the file that we have just locked.
+            _require_free(lock_path, lock_fd, locked=not try_lock(lock_fd))
+            # An owner that closed meanwhile removed the file that we have just locked.
             if os.path.samestat(os.fstat(lock_fd), os.stat(lock_path)):
                 _require_record(lock_fd)
                 return lock_fd
@@ -164,7 +222,7 @@ def _lock(lock_path: Path) -> int:
             os.close(lock_fd)
             raise
         os.close(lock_fd)
-    raise PoolError(f"pool is in use: {lock_path} changed owners {_ATTEMPTS_MAX} times")
+    raise PoolError(f"pool is in use: {lock_path} changed owners {_OWNER_CHANGES_MAX} times")
 
 
 def _require_record(lock_fd: int) -> None:
@@ -173,8 +231,8 @@ def _require_record(lock_fd: int) -> None:
 
 
 def _require_ours(found: os.stat_result) -> None:
-    # In a directory such as /dev/shm anybody can make a file of this name first, and then owns it:
-    # could read and replace the record, and keep the lock.
+    # In a directory such as /dev/shm any user can create a file of this name first, and could then
+    # read and replace the record, and keep the lock.
     if not stat.S_ISREG(found.st_mode):
         raise FileExistsError(errno.EEXIST, "it is no regular file")
     if found.st_uid != os.geteuid():
@@ -183,13 +241,13 @@ def _require_ours(found: os.stat_result) -> None:
         )
 
 
-def _require_free(lock_path: Path, lock_fd: int, *, taken: bool) -> None:
-    if not taken:
+def _require_free(lock_path: Path, lock_fd: int, *, locked: bool) -> None:
+    if not locked:
         return
     owner = owner_of(lock_fd)
     who = f"process {owner.pid}" if owner is not None and owner.pid else "an unknown process"
     if owner is not None and owner.pid and not owner.alive:
-        # What holds the lock then is a process that it forked, or runs in another pid namespace.
+        # Then a process that it forked holds the lock, or it runs in another pid namespace.
         who += " (not to be seen from here: in another container, or ended and survived by a child)"
     raise PoolError(
         f"pool is in use: {lock_path} is locked by {who}; stop that sidecar, or give this one "
@@ -198,9 +256,9 @@ def _require_free(lock_path: Path, lock_fd: int, *, taken: bool) -> None:
 
 
 def holds(lock_fd: int, path: Path) -> bool:
-    """Whether the record that is beside a pool is the one that the caller has locked.
+    """Whether the record beside a pool is the one that the caller has locked.
 
-    Not so where somebody removed it: another process may have made, and locked, a new one since.
+    If somebody removed it, another process may have created and locked a new one.
     """
     try:
         return os.path.samestat(os.fstat(lock_fd), os.stat(lock_path_of(path)))
@@ -209,9 +267,9 @@ def holds(lock_fd: int, path: Path) -> bool:
 
 
 def remove_files(path: Path, lock_fd: int) -> None:
-    """Remove a pool whose lock the caller has; the record last, or the memory is nobody's.
+    """Remove a pool whose lock the caller has; the record last, since it vouches for the file.
 
-    Files of another owner, who took the place of one whose record was removed, stay.
+    Files of another owner, who took over after the record was removed, stay.
     """
     if holds(lock_fd, path):
         path.unlink(missing_ok=True)

@@ -1,18 +1,18 @@
-"""On which NUMA nodes host memory lies: chosen, asked for, and looked at.
+"""The NUMA nodes of host memory: chosen, requested and sampled.
 
-Owns the choice (the nodes of this machine's GPUs, as the kernel and NVIDIA's driver tell them,
-without CUDA), the system calls, made by hand since libnuma has no well-kept binding, and what is
-told of the result. Does not own memory.
+Owns the choice (the nodes of this machine's GPUs, as the kernel and NVIDIA's driver report them,
+without CUDA) and the system calls, through ctypes since libnuma has no well-kept binding. Does not
+own memory.
 
-Nodes are preferred, not enforced: with one that is full, a strict policy ends processes (the OOM
-killer) where the pool would rather lie elsewhere. Several nodes are interleaved: one sidecar serves
-the GPUs of all sockets, and each copy engine then finds its share near.
+Nodes are preferred, not enforced: when a node is full, a strict policy ends processes (the OOM
+killer) instead of using another node. Several nodes are interleaved: one sidecar serves the GPUs of
+all sockets, and each copy engine then finds its share near.
 
-The policy is a thread's own (set_mempolicy), so that it needs no mapping and nothing has to be set
-back: what allocates the pages runs in threads that end with it.
+The policy is a thread's own (set_mempolicy), so nothing has to be restored: the threads that
+allocate the pages end.
 
-Invariants: the policy is set before the first page is allocated, for it moves none that is there; a
-setting that names nodes is kept or refused, `auto` is kept or says why not.
+Invariants: the policy is set before the first page is allocated, since it moves no page; a setting
+that names nodes is followed or refused, `auto` is followed or gives a reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CALLS: Final = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _PREFERRED: Final = 1
 _INTERLEAVE: Final = 3
 _OF_THE_PAGE: Final = 3
-"""MPOL_F_NODE | MPOL_F_ADDR: not the policy, but where the page at an address is."""
+"""MPOL_F_NODE | MPOL_F_ADDR: the node of the page at an address."""
 _MASK_BITS: Final = 1024
 _WORD_BITS: Final = 64
 _PAGE_BYTES: Final = 4096
@@ -52,27 +52,27 @@ libc.syscall.restype = ctypes.c_long
 
 
 class _Refused(Exception):
-    """The kernel does not set a policy; the message says why and what would help."""
+    """The kernel does not set a policy; the message says why and names the remedy."""
 
 
 @dataclass(slots=True)
 class Placement:
-    """Where the pages of a memory shall lie."""
+    """Preferred nodes of memory."""
 
     nodes: tuple[int, ...] = ()
-    """Nodes to prefer; none: each page on the node that it is first touched from."""
+    """Without any, a page lies on the node that touches it first."""
     reason: str = ""
     """Why there are none."""
     strict: bool = False
-    """Whether to refuse what cannot be had."""
+    """Whether it is an error if the kernel refuses."""
     refused: bool = False
-    """Whether there are none because the kernel does not allow it."""
+    """Whether there are none because the kernel refused."""
 
     @classmethod
     def of(
         cls, setting: Literal["auto", "off"] | tuple[int, ...], root: Path = Path("/")
     ) -> Placement:
-        """What a setting means on this machine. Raises `PoolError` for nodes that it lacks."""
+        """A setting on this machine. Raises `PoolError` for nodes that do not exist."""
         if setting == "off":
             return cls(reason="host.numa is off")
         there = memory_nodes(root)
@@ -92,10 +92,7 @@ class Placement:
         return cls(nodes)
 
     def settle(self) -> None:
-        """See whether it can be had, before it is needed.
-
-        Raises `PoolError` where `strict`; else notes the reason, and there are no nodes any more.
-        """
+        """Try it. If the kernel refuses, raises `PoolError` if `strict`, else clears the nodes."""
         if not self.nodes:
             return
         try:
@@ -107,12 +104,12 @@ class Placement:
             self.nodes, self.reason, self.refused = (), str(error), True
 
     def adopt(self) -> None:
-        """Prefer the nodes for what this thread allocates from now on. After `settle`."""
+        """Prefer the nodes for what this thread allocates from now on, after `settle`."""
         if self.nodes:
             prefer_nodes(self.nodes)
 
     def describe(self, memory: Bytes) -> dict[str, object]:
-        """For status: what was asked for, and on which nodes a sample of the pages is."""
+        """For status: the request, and the nodes of a sample of the pages."""
         return {
             "nodes": list(self.nodes),
             "reason": self.reason,
@@ -121,7 +118,7 @@ class Placement:
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """Nodes that have memory; node 0 where the kernel does not say."""
+    """Nodes that have memory; node 0 if the kernel does not say."""
     try:
         text = (root / "sys/devices/system/node/has_memory").read_text()
     except OSError:
@@ -135,22 +132,22 @@ def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def gpu_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """Nodes next to the GPUs that NVIDIA's driver shows here, so far as they are known."""
+    """Nodes of the GPUs that NVIDIA's driver shows here, as far as they are known."""
     found: set[int] = set()
     for gpu in (root / "proc/driver/nvidia/gpus").glob("*"):
         try:
             text = (root / "sys/bus/pci/devices" / gpu.name.lower() / "numa_node").read_text()
         except OSError:
             continue
-        if text.strip().isdecimal():  # -1 where the firmware does not say
+        if text.strip().isdecimal():  # -1 if the firmware does not say
             found.add(int(text))
     return tuple(sorted(found))
 
 
 def sample(memory: Bytes) -> dict[int, int]:
-    """Nodes of up to PAGES_SAMPLED pages, evenly spread, as counts; empty where it is not told.
+    """Nodes of up to PAGES_SAMPLED evenly spread pages, as counts; empty if unknown.
 
-    A page that was not mapped yet is mapped, and allocated if it is not there.
+    Maps and allocates these pages.
     """
     call = _call(1)
     pages = memory.size // _PAGE_BYTES
@@ -182,7 +179,7 @@ def prefer_nodes(nodes: tuple[int, ...]) -> None:
         call,
         ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVE),
         words,
-        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel takes one bit less than it is told
+        ctypes.c_ulong(_MASK_BITS + 1),  # the kernel uses one bit less
     )
     if answer == 0:
         return

@@ -1,12 +1,12 @@
-"""After a restart: which images the slots hold that an earlier process sealed.
+"""After a restart: the images in the slots that an earlier process sealed.
 
-Owns the check of slots as foreign bytes: each must be, byte for byte, what its own descriptor
-makes of header and footer, and its row must have the hash in it. Payloads are not looked at here:
-that would read all of the memory; each is verified before its first use. Does not own slots
-(`host_pool.py`), nor who wants them.
+Owns the check of slots as foreign bytes: header and footer must equal, byte for byte, what the
+slot's own descriptor makes of them, and the row must match its hash. Payloads are not checked here,
+which would read all of the memory: each is verified before its first use. Does not own slots
+(`host_pool.py`), nor their chunks.
 
-Invariants: nothing that a slot claims costs more than the slot is large; the number of templates
-that are made is bounded, whatever the slots claim, the claims of many slots going first.
+Invariants: no claim of a slot costs more than the slot is large; the number of templates is
+bounded, whatever the slots claim, and the claims of many slots go first.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 TEMPLATES_MAX: Final = 4096
-"""Kinds of image; a realm of 16 blocks per chunk and 8 ranks has 128."""
+"""A realm of 16 blocks per chunk and 8 ranks has 128."""
 _SLOTS_PER_BATCH: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FoundImage:
-    """An image in a slot. `sealed`, `used` and `tag` are as the pool's table has them."""
+    """An image in a slot. `sealed`, `used` and `tag` come from the pool's table."""
 
     offset: int
     namespace_digest: bytes
     geometry: ChunkLayout
-    """Of one block: which chunk size the image was stored with is not in it."""
+    """Of one block: an image does not contain its chunk size."""
     num_blocks: int
     key: bytes
     parent: bytes
@@ -51,14 +51,14 @@ class FoundImage:
 
 @dataclass(frozen=True, slots=True)
 class Rescan:
-    """Images in order of their last use, and the slots that hold none."""
+    """Images in order of their last use, and the slots without one."""
 
     images: list[FoundImage]
     damaged: list[int]
 
 
 def rescan(memory: Bytes, slots: SealedSlots) -> Rescan:
-    """Look at every sealed slot of a pool that was taken over."""
+    """Check every sealed slot of a pool that was taken over."""
     claims: dict[tuple[bytes, int], list[int]] = {}
     offsets: list[int] = slots.offsets.tolist()
     sizes: list[int] = slots.slot_bytes.tolist()

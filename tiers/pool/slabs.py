@@ -1,8 +1,8 @@
-"""Books of the host pool: slabs, slots of one size, and the free ranges between slabs.
+"""Allocation of the host pool: slabs, slots of one size, and free ranges between slabs.
 
-Owns who has which range, in terms of numbers. Does not own memory, files or records
-(`host_pool.py`, `table.py`). Invariants: ranges never overlap; `take` and `give` of a slot are
-O(1), those of an extent search the list of free ones.
+Owns the bookkeeping as numbers. Does not own memory, files or records (`host_pool.py`, `table.py`).
+Invariants: ranges never overlap; `take` of a slot is O(1), `take` and `give` of an extent search
+the list of free ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Slots of one size. `slots_free` counts those in slabs that the class has now."""
+    """Slots of one size. `slots_free` counts those in the slabs of the class."""
 
     class_id: int
     slot_bytes: int
@@ -25,10 +25,7 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Where the pool's memory is: in allocated slots, in slabs, in neither.
-
-    `slab_bytes` are those of all slabs together.
-    """
+    """How much of the pool is in allocated slots, and in slabs."""
 
     size_bytes: int
     used_bytes: int
@@ -37,14 +34,14 @@ class PoolStats:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no allocated slot; of each free range less than a slot is of no use."""
+        """Bytes in no allocated slot. The end of a free range may be too short for a slot."""
         return self.size_bytes - self.used_bytes
 
 
 class Slab:
-    """A run of equal slots. Slots that were never used are counted, not listed.
+    """A run of equal slots. `fresh` counts used slots before the first one never used.
 
-    `entry` is its place in the pool's table, `first_record` the record of its first slot there.
+    `entry` is its index in the pool's table, `first_record` the record of its first slot there.
     """
 
     __slots__ = ("base", "entry", "first_record", "freed", "fresh", "slot_class", "slots", "used")
@@ -67,7 +64,7 @@ class Slab:
         return self.slots * self.slot_class.slot_bytes
 
     def take(self) -> int:
-        """A free slot's offset; there must be one."""
+        """The offset of a free slot; there must be one."""
         self.used += 1
         if self.freed:
             return self.freed.pop()
@@ -75,26 +72,26 @@ class Slab:
         return self.base + (self.fresh - 1) * self.slot_class.slot_bytes
 
     def record_of(self, offset: int) -> int:
-        """Number of the record of one of its slots."""
+        """The record of one of its slots."""
         return self.first_record + (offset - self.base) // self.slot_class.slot_bytes
 
 
 class SlotClass:
-    """Slots of one size; `open` are its slabs with room, in the order in which they got it."""
+    """Slots of one size. `open` are its slabs with free slots, by the time that they got one."""
 
     __slots__ = ("class_id", "open", "slabs", "slot_bytes", "slots", "used")
 
     def __init__(self, class_id: int, slot_bytes: int) -> None:
         self.class_id = class_id
         self.slot_bytes = slot_bytes
-        # Ordered: its first is found in O(1), a dict steps over what was deleted in front of it.
+        # OrderedDict finds its first entry in O(1); a dict scans entries deleted before it.
         self.open: OrderedDict[int, Slab] = OrderedDict()
         self.slabs = 0
         self.slots = 0
         self.used = 0
 
     def add(self, slab: Slab) -> None:
-        """Take a slab in."""
+        """Add a slab."""
         if slab.used < slab.slots:
             self.open[slab.base] = slab
         self.slabs += 1
@@ -102,27 +99,27 @@ class SlotClass:
         self.used += slab.used
 
     def remove(self, slab: Slab) -> None:
-        """Let an empty slab go."""
+        """Remove an empty slab."""
         self.open.pop(slab.base, None)
         self.slabs -= 1
         self.slots -= slab.slots
 
     def stats(self) -> ClassStats:
-        """What it has now."""
+        """Its slots now."""
         return ClassStats(
             self.class_id, self.slot_bytes, self.slabs, self.used, self.slots - self.used
         )
 
 
 class Extents:
-    """Free ranges, sorted, with neighbours joined."""
+    """Free ranges, sorted, with adjacent ones joined."""
 
     def __init__(self, size: int) -> None:
         self.starts = [0]
         self.sizes = [size]
 
     def take(self, unit: int, units_max: int) -> tuple[int, int] | None:
-        """The first range with room for `units_max` units, or else the longest one's units."""
+        """The first range with room for `units_max` units, else the units of the longest one."""
         best, best_units = -1, 0
         for place, size in enumerate(self.sizes):
             units = min(size // unit, units_max)
@@ -141,7 +138,7 @@ class Extents:
         return start, best_units
 
     def give(self, start: int, size: int) -> None:
-        """Put a range back."""
+        """Return a range."""
         place = bisect.bisect_left(self.starts, start)
         if place < len(self.starts) and start + size == self.starts[place]:
             size += self.sizes[place]
@@ -153,7 +150,7 @@ class Extents:
             self.sizes.insert(place, size)
 
     def claim(self, taken: list[tuple[int, int]]) -> bool:
-        """Take these (start, size) out of a whole range. False where two overlap or one is out."""
+        """Remove these (start, size) from one free range. False if they overlap or exceed it."""
         end = self.starts[0] + self.sizes[0]
         free: list[tuple[int, int]] = []
         cursor = self.starts[0]

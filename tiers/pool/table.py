@@ -1,4 +1,4 @@
-"""The front of a pool's file: what it is, where its slabs are, what each slot holds.
+"""The table at the front of a pool's file: identity, slabs, and the state of each slot.
 
 Owns the format. A file is the table, then the slots; all numbers are little-endian::
 
@@ -7,19 +7,19 @@ Owns the format. A file is the table, then the slots; all numbers are little-end
     records     32 bytes each: state, last use, tag; one for each slot, a run for each slab
     slots       from the next page on
 
-Does not own which slot is whose (`host_pool.py`), nor what slots hold (`kv/slot_image.py`).
+Does not own allocation (`host_pool.py`), nor the contents of slots (`kv/slot_image.py`).
 
-It is written so that a process killed between any two instructions leaves it readable: it lives in
-shared memory, where the stores of a dead process are all there in program order. (Losing power is
-no case: the file is in memory too, and the boot id tells.) Hence the invariants:
+A process killed between any two instructions leaves a readable table: it lives in shared memory,
+which has all stores of a dead process in program order. (Power loss does not matter: the file is in
+memory, and the boot id tells.) Hence the invariants:
 
-* What commits a change is one aligned store of eight bytes: the superblock's magic, a slab's
-  checksum, a record's state. What it vouches for was written before it.
-* A record's state is FREE, OPEN (allocated and not whole: being filled, or found to be bad), or
-  the number of the moment at which the slot was sealed. It leaves SEALED before a byte of the slot
+* A change is committed by one aligned store of eight bytes: the superblock's magic, a slab's
+  checksum, a record's state. Everything that it commits was written before.
+* A record's state is FREE, OPEN (allocated and incomplete: being filled, or found damaged), or
+  the sequence number at which the slot was sealed. It leaves SEALED before a byte of the slot
   changes, and becomes SEALED after the last one did.
 * A file is never shorter than its superblock says: it grows before, and shrinks after.
-* Whoever reads a table trusts none of it: every number is checked before it is used.
+* Readers trust nothing in a table: every number is checked before it is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
 
 VERSION: Final = 2
-"""Raised with every change of this format; another one is not read."""
+"""Raised with every change of this format; other versions are not read."""
 
 PAGE_BYTES: Final = 4096
 TAG_BYTES: Final = 16
@@ -46,24 +46,24 @@ FREE: Final = 0
 OPEN: Final = 1
 SEALED_MIN: Final = 2
 SEQUENCE_MAX: Final = 1 << 62
-"""No pool counts this far; a larger number is damage."""
+"""No pool counts this far; a larger number means damage."""
 
 _MAGIC: Final = int.from_bytes(b"KVLKPOOL", "little")
 _SUPERBLOCK: Final = struct.Struct("<QIIQQQ16sQ")
 _ENTRY_BYTES: Final = 32
 _SLABS_MIN: Final = 1024
 _BYTES_PER_SLAB: Final = 1 << 20
-"""A sixteenth of a usual slab: room for slabs that were cut from what was left between others."""
+"""A sixteenth of a usual slab: room for slabs in the gaps between others."""
 _RECORDS_MIN: Final = 16_384
 _BYTES_PER_RECORD: Final = 1 << 14
-"""The smallest slot that fills a pool to its end; smaller ones run out of records before."""
+"""The smallest slot that can fill a pool; smaller ones run out of records first."""
 RESIZE_FACTOR_MAX: Final = 16
-"""How far a table may be from what a new pool of the size would have."""
+"""Largest ratio between a table's capacities and those of a new pool of the size."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """Capacities and places. Those of a new pool follow from the size of its slots alone."""
+    """Capacities of a table. In a new pool they follow from the size of all slots."""
 
     size_bytes: int
     slabs_max: int
@@ -79,10 +79,10 @@ class TableShape:
         )
 
     def resized(self, size_bytes: int) -> TableShape | None:
-        """The same table before more or fewer slots; None where it is by far too small or large.
+        """The same table with more or fewer slots; None if its capacities are too far off.
 
-        Slots stay where they are, so the table does too. With one that was made for a sixteenth of
-        the size there is a record for each 256 KiB: a pool of smaller slots runs out of them first.
+        Slots stay in place, so the table does too. A table made for a sixteenth of the size has a
+        record for each 256 KiB: a pool of smaller slots runs out of records first.
         """
         fresh = TableShape.of(size_bytes)
         enough = (
@@ -106,7 +106,7 @@ class TableShape:
 
 @dataclass(frozen=True, slots=True)
 class SlabEntry:
-    """One slab as the file tells it."""
+    """One slab in the file."""
 
     entry: int
     base: int
@@ -117,14 +117,14 @@ class SlabEntry:
 
 @dataclass(frozen=True, slots=True)
 class SealedSlots:
-    """Slots that a file says are sealed, in columns: one row for each slot."""
+    """Slots that are sealed according to a file, in columns: one row for each slot."""
 
     offsets: Numbers
     slot_bytes: Numbers
     sealed: Numbers
-    """When it was sealed; numbers only order."""
+    """Sequence number of its sealing."""
     used: Numbers
-    """When it was used last: later than, or equal to, `sealed`."""
+    """Sequence number of its last use, at least `sealed`."""
     tags: Bytes
     """TAG_BYTES for each, zeros where none was set."""
 
@@ -133,7 +133,7 @@ class SealedSlots:
 
     @classmethod
     def none(cls) -> SealedSlots:
-        """Not one."""
+        """No slots."""
         empty = np.empty(0, dtype=np.int64)
         return cls(empty, empty, empty, empty, np.empty((0, TAG_BYTES), dtype=np.uint8))
 
@@ -160,7 +160,7 @@ class PoolTable:
         """Make the zeros of a new file an empty table."""
         page = np.frombuffer(superblock(self.shape, boot_id), dtype=np.uint8)
         self._superblock[8 : len(page)] = page[8:]
-        # What commits it.
+        # Commits it.
         self._superblock[:8].view("<u8")[0] = _MAGIC
 
     # --- slabs ---------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ class PoolTable:
         self._slabs[entry, 0] = 0
 
     def slabs(self) -> list[SlabEntry] | None:
-        """Every slab; None where an entry contradicts itself (not where two contradict)."""
+        """Every slab; None if an entry is damaged or exceeds the pool. Slabs may overlap."""
         found: list[SlabEntry] = []
         for entry in np.flatnonzero(self._slabs[:, 0]):
             check, base, slot_bytes = (int(word) for word in self._slabs[entry, :3])
             slots, first_record = (int(count) for count in self._slab_counts[entry, 6:])
             slab = SlabEntry(int(entry), base, slot_bytes, slots, first_record)
-            if check != _slab_check(slab):
+            if check != _slab_check(slab) or not plausible(slab, self.shape):
                 return None
             found.append(slab)
         return found
@@ -193,7 +193,7 @@ class PoolTable:
     # --- records -------------------------------------------------------------------------------
 
     def open_slot(self, record: int) -> None:
-        """The slot is taken and not whole, and belongs to nobody yet; its bytes may change."""
+        """The slot is allocated, incomplete and without a tag; its bytes may change."""
         self._states[record] = OPEN
         self._tags[record] = 0
 
@@ -202,7 +202,7 @@ class PoolTable:
         self._states[record] = FREE
 
     def seal_slot(self, record: int, sequence: int) -> None:
-        """All of the slot is there, its checksums too."""
+        """The slot is complete, including its checksums."""
         self._used[record] = sequence
         self._states[record] = sequence
 
@@ -211,11 +211,11 @@ class PoolTable:
         self._used[record] = sequence
 
     def tag_slot(self, record: int, tag: bytes) -> None:
-        """Note what a slot that is not sealed yet belongs to; `tag` has TAG_BYTES at most."""
+        """Tag a slot that is not sealed yet; `tag` has TAG_BYTES at most."""
         self._tags[record] = np.frombuffer(tag.ljust(TAG_BYTES, b"\0"), dtype=np.uint8)
 
     def is_open(self, record: int) -> bool:
-        """Whether the slot is taken and not sealed."""
+        """Whether the slot is allocated and not sealed."""
         return bool(self._states[record] == OPEN)
 
     def sealed(self, slabs: list[SlabEntry]) -> SealedSlots:
@@ -240,7 +240,7 @@ class PoolTable:
 
 
 def plausible(slab: SlabEntry, shape: TableShape) -> bool:
-    """Whether an entry, taken alone, can be: its slots and records are within the pool."""
+    """Whether an entry is valid by itself: its slots and records are within the pool."""
     return (
         slab.slots > 0
         and slab.slot_bytes > 0
@@ -251,7 +251,7 @@ def plausible(slab: SlabEntry, shape: TableShape) -> bool:
 
 
 def superblock(shape: TableShape, boot_id: bytes) -> bytes:
-    """The beginning of a file with this table."""
+    """The first bytes of a file with this table."""
     body = struct.pack(
         "<IIQQQ16s",
         VERSION,
@@ -268,8 +268,8 @@ def superblock(shape: TableShape, boot_id: bytes) -> bytes:
 def read_superblock(page: bytes, file_bytes: int, boot_id: bytes) -> TableShape | str:
     """The shape of a pool whose file has this first page, or why it cannot be taken over.
 
-    Magic and version stand at the same place in every version. A file may be longer than its pool:
-    its owner was killed while it changed the size.
+    Magic and version have the same offset in every version. A file is longer than its pool if its
+    owner was killed while it changed the size.
     """
     if len(page) < _SUPERBLOCK.size:
         return f"it has {file_bytes} bytes, too few for a pool"
