@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ REPOSITORY: Final = Path(__file__).parents[1]
 LIST: Final = REPOSITORY / "tests" / "promises.toml"
 PAGE: Final = REPOSITORY / "docs" / "evidence" / "traceability.md"
 
+LINE_LENGTH_MAX: Final = 100
 HEAD: Final = """# Which test shows which promise
 
 `make promises` writes this page from `tests/promises.toml` and the markers `promise` on the tests.
@@ -256,7 +258,8 @@ def matrix_table(matrix: Matrix, tests: Sequence[Evidence]) -> Iterator[str]:
         yield ""
     for name, reason in matrix.empty.items():
         row, column = name.split(" × ")
-        yield f"- {matrix.rows[row]} × {matrix.columns[column]}: {reason}"
+        line = f"- {matrix.rows[row]} × {matrix.columns[column]}: {reason}"
+        yield from textwrap.wrap(line, LINE_LENGTH_MAX, subsequent_indent="  ")
 
 
 def cell(shown: Sequence[Evidence]) -> str:
