@@ -35,8 +35,9 @@ from benchmarks.micro.catalog_world import (
     World,
     rss_bytes,
 )
-from sidecar.cli.ls import Listing, ListingFilter, TenantNames, list_chunks
-from sidecar.cli.store import census_of
+from sidecar.cli.du import usage_of
+from sidecar.cli.ls import ListingFilter, chunk_documents, chunk_line, list_chunks
+from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
 from tiers.catalog.compaction import CompactionPlan, CompactionReport, compact
 from tiers.catalog.retention import RetentionLimits, RetentionRules
@@ -44,6 +45,8 @@ from tiers.kv.index import IndexReader, tags_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from tiers.catalog.rows import Rows
 
 SMALL: Final = 10_000
 NEWS: Final = 10_000
@@ -176,7 +179,7 @@ async def whole(directory: Path, chunks: int) -> Report:
 async def du(directory: Path, chunks: int) -> Report:
     """What `kvlake du` does for one namespace."""
     world = World(str(directory / "store"), chunks)
-    took = await _timed(lambda: census_of(world.tier, world.prefix))
+    took = await _timed(lambda: usage_of(world.tier, world.prefix))
     return {"du_seconds": round(took.wall, 1), "du_peak_rss_mib": _peak_mib()}
 
 
@@ -185,8 +188,12 @@ async def ls(directory: Path, chunks: int) -> Report:
     world = World(str(directory / "store"), chunks)
     names = TenantNames(Config())
     wanted = ListingFilter(namespace="", limit=chunks)
-    listing = Listing(lambda _: None, names, as_json=False)
-    took = await _timed(lambda: list_chunks(world.tier, world.prefix, wanted, names, listing))
+
+    def write(rows: Rows) -> None:
+        for document in chunk_documents(rows, names):
+            chunk_line(document)
+
+    took = await _timed(lambda: list_chunks(world.tier, world.prefix, wanted, names, write))
     return {
         "ls_seconds": round(took.wall, 1),
         "ls_cpu_us_per_row": round(took.cpu / chunks * 1e6, 2),

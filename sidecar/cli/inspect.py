@@ -1,9 +1,10 @@
 """`kvlake inspect`: what a chunk file holds and whether it is intact.
 
-Owns getting a file's bytes (a path or a URL) and wording what was found. Does not own the checks:
-those are `tiers.kv.slot_image.inspect_image`. Invariants: nothing is ever loaded anywhere; a file
-that cannot be read, or is no chunk file, is a finding with a reason and never an exception; Arrow's
-parser sees a file only after every byte of it was checked.
+Owns reading a file (a path or a URL) and wording the result. The checks are
+`tiers.kv.slot_image.inspect_image`.
+
+Invariants: a file that cannot be read, or is no chunk file, is a result with a reason, never an
+exception; Arrow's parser sees a file only after all of its bytes were checked.
 """
 
 from __future__ import annotations
@@ -16,23 +17,39 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import anyio
 import numpy as np
 
+from sidecar.cli.console import Document, load_config, say, say_json
 from sidecar.config.masking import mask_url
+from sidecar.exits import Exit
+from tiers.kv.slot_image import inspect_image
 from tiers.sizes import approximate_size
 from tiers.store.access import Access, provider_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping
 
     from tiers.kv.slot_image import SegmentReport
 
 IMAGE_BYTES_MAX: Final = 4 << 30
-"""Far more than the largest image: a slot's payload is below 2 GiB."""
+"""More than the largest image: a slot's payload is below 2 GiB."""
 _TOKENS_SHOWN: Final = 8
+
+
+def main(options: argparse.Namespace) -> int:
+    """Inspect each file; the answer is a no if any of them is not intact."""
+    store = None if options.config is None else load_config(options.config).store
+    access, storage_options = (store.access, store.storage_options) if store else (None, None)
+    reports = [inspect_file(place, access, storage_options) for place in options.places]
+    if options.json:
+        say_json([report.document() for report in reports])
+    else:
+        say("\n".join(report.text() for report in reports))
+    return Exit.OK if all(report.intact for report in reports) else Exit.NO
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkFileReport:
-    """What was found at `place`. `reason` is None for an intact file."""
+    """The result for a file. `reason` is None for an intact one."""
 
     place: str
     reason: str | None
@@ -41,16 +58,16 @@ class ChunkFileReport:
 
     @property
     def intact(self) -> bool:
-        """Whether the file is a chunk file and every byte of it is right."""
+        """Whether it is a chunk file and all of its bytes are right."""
         return self.reason is None
 
-    def facts(self) -> dict[str, object]:
-        """Everything that is known, in the order in which it is shown."""
+    def facts(self) -> Document:
+        """What is known of the content, in the order in which it is shown."""
         report = self.report
         if report is None:
             return {}
-        facts: dict[str, object] = {"size_bytes": report.image_bytes}
-        about = report.descriptor
+        facts: Document = {"size_bytes": report.image_bytes}
+        about, meta = report.descriptor, report.meta
         if about is not None:
             facts |= {
                 "format": about.format,
@@ -63,7 +80,6 @@ class ChunkFileReport:
                 "content_bytes": about.content_bytes,
                 "entry_tokens": about.entry_tokens,
             }
-        meta = report.meta
         if meta is not None:
             facts |= {
                 "key": meta.key.hex(),
@@ -73,18 +89,13 @@ class ChunkFileReport:
             }
         return facts
 
-    def document(self) -> dict[str, object]:
-        """The finding as plain values, for JSON."""
-        return {
-            "place": self.place,
-            "intact": self.intact,
-            "reason": self.reason,
-            **self.facts(),
-            "columns": dict(self.columns),
-        }
+    def document(self) -> Document:
+        """The report for JSON."""
+        head = {"place": self.place, "intact": self.intact, "reason": self.reason}
+        return head | self.facts() | {"columns": dict(self.columns)}
 
     def text(self) -> str:
-        """The finding for people."""
+        """The report for people."""
         lines = [f"{self.place}: {'intact' if self.reason is None else f'BAD: {self.reason}'}"]
         for name, value in self.facts().items():
             lines.append(f"  {name.replace('_', ' '):<18}{_shown(name, value)}")
@@ -93,14 +104,12 @@ class ChunkFileReport:
         return "\n".join(lines)
 
 
-def _shown(name: str, value: object) -> str:
+def _shown(name: str, value: Any) -> str:
     if name == "size_bytes":
-        return f"{value} ({approximate_size(float(cast('int', value)))})"
+        return f"{value} ({approximate_size(value)})"
     if name == "token_ids":
-        tokens = cast("list[int]", value)
-        more = ", ..." if len(tokens) > _TOKENS_SHOWN else ""
-        first = ", ".join(str(token) for token in tokens[:_TOKENS_SHOWN])
-        return f"{len(tokens)} tokens: {first}{more}"
+        first = ", ".join(str(token) for token in value[:_TOKENS_SHOWN])
+        return f"{len(value)} tokens: {first}{', ...' if len(value) > _TOKENS_SHOWN else ''}"
     return "none (starts a prompt)" if value is None else str(value)
 
 
@@ -121,13 +130,10 @@ def inspect_file(
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        # File systems raise what they like.
+        # File systems raise errors of any class.
         return ChunkFileReport(shown, f"cannot be read: {_one_line(error)}")
     if not image:
         return ChunkFileReport(shown, "the file is empty")
-
-    from tiers.kv.slot_image import inspect_image
-
     report = inspect_image(image)
     if report.error is not None:
         return ChunkFileReport(shown, f"{report.verdict}: {_one_line(report.error)}", report)

@@ -1,36 +1,46 @@
-"""`kvlake ls`, and what `kvlake gc --dry-run --list` names: chunks, a batch at a time.
+"""`kvlake ls`: the namespaces or the chunks that the object store or host memory holds.
 
-Owns which chunks of a namespace are listed, and writing them as a table or as JSON while the
-catalog is being read. Does not own reading it (`tiers/catalog/scan.py`), nor who has to go.
+Owns writing chunks as a table or as JSON while the catalog is being read. Does not own reading it
+(`tiers/catalog/scan.py`), nor what a sidecar answers (`sidecar/observe/host_contents.py`).
 
-Invariants: however many chunks there are, some files of the catalog are in memory, as columns, and
-a batch of chunks as text; of a listing that the store cut off, the JSON is not closed. What is told
-of an object's place is its name in the store, as `tiers/catalog/names.py` makes it.
+Invariants: memory is bounded by a few catalog files and a batch of chunks, however many chunks
+there are; the JSON of a listing that fails midway is not closed. Nothing is written.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio.to_thread
 import numpy as np
 
-from sidecar.core.tenants import UNSALTED
+from sidecar.cli.client import SidecarClient, asks_host, get_list, host_memory
+from sidecar.cli.console import CommandError, Document, age, load_config, say, say_json, table
+from sidecar.cli.store import (
+    TenantNames,
+    describe_models,
+    find_namespaces,
+    model_text,
+    namespace_of,
+    run,
+)
+from sidecar.exits import Exit
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
 from tiers.catalog.retention import Why
-from tiers.catalog.rows import NO_TENANT
 from tiers.catalog.scan import all_rows
-from tiers.catalog.usage import Chunks, tenant_of, word_of
+from tiers.catalog.usage import Chunks, tenant_of
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -40,39 +50,16 @@ if TYPE_CHECKING:
     from tiers.store.object_tier import ObjectTier
 
 BATCH_CHUNKS: Final = 1000
-_ID: Final = re.compile(r"^[0-9a-f]{16}$")
-
-Document = dict[str, Any]
-
-
-class TenantNames:
-    """What tenants are called in a configuration."""
-
-    def __init__(self, config: Config) -> None:
-        named = config.tenants.rules().named
-        self._names = {word_of(NO_TENANT): UNSALTED}
-        self._names |= {word_of(tenant): name for tenant, (name, _) in named.items()}
-
-    def name(self, tenant: bytes) -> str:
-        """Of a tenant as rows name it."""
-        return self._names.get(word_of(tenant)) or tenant.hex()
-
-    @property
-    def known(self) -> str:
-        """The names, for a message."""
-        return ", ".join(sorted(self._names.values()))
-
-    def word(self, name: str) -> int | None:
-        """The tenant of this name or id, as a number; None for no possible one."""
-        for word, known in self._names.items():
-            if known == name:
-                return word
-        return int(name, 16) if _ID.match(name) else None
+PAGE_CHUNKS: Final = 1000
+"""Chunks in one answer of a sidecar at most."""
+_DIGITS: Final = re.compile(rf"^[0-9a-f]{{0,{2 * KEY_BYTES}}}$")
+_ABOUT: Final = ("model", "layers", "about")
+_MORE: Final = "more than --limit; raise it, or narrow it with --key"
 
 
 @dataclass(frozen=True, slots=True)
 class ListingFilter:
-    """What `ls` is to list."""
+    """The chunks to list: of a namespace, with this prefix of the key, of a tenant."""
 
     namespace: str | None = None
     key: str = ""
@@ -80,157 +67,117 @@ class ListingFilter:
     limit: int = 1000
 
 
-class Listing:
-    """Writes chunks as they come.
+def main(options: argparse.Namespace) -> int:
+    """List namespaces, or the chunks of one."""
+    wanted = ListingFilter(options.namespace, options.key.lower(), options.tenant, options.limit)
+    config = load_config(options.config)
+    if not asks_host(options, config):
+        _list_store(config, wanted, as_json=options.json)
+        return Exit.OK
+    with host_memory(options) as client:
+        if wanted.namespace is None:
+            _list_host_namespaces(client, as_json=options.json)
+        else:
+            _list_host_chunks(client, wanted, as_json=options.json)
+    return Exit.OK
 
-    Args:
-        say: takes text, in whole lines.
-        names: of tenants.
-        as_json: one JSON object instead of a table.
-        bounds: whether it is told what each chunk falls to.
-        place: URL of the namespace's folder: then each object is told as `kvlake inspect` takes it.
-    """
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        names: TenantNames,
-        *,
-        as_json: bool,
-        bounds: bool = False,
-        place: str = "",
-    ) -> None:
-        self._say = say
-        self._names = names
+class ListWriter:
+    """Writes documents to standard output while they come: as one JSON object, or as lines."""
+
+    def __init__(self, line: Callable[[Document], str], *, as_json: bool) -> None:
+        self._line = line
         self._as_json = as_json
-        self._bounds = bounds
-        self._place = place
-        self._told = 0
+        self._written = 0
 
-    def open(self, head: Document, name: str) -> None:
-        """Begin, with these fields before the list called `name`."""
+    def open(self, head: Document, name: str, columns: str) -> None:
+        """Begin: with JSON the fields before the list called `name`, else the column names."""
         if self._as_json:
             fields = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-            self._say("{" + ", ".join([*fields, f"{json.dumps(name)}: ["]))
+            say("{" + ", ".join([*fields, f"{json.dumps(name)}: ["]))
         else:
-            cells = ("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT")
-            self._say(_line(*cells, "BOUND" if self._bounds else ""))
+            say(columns)
 
-    def chunks(self, rows: Rows, whys: Whys | None = None) -> None:
-        """Some more: rows that are offered, sorted by key, all of a chunk together."""
-        written = self._as_documents(rows, whys) if self._as_json else self._as_lines(rows, whys)
-        batch: list[str] = []
-        for line in written:
-            batch.append(line)
-            if len(batch) == BATCH_CHUNKS:
-                self._say("\n".join(batch))
-                batch = []
-        if batch:
-            self._say("\n".join(batch))
+    def write(self, documents: Iterable[Document]) -> None:
+        """Write some more of the list."""
+        remaining = iter(documents)
+        while batch := list(itertools.islice(remaining, BATCH_CHUNKS)):
+            say("\n".join(map(self._json if self._as_json else self._line, batch)))
+
+    def _json(self, document: Document) -> str:
+        self._written += 1
+        return f"{' ' if self._written == 1 else ','} {json.dumps(document)}"
 
     def close(self, tail: Document) -> None:
-        """End, with these fields after the list."""
+        """End: with JSON the fields after the list."""
         if self._as_json:
             fields = [f", {json.dumps(key)}: {json.dumps(value)}" for key, value in tail.items()]
-            self._say("]" + "".join(fields) + "}")
+            say("]" + "".join(fields) + "}")
 
-    def _as_lines(self, rows: Rows, whys: Whys | None) -> Iterator[str]:
-        chunks, now = Chunks(rows), time.time()
-        columns = zip(
-            _keys(rows, chunks),
-            chunks.starts.tolist(),
-            chunks.sizes.tolist(),
-            chunks.counts.tolist(),
-            rows.num_blocks[chunks.starts].tolist(),
-            chunks.times.tolist(),
-            chunks.tenants.tolist(),
-            self._settings(chunks, whys),
-            strict=True,
+
+# --- the object store ----------------------------------------------------------------------------
+
+
+def _list_store(config: Config, wanted: ListingFilter, *, as_json: bool) -> None:
+    if not _DIGITS.match(wanted.key):
+        raise CommandError(
+            f"key {wanted.key!r}: keys are {2 * KEY_BYTES} hexadecimal digits, as kvlake ls prints "
+            "them; give the first of them"
         )
-        for key, first, size_bytes, objects, num_blocks, written_at, word, setting in columns:
-            yield _line(
-                key,
-                approximate_size(size_bytes),
-                objects,
-                num_blocks,
-                age(written_at / 1e6, now),
-                self._names.name(tenant_of(word)),
-                setting,
-            )
-            for url in self._urls(rows, key, first, objects):
-                yield f"  {url}"
-
-    def _urls(self, rows: Rows, key: str, first: int, objects: int) -> list[str]:
-        if not self._place:
-            return []
-        return [
-            f"{self._place}/{key[:2]}/{key}/{rows.segments[one]}.arrow"
-            for one in rows.segment_ids[first : first + objects].tolist()
-        ]
-
-    def _as_documents(self, rows: Rows, whys: Whys | None) -> Iterator[str]:
-        chunks, ids = Chunks(rows), rows.segment_ids.tolist()
-        parents = rows.parents[chunks.starts].tobytes().hex()
-        columns = zip(
-            _keys(rows, chunks),
-            chunks.starts.tolist(),
-            chunks.sizes.tolist(),
-            chunks.counts.tolist(),
-            rows.num_blocks[chunks.starts].tolist(),
-            chunks.times.tolist(),
-            chunks.tenants.tolist(),
-            self._settings(chunks, whys),
-            strict=True,
+    names = TenantNames(config)
+    if wanted.tenant and names.word(wanted.tenant) is None:
+        raise CommandError(
+            f"tenant {wanted.tenant!r}: the configuration names {names.known or 'none'}; give one "
+            "of these, or an id of 16 hexadecimal digits"
         )
-        for at, (
-            key,
-            first,
-            size_bytes,
-            objects,
-            num_blocks,
-            written_at,
-            word,
-            setting,
-        ) in enumerate(columns):
-            document = {
-                "key": key,
-                "parent": parents[at * 2 * KEY_BYTES : (at + 1) * 2 * KEY_BYTES],
-                "size_bytes": size_bytes,
-                "num_blocks": num_blocks,
-                "written_seconds": written_at / 1e6,
-                "tenant": self._names.name(tenant_of(word)),
-                "objects": objects,
-                "segments": [rows.segments[one] for one in ids[first : first + objects]],
-            }
-            if self._place:
-                document["urls"] = self._urls(rows, key, first, objects)
-            if self._bounds:
-                document["bound"] = setting
-            yield f"{',' if self._told else ' '} {json.dumps(document)}"
-            self._told += 1
 
-    def _settings(self, chunks: Chunks, whys: Whys | None) -> list[str]:
-        if whys is None:
-            return [""] * len(chunks)
-        return [Why(why).setting for why in whys[chunks.starts].tolist()]
+    async def command(store: ObjectTier) -> None:
+        prefixes = await find_namespaces(store, wanted.namespace)
+        models = await describe_models(store, prefixes)
+        if wanted.namespace is None:
+            found = dict(zip(map(namespace_of, prefixes), models, strict=True))
+            document = {"url": store.url, "namespaces": list(found), "models": found}
+            _write_namespaces(document, f"{store.url} holds no chunks", as_json=as_json)
+            return
+        namespace, place = namespace_of(prefixes[0]), f"{store.url.rstrip('/')}/{prefixes[0]}"
+        if not as_json:
+            say(f"{namespace}: {model_text(models[0])}")
+        writer = ListWriter(chunk_line, as_json=as_json)
+        writer.open(
+            {"url": store.url, "namespace": namespace, **models[0]}, "chunks", CHUNK_COLUMNS
+        )
+        more = await list_chunks(
+            store,
+            prefixes[0],
+            wanted,
+            names,
+            lambda rows: writer.write(chunk_documents(rows, names, place=place)),
+        )
+        writer.close({"more": more})
+        if more and not as_json:
+            say(_MORE)
+
+    run(config, command)
 
 
-def _keys(rows: Rows, chunks: Chunks) -> list[str]:
-    digits = rows.keys[chunks.starts].tobytes().hex()
-    return [digits[at : at + 2 * KEY_BYTES] for at in range(0, len(digits), 2 * KEY_BYTES)]
-
-
-def _line(*cells: object) -> str:
-    """As wide as cells are as a rule: how wide the widest will be is known at the end only."""
-    key, size, objects, num_blocks, old, tenant, bound = map(str, cells)
-    line = f"{key:<64}  {size:<10}  {objects:<7}  {num_blocks:<6}  {old:<5}  {tenant:<16}  {bound}"
-    return line.rstrip()
+def _write_namespaces(document: Document, nothing: str, *, as_json: bool) -> None:
+    if as_json:
+        say_json(document)
+    elif models := document["models"]:
+        rows = [(name, model_text(model)) for name, model in models.items()]
+        say(table([("NAMESPACE", "MODEL"), *rows]))
+    else:
+        say(nothing)
 
 
 async def list_chunks(
-    store: ObjectTier, prefix: str, wanted: ListingFilter, names: TenantNames, listing: Listing
+    store: ObjectTier,
+    prefix: str,
+    wanted: ListingFilter,
+    names: TenantNames,
+    write: Callable[[Rows], None],
 ) -> bool:
-    """Write the chunks of a namespace, sorted by key; whether there are more than its limit.
+    """Write the chunks of a namespace, sorted by key; whether there are more than the limit.
 
     Raises the tier's errors.
     """
@@ -243,21 +190,21 @@ async def list_chunks(
         starts = Chunks(rows).starts
         if left < len(starts):
             if left:
-                listing.chunks(rows.take(np.arange(starts[left])))
+                write(rows.take(np.arange(starts[left])))
             return True
         left -= len(starts)
-        listing.chunks(rows)
+        write(rows)
     return False
 
 
 def _shards(key: str) -> range:
-    """Where keys are that begin with these digits."""
+    """The shards of keys that begin with these digits."""
     first = int(f"{key[:2]:0<2}", 16)
     return range(first, int(f"{key[:2]:f<2}", 16) + 1)
 
 
 def _matching(rows: Rows, wanted: ListingFilter, names: TenantNames) -> Rows | None:
-    """Those that are wanted and offered; None if there are none."""
+    """The rows that are wanted and offered; None if there are none."""
     keep: npt.NDArray[np.bool_] = rows.size_bytes > 0
     for at, digit in enumerate(wanted.key):
         byte = rows.keys[:, at // 2]
@@ -274,22 +221,144 @@ def _matching(rows: Rows, wanted: ListingFilter, names: TenantNames) -> Rows | N
     return rows if len(rows) else None
 
 
-def age(seconds: float, now_seconds: float) -> str:
-    """How long ago a time is; "-" for none."""
-    if not seconds:
-        return "-"
-    old = int(max(0.0, now_seconds - seconds))
-    for name, factor in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if old >= factor:
-            return f"{old // factor}{name}"
-    return f"{old}s"
+def chunk_documents(
+    rows: Rows, names: TenantNames, *, place: str = "", whys: Whys | None = None
+) -> Iterator[Document]:
+    """The chunks of rows that are sorted by key.
 
-
-def table(rows: list[Any]) -> str:
-    """Columns as wide as their widest cell."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in texts
+    Args:
+        rows: all rows of a chunk together.
+        names: of tenants.
+        place: URL of the namespace's folder, if the URLs of objects are wanted.
+        whys: for each row the limit that withdraws its chunk, if that is wanted.
+    """
+    chunks, ids = Chunks(rows), rows.segment_ids.tolist()
+    starts = chunks.starts
+    columns = zip(
+        _hex(rows.keys[starts]),
+        _hex(rows.parents[starts]),
+        starts.tolist(),
+        chunks.sizes.tolist(),
+        chunks.counts.tolist(),
+        rows.num_blocks[starts].tolist(),
+        chunks.times.tolist(),
+        chunks.tenants.tolist(),
+        strict=True,
     )
+    for key, parent, first, size_bytes, objects, num_blocks, written_at, word in columns:
+        segments = [rows.segments[one] for one in ids[first : first + objects]]
+        document = {
+            "key": key,
+            "parent": parent,
+            "size_bytes": size_bytes,
+            "num_blocks": num_blocks,
+            "written_seconds": written_at / 1e6,
+            "tenant": names.name(tenant_of(word)),
+            "objects": objects,
+            "segments": segments,
+        }
+        if place:
+            folder = f"{place}/{key[:2]}/{key}"
+            document["urls"] = [f"{folder}/{segment}.arrow" for segment in segments]
+        if whys is not None:
+            document["bound"] = Why(int(whys[first])).setting
+        yield document
+
+
+def _hex(keys: npt.NDArray[np.uint8]) -> list[str]:
+    digits, width = keys.tobytes().hex(), 2 * KEY_BYTES
+    return [digits[at : at + width] for at in range(0, len(digits), width)]
+
+
+def chunk_line(chunk: Document) -> str:
+    """A chunk of the store as a line, and its URLs as further ones."""
+    line = _chunk_columns(
+        chunk["key"],
+        approximate_size(chunk["size_bytes"]),
+        chunk["objects"],
+        chunk["num_blocks"],
+        age(chunk["written_seconds"], time.time()),
+        chunk["tenant"],
+        chunk.get("bound", ""),
+    )
+    return "\n  ".join([line, *chunk.get("urls", ())])
+
+
+def _chunk_columns(*cells: object) -> str:
+    """Of fixed widths: the widest cell is known only at the end."""
+    key, size, objects, num_blocks, old, tenant, bound = cells
+    line = f"{key:<64}  {size:<10}  {objects:<7}  {num_blocks:<6}  {old:<5}  {tenant:<16}  {bound}"
+    return line.rstrip()
+
+
+CHUNK_COLUMNS: Final = _chunk_columns("KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "")
+WITHDRAWN_COLUMNS: Final = _chunk_columns(
+    "KEY", "SIZE", "OBJECTS", "BLOCKS", "AGE", "TENANT", "BOUND"
+)
+
+
+# --- host memory ---------------------------------------------------------------------------------
+
+
+def _list_host_namespaces(client: SidecarClient, *, as_json: bool) -> None:
+    found = get_list(client, "/host", "namespaces", namespace="")["namespaces"]
+    models = {one["namespace"]: {key: one[key] for key in _ABOUT} for one in found}
+    if not as_json:
+        say(_host_heading(client))
+    document = {"host": client.url, "namespaces": list(models), "models": models}
+    _write_namespaces(document, "no engine has attached yet", as_json=as_json)
+
+
+def _list_host_chunks(client: SidecarClient, wanted: ListingFilter, *, as_json: bool) -> None:
+    writer, more = ListWriter(_host_line, as_json=as_json), False
+    for number, page in enumerate(_host_pages(client, wanted)):
+        if number == 0:
+            if not as_json:
+                say(f"{_host_heading(client)}\n{page['namespace']}: {model_text(page)}")
+            head = {name: page[name] for name in ("namespace", *_ABOUT)}
+            columns = _host_columns("KEY", "SIZE", "PARTS", "BLOCKS", "TENANT", "STATE")
+            writer.open({"host": client.url, **head}, "chunks", columns)
+        writer.write(page["chunks"])
+        more = page["more"]
+    writer.close({"more": more})
+    if more and not as_json:
+        say(_MORE)
+
+
+def _host_pages(client: SidecarClient, wanted: ListingFilter) -> Iterator[Document]:
+    """Answers of the sidecar, up to the limit."""
+    left, after = wanted.limit, ""
+    while True:
+        num_chunks = min(left, PAGE_CHUNKS)
+        page = get_list(
+            client,
+            "/host/chunks",
+            "chunks",
+            namespace=wanted.namespace or "",
+            key=wanted.key,
+            tenant=wanted.tenant,
+            after=after,
+            limit=str(num_chunks),
+        )
+        yield page
+        left, after = left - num_chunks, page["last"]
+        if not left or not page["more"]:
+            return
+
+
+def _host_heading(client: SidecarClient) -> str:
+    return f"host memory of the sidecar at {client.url}"
+
+
+def _host_line(chunk: Document) -> str:
+    state = "loadable" if chunk["loadable"] else "in part"
+    state += ", pinned" * chunk["pinned"] + ", in the store" * chunk["in_store"]
+    size = approximate_size(chunk["size_bytes"])
+    return _host_columns(
+        chunk["key"], size, chunk["parts"], chunk["num_blocks"], chunk["tenant"], state
+    )
+
+
+def _host_columns(*cells: object) -> str:
+    key, size, parts, num_blocks, tenant, state = cells
+    return f"{key:<64}  {size:<10}  {parts:<5}  {num_blocks:<6}  {tenant:<16}  {state}".rstrip()

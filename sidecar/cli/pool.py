@@ -1,28 +1,50 @@
-"""`kvlake pool`: the memory that a sidecar left behind, or has, shown and given back.
+"""`kvlake pool`: the memory that a stopped sidecar kept, or a running one has.
 
-Owns what is said about it. Does not own the files (`tiers/pool/file.py`).
+The files are `tiers/pool/file.py`'s.
 
-Invariant: showing changes nothing, also beside a running sidecar; what is in use is not removed.
+Invariant: showing changes nothing, also beside a running sidecar; a pool in use is not removed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tiers.pool.file import PoolReport, inspect_pool
+from sidecar.cli.console import CommandError, Document, complain, load_config, say, say_json
+from sidecar.exits import Exit
+from tiers.errors import PoolError
+from tiers.pool.file import PoolReport, inspect_pool, remove_pool
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
+    import argparse
     from pathlib import Path
 
-Document = dict[str, Any]
+
+def main(options: argparse.Namespace) -> int:
+    """`show` or `remove`."""
+    path = load_config(options.config).pool_path
+    if options.action == "show":
+        try:
+            document = _describe(path)
+        except OSError as error:
+            raise CommandError(f"the pool cannot be read: {error}") from error
+        if options.json:
+            say_json(document)
+        else:
+            say(_text(document))
+        return Exit.OK
+    try:
+        freed_bytes = remove_pool(path)
+    except (PoolError, OSError) as error:
+        complain(str(error))
+        return Exit.NO
+    say(f"{path}: {approximate_size(freed_bytes)} given back" if freed_bytes else f"{path}: none")
+    return Exit.OK
 
 
-def describe(path: Path) -> Document:
-    """What is known of the pool at `path`."""
+def _describe(path: Path) -> Document:
     report = inspect_pool(path)
-    owner = report.owner
-    slots = report.slots or {}
+    owner, slots = report.owner, report.slots or {}
     return {
         "path": str(path),
         "state": _state(report),
@@ -37,7 +59,6 @@ def describe(path: Path) -> Document:
 
 
 def _state(report: PoolReport) -> str:
-    """One word: none, foreign, used, unusable or kept."""
     if not report.file_bytes:
         return "none"
     if report.owner is None:
@@ -47,20 +68,20 @@ def _state(report: PoolReport) -> str:
     return "unusable" if report.unusable else "kept"
 
 
-def render(document: Document) -> str:
-    """The document as lines of text."""
+def _text(document: Document) -> str:
     path, pid = document["path"], document["owner_pid"]
     memory = approximate_size(document["file_bytes"])
-    slots, used = document["sealed_slots"], approximate_size(document["sealed_bytes"])
-    held = f"{used} in {slots} sealed slots"
-    told = {
+    held = (
+        f"{approximate_size(document['sealed_bytes'])} in {document['sealed_slots']} sealed slots"
+    )
+    texts = {
         "none": f"{path}: there is none",
         "foreign": f"{path}: {memory}, not made by kvlake (no owner's record beside it)",
         "used": f"{path}: {memory}, in use by process {pid}; it holds {held}",
         "unusable": f"{path}: {memory}, and the next start will empty it: {document['reason']}",
         "kept": f"{path}: {memory}, kept for the next start; it holds {held}",
     }
-    lines = [told[document["state"]]]
+    lines = [texts[document["state"]]]
     if document["state"] == "kept" and pid is not None:
         lines.append(
             f"  its owner, process {pid}, was killed, or is in another container and uses it"

@@ -1,137 +1,44 @@
-"""`kvlake status`: ask a running sidecar over HTTP, show the answer to a person.
+"""`kvlake status`: the status document of a running sidecar, as text or unchanged as JSON.
 
-Owns finding the address, the request, and the page of text. Does not own what the document says:
-that is `sidecar/observe/status.py`, and `--json` passes it through as it is.
+Does not own what the document says (`sidecar/observe/status.py`).
 
-Invariants: one request with a deadline; no proxy is used, since the sidecar is on this machine or
-beside it; a document of another release is shown as far as it is understood.
+Invariant: fields that a document of another release lacks are left out or shown as "?".
 """
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from sidecar.sessions.model_names import model_name, printable
+from sidecar.cli.client import client_of
+from sidecar.cli.console import Document, say, say_json, table
+from sidecar.exits import Exit
+from sidecar.sessions.model_names import model_name
 from tiers.sizes import approximate_size
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-    from sidecar.config.model import Config
-
-DOCUMENT_BYTES_MAX: Final = 16 << 20
-MESSAGE_BYTES_MAX: Final = 4096
 _TRAFFIC: Final = (
     ("stored", "engines to host"),
     ("loaded", "host to engines"),
     ("written", "host to store"),
     ("read", "store to host"),
 )
-_WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (compared, not bound)
-
-Document = dict[str, Any]
 
 
-class StatusError(Exception):
-    """The sidecar's answer cannot be had; the message says what to look at."""
-
-
-class QuestionRefused(StatusError):
-    """The sidecar did not understand the question; the message is its own."""
-
-
-class StatusNotYet(StatusError):
-    """Something listens there that does not answer yet: a sidecar that starts, ends or hangs."""
-
-
-def url_of(config: Config) -> str:
-    """Where the sidecar of this configuration answers.
-
-    Raises:
-        StatusError: the configuration leaves the port to the system.
-    """
-    http = config.http
-    if http.port == 0:
-        raise StatusError(
-            "http.port is 0, so the port was chosen at start; the sidecar's first log line has "
-            "it: kvlake status --url http://127.0.0.1:PORT"
-        )
-    host = _WILDCARDS.get(http.host, http.host)
-    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
-
-
-def fetch(url: str, timeout_seconds: float, token: str = "", *, path: str = "/status") -> Document:
-    """A document of the sidecar at `url`: its status, or what another path has.
-
-    Raises `StatusError`.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise StatusError(f"{url!r} is no address; write http://HOST:PORT")
-    target = f"{url.rstrip('/').removesuffix('/status')}{path}"
-    asked, target = target, target.partition("?")[0]
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(asked)  # noqa: S310 (the scheme was checked above)
-    if token:
-        # Unredirected: a server that sends us elsewhere must not send the token along.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    try:
-        with opener.open(request, timeout=timeout_seconds) as answer:
-            body: bytes = answer.read(DOCUMENT_BYTES_MAX)
-        document: object = json.loads(body)
-    except urllib.error.HTTPError as error:
-        said = error.read(MESSAGE_BYTES_MAX) if error.code == HTTPStatus.BAD_REQUEST else b""
-        error.close()
-        if said:
-            text = said.decode(errors="replace").strip()
-            raise QuestionRefused(printable(text, MESSAGE_BYTES_MAX)) from error
-        if error.code == HTTPStatus.UNAUTHORIZED:
-            raise StatusError(
-                f"{target} needs a token, and "
-                + ("takes another one" if token else "none was given")
-                + "; use --config with the sidecar's own file, or --token-file"
-            ) from error
-        if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise StatusNotYet(f"{target}: the sidecar is starting or ending, ask again") from error
-        if error.code == HTTPStatus.NOT_FOUND and path != "/status":
-            raise StatusError(
-                f"{target} answered 404: that is no kvlake sidecar, or one of an earlier release, "
-                "which does not tell this; restart it with the release that is installed"
-            ) from error
-        raise StatusError(f"{target} answered {error.code}; is that a kvlake sidecar?") from error
-    except (OSError, ValueError) as error:
-        reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(error, ValueError):
-            reason = "the answer is not JSON; is that a kvlake sidecar?"
-        kind = StatusNotYet if isinstance(reason, TimeoutError) else StatusError
-        raise kind(
-            f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
-            "http.port those of its configuration? (--config or --url)"
-        ) from error
-    if not isinstance(document, dict):
-        raise StatusError(f"{target} answered something else; is that a kvlake sidecar?")
-    return cast("Document", document)
-
-
-@dataclass(frozen=True, slots=True)
-class SidecarAddress:
-    """A running sidecar, as commands ask it."""
-
-    url: str
-    timeout_seconds: float = 5.0
-    token: str = field(default="", repr=False)
-
-    def ask(self, path: str) -> Document:
-        """The document that a path has. Raises `StatusError`."""
-        return fetch(self.url, self.timeout_seconds, self.token, path=path)
+def main(options: argparse.Namespace) -> int:
+    """Show the status."""
+    document = client_of(options).get("/status")
+    if options.json:
+        say_json(document)
+    else:
+        say(render(document))
+    return Exit.OK
 
 
 def render(document: Document) -> str:
-    """The document as a page of text."""
+    """The document as text."""
     parts = [
         _head(document),
         _tiers(document),
@@ -144,10 +51,9 @@ def render(document: Document) -> str:
 
 
 def _head(document: Document) -> str:
-    state = document.get("state", "?")
-    uptime = _duration(document.get("uptime_seconds", 0))
     who = f"kvlake {document.get('version', '?')} '{document.get('name', '?')}'"
-    lines = [f"{who}: {state}, up {uptime}, pid {document.get('pid', '?')}"]
+    state, pid = document.get("state", "?"), document.get("pid", "?")
+    lines = [f"{who}: {state}, up {_uptime(document)}, pid {pid}"]
     store = _section(_section(document, "tiers"), "store")
     if store.get("state") not in (None, "ok"):
         lines.append(f"  object store is {store['state']}: {store.get('reason', '')}")
@@ -160,43 +66,48 @@ def _head(document: Document) -> str:
 def _tiers(document: Document) -> str:
     tiers = _section(document, "tiers")
     host, store = _section(tiers, "host"), _section(tiers, "store")
-    rows: list[Sequence[object]] = [("TIER", "CHUNKS", "USED", "")]
     size, used = host.get("size_bytes", 0), host.get("used_bytes", 0)
     share = f"{100 * used / size:.0f}%" if size else "-"
-    occupied = f"{approximate_size(used)} of {approximate_size(size)} ({share})"
     about = str(host.get("policy", ""))
     if nodes := _section(host, "numa").get("nodes"):
         about += f"  NUMA {', '.join(map(str, nodes))}"
     if unclaimed := host.get("unclaimed_bytes", 0):
         about += f"  {approximate_size(unclaimed)} of an earlier run wait for their engine"
-    rows.append(("host", host.get("chunks", 0), occupied, about))
+    occupied = f"{approximate_size(used)} of {approximate_size(size)} ({share})"
+    rows: list[Sequence[object]] = [
+        ("TIER", "CHUNKS", "USED", ""),
+        ("host", host.get("chunks", 0), occupied, about),
+    ]
     if store:
         about = f"{store.get('url', '')}  write {store.get('write')}, read {store.get('read')}"
         rows.append(("store", store.get("chunks", 0), "-", about))
-    lines = [_table(rows)]
-    uptime = _duration(document.get("uptime_seconds", 0))
+    lines = [table(rows)]
     if index := _section(document, "index"):
         lines.append(
             f"shared index     {approximate_size(index.get('size_bytes', 0))} for "
             f"{index.get('realms', '?')} namespaces and topologies, at most "
             f"{index.get('realms_max', '?')}"
         )
-    if waiting := store.get("write_queue_bytes", 0):
-        lines.append(f"{approximate_size(waiting)} of host memory wait to be written to the store")
+    if queued := store.get("write_queue_bytes", 0):
+        lines.append(f"{approximate_size(queued)} of host memory wait to be written to the store")
     if bill := _section(store, "monthly_bill"):
         lines.append(
             f"the store costs some {bill['total']:.2f} {bill['currency']} a month: what it holds, "
-            f"and requests of this sidecar as in the last {uptime}"
+            f"and requests of this sidecar as in the last {_uptime(document)}"
         )
     return "\n".join(lines)
 
 
 def _tenants(document: Document) -> str:
-    """Whose chunks fill host memory; left out where no request had a cache salt."""
-    rows: list[Sequence[object]] = [
-        ("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED", "IN STORE")
-    ]
-    for one in document.get("tenants", []):
+    """What each tenant holds; left out if no request had a cache salt."""
+    tenants: list[Document] = document.get("tenants", [])
+    named = {one.get("name") for one in tenants} - {"unsalted", "other"}
+    other = any(one.get("host_bytes") for one in tenants if one.get("name") == "other")
+    if not (named or other):
+        return ""
+    head = ("TENANT", "HOST", "LIMIT", "STORED", "EVICTED", "DROPPED", "IN STORE")
+    rows: list[Sequence[object]] = [head]
+    for one in tenants:
         limit = one.get("host_bytes_max")
         rows.append(
             (
@@ -209,11 +120,7 @@ def _tenants(document: Document) -> str:
                 approximate_size(one.get("store_bytes", 0)),
             )
         )
-    names = {row[0] for row in rows[1:]}
-    quiet = names <= {"unsalted", "other"} and all(
-        row[3] == approximate_size(0) for row in rows[1:] if row[0] == "other"
-    )
-    return "" if quiet else _table(rows)
+    return table(rows)
 
 
 def _traffic(document: Document) -> str:
@@ -224,21 +131,24 @@ def _traffic(document: Document) -> str:
     for name, way in _TRAFFIC:
         chunks = counters.get(f"chunks_{name}", 0)
         rate = approximate_size(per_second[name]) if name in per_second else "-"
-        # A chunk is counted when it is whole, but loaded by each rank for itself.
+        # Each rank loads its part of a chunk by itself.
         counted = f"{chunks} parts" if name == "loaded" else chunks
         rows.append((name, way, counted, approximate_size(counters.get(f"bytes_{name}", 0)), rate))
     hits = _section(document, "hits")
     lookups = f"{hits.get('lookups', 0)} ({hits.get('lookups_expired', 0)} too slow)"
-    lines = [
-        f"loads            {_loads(hits)}",
-        f"store lookups    {lookups}",
-        f"evicted chunks   {counters.get('chunks_evicted', 0)}",
-    ]
-    return "\n".join([_table(rows), "", *lines])
+    return "\n".join(
+        [
+            table(rows),
+            "",
+            f"loads            {_loads(hits)}",
+            f"store lookups    {lookups}",
+            f"evicted chunks   {counters.get('chunks_evicted', 0)}",
+        ]
+    )
 
 
 def _loads(hits: Document) -> str:
-    """How loads ended that engines began. Prompts that found nothing begin none."""
+    """How loads ended. Prompts without a hit begin none."""
     served = hits.get("loads_served")
     if served is None:
         return "-"
@@ -263,15 +173,13 @@ def _engines(document: Document) -> str:
                 realm.get("model") or model_name(_section(realm, "namespace")),
             )
         )
-    if len(rows) == 1:
-        return "no engine is attached"
-    return _table(rows)
+    return table(rows) if len(rows) > 1 else "no engine is attached"
 
 
 def _uncached(document: Document) -> str:
-    """Engines that run without the cache, and why; left out where there are none."""
+    """Engines that run without the cache, and why; left out if there are none."""
     rows: list[Sequence[object]] = [("WITHOUT THE CACHE", "PID", "FOR", "REASON")]
-    rows.extend(
+    rows += [
         (
             str(one.get("engine_id") or "?")[:24],
             one.get("pid", "?"),
@@ -279,13 +187,17 @@ def _uncached(document: Document) -> str:
             f"{one.get('reason', '?')}: {one.get('message', '')}",
         )
         for one in document.get("uncached", [])
-    )
-    return _table(rows) if len(rows) > 1 else ""
+    ]
+    return table(rows) if len(rows) > 1 else ""
 
 
 def _section(document: Document, name: str) -> Document:
     value: object = document.get(name)
     return cast("Document", value) if isinstance(value, dict) else {}
+
+
+def _uptime(document: Document) -> str:
+    return _duration(document.get("uptime_seconds", 0))
 
 
 def _duration(seconds: float) -> str:
@@ -296,11 +208,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes}m"
     return f"{minutes}m{whole % 60}s" if minutes else f"{whole}s"
-
-
-def _table(rows: list[Sequence[object]]) -> str:
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in texts]  # fmt: skip
-    return "\n".join(lines)

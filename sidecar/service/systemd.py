@@ -1,7 +1,7 @@
 """Telling systemd how the service fares (sd_notify): a datagram to `$NOTIFY_SOCKET`.
 
 Owns the socket's address and the interval that the manager's watchdog asks for. Does not own what
-is told, nor when (`watchdog.py`, `cli/launch.py`).
+is told, nor when (`watchdog.py`, `cli/run/`).
 
 Invariants: without `$NOTIFY_SOCKET` nothing happens; telling never waits and never raises, for a
 service must not fail because its manager does not listen; `MAINPID` is never sent, and the children

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from sidecar.cli.status import StatusError, fetch, url_of
+from sidecar.cli.client import SidecarClient, url_of
+from sidecar.cli.console import NoAnswer
 from sidecar.config.model import Config
 from sidecar.demo.model import write_model
 from sidecar.demo.servers import free_ports
@@ -91,7 +92,7 @@ class Machine:
         while time.monotonic() < deadline:
             assert self._process.poll() is None, self.log()[-5000:]
             # Servers that are not there yet, or not there any more, refuse or hang up.
-            with contextlib.suppress(urllib.error.URLError, OSError, StatusError):
+            with contextlib.suppress(urllib.error.URLError, OSError, NoAnswer):
                 if condition():
                     return
             time.sleep(0.1)
@@ -116,7 +117,7 @@ class Machine:
 
     def status(self) -> dict[str, Any]:
         """The same without the command."""
-        return fetch(url_of(Config()), WAIT_SECONDS_MAX)
+        return SidecarClient(url_of(Config()), WAIT_SECONDS_MAX).get()
 
     def count(self, name: str) -> int:
         return int(self.status()["counters"][name])

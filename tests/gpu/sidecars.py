@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any, Self
 
-from sidecar.cli.status import fetch
+from sidecar.cli.client import SidecarClient
 from tests import places
 from tests.gpu.child import Machine
 from tests.gpu.double.control import Double, wait_until
@@ -60,7 +60,7 @@ class SidecarProcess:
 
     def status(self) -> dict[str, Any]:
         """Its status document."""
-        return fetch(self.url, STATUS_SECONDS_MAX)
+        return SidecarClient(self.url, STATUS_SECONDS_MAX).get()
 
     def kill(self) -> None:
         """End it as the kernel would."""

@@ -17,8 +17,10 @@ import pytest
 import yaml
 
 from sidecar import cli
+from sidecar.cli.client import SidecarClient, url_of
+from sidecar.cli.console import NoAnswer
 from sidecar.cli.inspect import inspect_file
-from sidecar.cli.status import StatusError, fetch, render, url_of
+from sidecar.cli.status import render
 from sidecar.config.model import load
 from tests import places
 from tests.harness.servers import S3Server
@@ -348,16 +350,16 @@ def test_another_server_is_not_taken_for_a_sidecar(
     address: str, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setattr(_Answer, "body", body)
-    with pytest.raises(StatusError, match="is that a kvlake sidecar"):
-        fetch(address, 5)
+    with pytest.raises(NoAnswer, match="is that a kvlake sidecar"):
+        SidecarClient(address).get()
     monkeypatch.setattr(_Answer, "status", 500)
-    with pytest.raises(StatusError, match="answered 500"):
-        fetch(address, 5)
+    with pytest.raises(NoAnswer, match="answered 500"):
+        SidecarClient(address).get()
     monkeypatch.setattr(_Answer, "status", 503)
-    with pytest.raises(StatusError, match="is starting or ending"):
-        fetch(address, 5)
-    with pytest.raises(StatusError, match="is no address"):
-        fetch("localhost:9321", 5)
+    with pytest.raises(NoAnswer, match="is starting or ending"):
+        SidecarClient(address).get()
+    with pytest.raises(NoAnswer, match="is no address"):
+        SidecarClient("localhost:9321").get()
 
 
 def test_an_empty_document_is_shown_too() -> None:
@@ -372,7 +374,7 @@ def test_the_address_comes_from_the_configuration(tmp_path: Path) -> None:
     file.write_text("http: {host: '::', port: 1234, token: 0123456789abcdef}")
     assert url_of(load(file)) == "http://[::1]:1234"
     file.write_text("http: {port: 0}")
-    with pytest.raises(StatusError, match="the port was chosen at start"):
+    with pytest.raises(NoAnswer, match="the port was chosen at start"):
         url_of(load(file))
 
 

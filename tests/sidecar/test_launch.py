@@ -16,16 +16,10 @@ import pytest
 from vllm.config.kv_events import KVEventsConfig
 
 from sidecar.app import ANNOUNCE_SECONDS_MAX, HANGING_SECONDS_MAX, STORE_CLOSE_SECONDS_MAX
-from sidecar.cli.blocksize import misfit
-from sidecar.cli.launch import (
-    DRAIN_GRACE_SECONDS,
-    LaunchError,
-    run,
-    serve_command,
-    transfer_config,
-    with_connector,
-    with_events,
-)
+from sidecar.cli.console import CommandError
+from sidecar.cli.run import run, serve_command
+from sidecar.cli.run.engine_command import misfit, transfer_config, with_connector, with_events
+from sidecar.cli.run.supervised import DRAIN_GRACE_SECONDS
 from sidecar.config.model import Config, loads
 from sidecar.config.observability import EventsSettings
 from sidecar.exits import LEAVE_SECONDS_MAX
@@ -146,12 +140,12 @@ def test_nothing_is_started_where_chunks_do_not_fit(tmp_path: Path) -> None:
     vllm = tmp_path / "vllm"
     vllm.write_text("#!/bin/sh\n")
     vllm.chmod(0o755)
-    with pytest.raises(LaunchError, match="is not a multiple of --block-size 32"):
+    with pytest.raises(CommandError, match="is not a multiple of --block-size 32"):
         run(config, ["/nowhere/kvlake"], [str(vllm), "serve", "M", "--block-size", "32"])
 
 
 def test_another_program_is_refused_with_what_to_give_it(config: Config) -> None:
-    with pytest.raises(LaunchError, match=r"does not name vllm.*kvlake serve.*KVLakeConnector"):
+    with pytest.raises(CommandError, match=r"does not name vllm.*kvlake serve.*KVLakeConnector"):
         with_connector(["python", "server.py"], config)
 
 
@@ -192,7 +186,7 @@ def test_own_options_of_the_user_are_kept(config: Config, option: str) -> None:
 def test_what_cannot_be_merged_is_refused_with_a_remedy(
     config: Config, words: list[str], said: str
 ) -> None:
-    with pytest.raises(LaunchError, match=said):
+    with pytest.raises(CommandError, match=said):
         with_connector(["vllm", "serve", "M", *words], config)
 
 
@@ -248,7 +242,9 @@ while os.getppid() == PARENT:
 LAUNCH = """
 import signal, sys
 from sidecar.config.model import loads
-from sidecar.cli.launch import FORWARDED, LaunchError, run
+from sidecar.cli.console import CommandError
+from sidecar.cli.run import run
+from sidecar.cli.run.supervised import FORWARDED
 from tests import places
 IGNORED = [int(number) for number in sys.argv.pop(1).split()]
 for number in FORWARDED:
@@ -258,7 +254,7 @@ config = loads("runtime: {directory: /run/kvlake, name: a}\\nhost: {prefault: fa
                "limits: {drain_seconds_max: 5s}")
 try:
     sys.exit(run(config, sys.argv[1:3], sys.argv[3:]))
-except LaunchError as error:
+except CommandError as error:
     sys.exit(f"refused: {error}")
 """
 
@@ -380,7 +376,7 @@ def test_a_sidecar_that_died_is_started_again_while_the_engine_lives(launched: L
     launched.signal(signal.SIGTERM)
     code, errors = launched.end()
     assert code == 7
-    assert "the sidecar ended (SIGKILL); the engine goes on without a cache" in errors
+    assert "the sidecar ended (SIGKILL); the engine continues without a cache" in errors
     assert launched.lines()[-1] == "sidecar drained"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sidecar.cli.joined import Joined, locked, needed
+from sidecar.cli.run.joining import JoinedSidecar, has_joined, is_locked
 from sidecar.exits import Exit
 from tests import places
 
@@ -56,7 +56,7 @@ class Node:
     @property
     def serving(self) -> int:
         """The process of the sidecar that serves; 0 for none."""
-        with contextlib.suppress(OSError), Joined(self.home / "attach.sock") as found:
+        with contextlib.suppress(OSError), JoinedSidecar(self.home / "attach.sock") as found:
             return found.pid
         return 0
 
@@ -100,7 +100,7 @@ def node(short_directory: Path) -> Iterator[Node]:
         if run.process.poll() is None:
             run.process.kill()
             run.process.wait()
-    wait_for(lambda: not locked(node.home), lambda: f"pid {node.serving} serves still")
+    wait_for(lambda: not is_locked(node.home), lambda: f"pid {node.serving} serves still")
 
 
 def test_the_second_joins_and_the_last_one_out_drains(node: Node) -> None:
@@ -110,14 +110,14 @@ def test_the_second_joins_and_the_last_one_out_drains(node: Node) -> None:
     second.wait_says("engine\n")
     sidecar = node.serving
     assert f"a sidecar (pid {sidecar}) serves" in second.log()
-    assert needed(node.home)
+    assert has_joined(node.home)
     assert first.end() == 0
-    assert "goes on for others that joined it" in first.log()
+    assert "continues for others that joined it" in first.log()
     assert node.serving == sidecar
     assert second.end() == 0
     # It writes to the log of whoever started it.
     first.wait_says("drained")
-    wait_for(lambda: not locked(node.home), first.log)
+    wait_for(lambda: not is_locked(node.home), first.log)
 
 
 def test_one_that_started_it_and_is_killed_takes_it_from_nobody(node: Node) -> None:
@@ -168,7 +168,7 @@ def test_without_a_sidecar_an_engine_starts_only_if_that_is_allowed(node: Node) 
     allowed = node.run("--optional")
     allowed.wait_says("engine\n")
     assert "does not exist; make that folder" in allowed.log()
-    assert "the engine starts without it, as --optional says" in allowed.log()
+    assert "the engine starts without it, because of --optional" in allowed.log()
     node.host.mkdir()
     wait_for(lambda: node.serving, allowed.log)
     assert allowed.end() == 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from sidecar.cli import store as storecommands
+from sidecar.cli.gc import run_collection
 from sidecar.config.model import Config
 from sidecar.protocol import Outcome
 from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
@@ -287,7 +287,7 @@ def test_a_fault_costs_hits_of_the_store_and_nothing_else(
         longer = {"deadline_seconds_max": 60.0, "read_timeout": 60.0, "connect_timeout": 60.0}
         store = config.store.model_copy(update=longer)
         config = config.model_copy(update={"store": store})
-        done = storecommands.gc(config, dry_run=False, wait=True, namespace=None)
+        done = run_collection(config, wait=True)
         assert sum(one["deleted"] for one in done["namespaces"]) == 0
         cluster.wait_listed(asked)
     cluster.wait_fetched(asked)

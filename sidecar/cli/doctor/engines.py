@@ -1,8 +1,7 @@
-"""What an engine on this node would find: vLLM, kvlake's connector, and a sidecar.
+"""Checks of what an engine on this node would find: vLLM, kvlake's connector, and a sidecar.
 
-Owns the checks, which read packages' metadata and the environment, and import neither vLLM nor
-torch. What `kvlake run` refuses about an engine's command is its own check
-(`sidecar/cli/launch.py`).
+They read the metadata of packages and the environment, and import neither vLLM nor torch. An
+engine's command is checked as `kvlake run` does it (`sidecar/cli/run/engine_command.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +14,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sidecar.cli.doctor.findings import Check, CheckResult
-from sidecar.cli.joined import listener
-from sidecar.cli.launch import CONNECTOR, LaunchError, check_command, own_chunk_tokens
+from sidecar.cli.console import CommandError
+from sidecar.cli.doctor.findings import Check, failed, passed, warning
+from sidecar.cli.run.engine_command import (
+    BLOCK_TOKENS_STEP,
+    CONNECTOR,
+    check_command,
+    own_chunk_tokens,
+)
+from sidecar.cli.run.joining import listener
 from sidecar.protocol import sockets_of
 
 if TYPE_CHECKING:
@@ -31,8 +36,6 @@ DISTRIBUTION: Final = "kvlake"
 PACKAGES: Final = ("connector", "sidecar", "tiers")
 GROUP: Final = "vllm.general_plugins"
 PLUGIN: Final = "connector.plugin:register"
-BLOCK_TOKENS_LEAST: Final = 16
-"""vLLM's block sizes are multiples of it."""
 
 
 def engine_findings(config: Config, command: Sequence[str]) -> list[Check]:
@@ -41,8 +44,7 @@ def engine_findings(config: Config, command: Sequence[str]) -> list[Check]:
     found = [_sockets(config), _names(owners)]
     if importlib.util.find_spec("vllm") is None:
         found.append(
-            Check(
-                CheckResult.WARN,
+            warning(
                 "vLLM",
                 f"it is not installed in {sys.prefix}",
                 f"install kvlake where it is, and run `kvlake doctor{config.option}` there",
@@ -50,9 +52,7 @@ def engine_findings(config: Config, command: Sequence[str]) -> list[Check]:
         )
     else:
         found += [_vllm(owners["vllm"]), _entry_point(), _plugins(os.environ)]
-    found.append(
-        Check(CheckResult.PASS, "PYTHONHASHSEED", "not needed: the connector's keys are its own")
-    )
+    found.append(passed("PYTHONHASHSEED", "not needed: the connector's keys are its own"))
     found.append(_command(config, command) if command else _chunks(config))
     return found
 
@@ -72,18 +72,18 @@ def owners_of(packages: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _sockets(config: Config) -> Check:
-    """Whether an engine that is given no `socket` finds this configuration's sidecar."""
+    """Whether an engine without the option `socket` finds this configuration's sidecar."""
     about, own = "engines", str(config.runtime.attach_path)
     places = {place: _state(place) for place in sockets_of(None)}
-    told = ", ".join(f"{place} ({state})" for place, state in places.items())
-    told = f"without the option `socket` they look in {told}"
+    states = ", ".join(f"{place} ({state})" for place, state in places.items())
+    text = f"without the option `socket` they look in {states}"
     remedy = f"`kvlake run{config.option}` gives them the socket {own}, or give it yourself"
     if own not in places:
-        return Check(CheckResult.WARN, about, f"{told}, not in {own}", remedy)
+        return warning(about, f"{text}, not in {own}", remedy)
     before = list(places)[: list(places).index(own)]
     if others := [place for place in before if places[place].startswith("a sidecar")]:
-        return Check(CheckResult.WARN, about, f"{told}: {others[0]} comes before {own}", remedy)
-    return Check(CheckResult.PASS, about, told)
+        return warning(about, f"{text}: {others[0]} comes before {own}", remedy)
+    return passed(about, text)
 
 
 def _state(place: str) -> str:
@@ -100,69 +100,67 @@ def _names(owners: Mapping[str, Sequence[str]]) -> Check:
     for package in PACKAGES:
         others = sorted(set(owners[package]) - {DISTRIBUTION})
         if others:
-            return Check(
-                CheckResult.FAIL,
+            return failed(
                 about,
                 f"`{package}` is also a package of {', '.join(others)}, and each may replace the "
                 "other's files",
                 f"pip uninstall {' '.join(others)}, then install kvlake again, or give each an "
                 "environment of its own",
             )
-    return Check(CheckResult.PASS, about, f"{', '.join(PACKAGES)} are kvlake's alone")
+    return passed(about, f"{', '.join(PACKAGES)} are kvlake's alone")
 
 
 def _vllm(distributions: Sequence[str]) -> Check:
     if not distributions:
-        told = "it is there, but not installed, so its release is not known"
-        return Check(CheckResult.WARN, "vLLM", told, f"kvlake works with {', '.join(SUPPORTED)}")
+        text = "it is there, but not installed, so its release is not known"
+        return warning("vLLM", text, f"kvlake works with {', '.join(SUPPORTED)}")
     name = distributions[0]
     version = importlib.metadata.version(name)
     if ".".join(version.split(".")[:2]) in SUPPORTED:
-        return Check(CheckResult.PASS, "vLLM", f"{name} {version}")
-    told = f"{name} {version}, with which kvlake is not known to work"
-    return Check(CheckResult.WARN, "vLLM", told, f"install one of {', '.join(SUPPORTED)}")
+        return passed("vLLM", f"{name} {version}")
+    text = f"{name} {version}, with which kvlake is not known to work"
+    return warning("vLLM", text, f"install one of {', '.join(SUPPORTED)}")
 
 
 def _entry_point() -> Check:
     about = f"vLLM plugin {GROUP}"
     if any(one.value == PLUGIN for one in importlib.metadata.entry_points(group=GROUP)):
-        return Check(CheckResult.PASS, about, f"it makes {CONNECTOR} known")
-    told = f"vLLM does not know {CONNECTOR}: kvlake is not installed in {sys.prefix}"
+        return passed(about, f"it makes {CONNECTOR} known")
+    text = f"vLLM does not know {CONNECTOR}: kvlake is not installed in {sys.prefix}"
     remedy = 'install it, or give "kv_connector_module_path": "connector.vllm"'
-    return Check(CheckResult.FAIL, about, told, remedy)
+    return failed(about, text, remedy)
 
 
 def _plugins(environment: Mapping[str, str]) -> Check:
     given = environment.get("VLLM_PLUGINS")
     if given is None:
-        return Check(CheckResult.PASS, "VLLM_PLUGINS", "not set, so vLLM loads every plugin")
+        return passed("VLLM_PLUGINS", "not set, so vLLM loads every plugin")
     if DISTRIBUTION in given.split(","):
-        return Check(CheckResult.PASS, "VLLM_PLUGINS", given)
-    told = f"{given!r} leaves kvlake out, so that vLLM does not know {CONNECTOR}"
+        return passed("VLLM_PLUGINS", given)
+    text = f"{given!r} leaves kvlake out, so that vLLM does not know {CONNECTOR}"
     better = ",".join([one for one in given.split(",") if one] + [DISTRIBUTION])
-    return Check(CheckResult.FAIL, "VLLM_PLUGINS", told, f"set it to {better}, or unset it")
+    return failed("VLLM_PLUGINS", text, f"set it to {better}, or unset it")
 
 
 def _command(config: Config, command: Sequence[str]) -> Check:
     try:
         check_command(command, config)
-    except LaunchError as error:
-        return Check(CheckResult.FAIL, "engine command", str(error))
-    return Check(CheckResult.PASS, "engine command", shlex.join(command))
+    except CommandError as error:
+        return failed("engine command", str(error))
+    return passed("engine command", shlex.join(command))
 
 
 def _chunks(config: Config) -> Check:
     tokens = own_chunk_tokens(config)
     if tokens is None:
-        told = "256, or as many as whole blocks of the engine have"
-        return Check(CheckResult.PASS, "chunk.tokens", told)
-    if tokens % BLOCK_TOKENS_LEAST:
-        return Check(
-            CheckResult.WARN,
+        text = "256, or as many as whole blocks of the engine have"
+        return passed("chunk.tokens", text)
+    if tokens % BLOCK_TOKENS_STEP:
+        return warning(
             "chunk.tokens",
-            f"{tokens} is not a multiple of {BLOCK_TOKENS_LEAST}, so it is one of no block size",
+            f"{tokens} is not a multiple of {BLOCK_TOKENS_STEP}, so it is one of no block size",
             "leave it out, or choose a multiple of the engine's block size",
         )
-    told = f"{tokens}; it must be a multiple of the engine's block size"
+    text = f"{tokens}; it must be a multiple of the engine's block size"
     asked = f"kvlake doctor{config.option} -- vllm serve ..."
-    return Check(CheckResult.PASS, "chunk.tokens", told, f"`{asked}` checks it")
+    return passed("chunk.tokens", text, f"`{asked}` checks it")

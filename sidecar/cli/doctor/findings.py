@@ -1,7 +1,4 @@
-"""What one check of `kvlake doctor` found, as one line.
-
-Owns the words of a line. Does not own any check.
-"""
+"""The result of one check of `kvlake doctor`, as one line."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class CheckResult(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, what was found, and what to do unless it passed."""
+    """One line: what was checked, what was found, and what to do unless it passed."""
 
     verdict: CheckResult
     about: str
@@ -29,3 +26,18 @@ class Check:
     def __str__(self) -> str:
         line = f"{self.verdict:4}  {self.about}: {self.found}"
         return f"{line}; {self.remedy}" if self.remedy else line
+
+
+def passed(about: str, found: str, remedy: str = "") -> Check:
+    """A check that passed."""
+    return Check(CheckResult.PASS, about, found, remedy)
+
+
+def warning(about: str, found: str, remedy: str = "") -> Check:
+    """A check that found something to know."""
+    return Check(CheckResult.WARN, about, found, remedy)
+
+
+def failed(about: str, found: str, remedy: str = "") -> Check:
+    """A check that found something to fix."""
+    return Check(CheckResult.FAIL, about, found, remedy)

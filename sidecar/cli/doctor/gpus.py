@@ -1,7 +1,6 @@
-"""What of the GPUs a sidecar will stumble over.
+"""Checks of GPUs: the driver, the devices, and the limits and namespaces that GPU memory needs.
 
-Owns the checks of the driver, the devices, and the limits and namespaces that GPU memory needs. A
-GPU is used for a moment, with a context of its own.
+A GPU is used for a moment, with a context of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sidecar.cli.doctor.findings import Check, CheckResult
+from sidecar.cli.doctor.findings import Check, failed, passed, warning
 from tiers.cuda.calibration import describe_rates
 from tiers.cuda.device import Device
 from tiers.cuda.driver import Driver
@@ -24,16 +23,15 @@ _SCRATCH_BYTES: Final = 1 << 20
 
 
 def gpu_findings(config: Config) -> list[Check]:
-    """Every check that matters to engines on GPUs."""
+    """Every check for engines on GPUs."""
     return [_locked_memory(config), _namespaces(), *_gpus()]
 
 
 def _locked_memory(config: Config) -> Check:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit in (resource.RLIM_INFINITY, -1) or limit >= config.host.size:
-        return Check(CheckResult.PASS, "locked memory", "the limit allows all of host.size")
-    return Check(
-        CheckResult.WARN,
+        return passed("locked memory", "the limit allows all of host.size")
+    return warning(
         "locked memory",
         f"the limit is {limit} bytes, and GPUs need all {config.host.size} of host.size pinned",
         "set ulimit -l unlimited (LimitMEMLOCK=infinity) if pinning fails; CPU engines need none",
@@ -41,11 +39,9 @@ def _locked_memory(config: Config) -> Check:
 
 
 def _namespaces() -> Check:
-    # Which is right only the engine's side can say: the numbers are there to be compared.
+    # For comparison with the engine's: they cannot be checked from here.
     names = [Path(f"/proc/self/ns/{kind}").readlink().name for kind in ("ipc", "pid")]
-    return Check(
-        CheckResult.PASS, "namespaces", f"{' '.join(names)}, and GPU engines must be in the same"
-    )
+    return passed("namespaces", f"{' '.join(names)}, and GPU engines must be in the same")
 
 
 def _gpus() -> list[Check]:
@@ -53,15 +49,13 @@ def _gpus() -> list[Check]:
         driver = Driver()
         count = int(driver.call("cuDeviceGetCount"))
     except CudaFailed as error:
-        return [Check(CheckResult.WARN, "GPUs", str(error), "nothing to do for engines on CPUs")]
-    found = [
-        Check(CheckResult.PASS, "GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}")
-    ]
+        return [warning("GPUs", str(error), "nothing to do for engines on CPUs")]
+    found = [passed("GPUs", f"{count}, driver API {driver.call('cuDriverGetVersion')}")]
     for ordinal in range(count):
         try:
             found += _gpu(driver, ordinal)
         except CudaFailed as error:
-            found.append(Check(CheckResult.FAIL, f"GPU {ordinal}", str(error)))
+            found.append(failed(f"GPU {ordinal}", str(error)))
     if count > 1:
         pairs = [
             (one, other)
@@ -70,14 +64,14 @@ def _gpus() -> list[Check]:
             if one != other and not driver.call("cuDeviceCanAccessPeer", one, other)
         ]
         # For information: each worker's memory is mapped on its own device.
-        found.append(Check(CheckResult.PASS, "peer access", f"missing between {pairs or 'none'}"))
+        found.append(passed("peer access", f"missing between {pairs or 'none'}"))
     return found
 
 
 def _gpu(driver: Driver, ordinal: int) -> list[Check]:
     about = f"GPU {ordinal} ({driver.name(ordinal)})"
     if " MIG " in f" {driver.name(ordinal)} ":
-        return [Check(CheckResult.FAIL, about, "a slice (MIG) cannot be shared", "use a whole GPU")]
+        return [failed(about, "a slice (MIG) cannot be shared", "use a whole GPU")]
     found: list[Check] = []
     for attribute, what in (
         ("CAN_USE_64_BIT_STREAM_MEM_OPS", "fences written by streams"),
@@ -85,9 +79,9 @@ def _gpu(driver: Driver, ordinal: int) -> list[Check]:
     ):
         able = bool(driver.attribute(attribute, ordinal))
         found.append(
-            Check(CheckResult.PASS, about, f"{what}: yes")
+            passed(about, f"{what}: yes")
             if able
-            else Check(CheckResult.WARN, about, f"{what}: no", "use a newer driver or device")
+            else warning(about, f"{what}: no", "use a newer driver or device")
         )
     device = Device(
         driver,
@@ -97,9 +91,9 @@ def _gpu(driver: Driver, ordinal: int) -> list[Check]:
     )
     try:
         found.append(
-            Check(CheckResult.PASS, about, "batch copies: yes")
+            passed(about, "batch copies: yes")
             if device.batches
-            else Check(CheckResult.WARN, about, "batch copies: no", "use a driver of CUDA 12.8")
+            else warning(about, "batch copies: no", "use a driver of CUDA 12.8")
         )
         found.append(_strided(device, about))
         found.append(_ipc(driver, about))
@@ -112,12 +106,12 @@ def _strided(device: Device, about: str) -> Check:
     rates = describe_rates(device.findings)
     if not device.findings.planes:
         reason = "; ".join(device.findings.reasons)
-        return Check(CheckResult.WARN, about, f"2D copies: no ({reason})", "nothing: batches do it")
-    told = "; ".join(
+        return warning(about, f"2D copies: no ({reason})", "nothing: batches do it")
+    rates_text = "; ".join(
         f"{name} {', '.join(f'{width} {rate}' for width, rate in one.items())}"
         for name, one in rates.items()
     )
-    return Check(CheckResult.PASS, about, f"GB/s of runs at a distance, batch/2D: {told}")
+    return passed(about, f"GB/s of runs at a distance, batch/2D: {rates_text}")
 
 
 def _ipc(driver: Driver, about: str) -> Check:
@@ -125,7 +119,7 @@ def _ipc(driver: Driver, about: str) -> Check:
     try:
         driver.call("cuIpcGetMemHandle", address)
     except CudaFailed as error:
-        return Check(CheckResult.FAIL, about, f"IPC handles: {error}")
+        return failed(about, f"IPC handles: {error}")
     finally:
         driver.call("cuMemFree", address)
-    return Check(CheckResult.PASS, about, "IPC handles: yes")
+    return passed(about, "IPC handles: yes")

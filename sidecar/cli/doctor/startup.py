@@ -1,7 +1,7 @@
 """The checks that `kvlake serve` makes when it starts, made without starting.
 
-Owns which there are, and what a sidecar that runs already means for them. Does not own a check:
-each is a function that `serve` calls, too, and its error is shown as it is.
+Owns their list, and how a running sidecar changes them. Each check is a function that `serve`
+calls, too, and its error is shown unchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sidecar.cli.doctor.findings import Check, CheckResult
-from sidecar.cli.status import StatusError, StatusNotYet, fetch, url_of
+from sidecar.cli.client import SidecarClient, SidecarNotReady, url_of
+from sidecar.cli.console import NoAnswer
+from sidecar.cli.doctor.findings import Check, failed, passed, warning
 from sidecar.data.host_pool import check_host, placement_of
 from sidecar.errors import StartError
 from sidecar.events.curve_socket import bound
@@ -40,36 +41,36 @@ class Running:
     """A sidecar that has this configuration's runtime directory."""
 
     pid: int
-    """As it knows itself; 0 where it is not told."""
+    """0 if it is not known."""
     has_ports: bool
-    """Whether it is what answers at this configuration's HTTP address."""
+    """Whether it answers at this configuration's HTTP address."""
 
 
 def startup_findings(config: Config) -> list[Check]:
-    """What would keep `serve` from starting, in its order, and what it would warn of."""
+    """What would keep `serve` from starting, in its order, and what it would warn about."""
     where = str(config.file or "built-in defaults; --config FILE names another")
-    found = [Check(CheckResult.PASS, "configuration", where)]
+    found = [passed("configuration", where)]
     running = _directory(config, found)
     found += _secrets(config)
     if running is not None and running.has_ports:
-        found.append(Check(CheckResult.PASS, "ports", "they are those of the sidecar that runs"))
+        found.append(passed("ports", "they are those of the sidecar that runs"))
     else:
         found += _ports(config)
     found.append(_host(config, running))
     short = shortages(config)
-    found += [Check(CheckResult.WARN, one.about, one.found, one.remedy) for one in short]
+    found += [warning(one.about, one.found, one.remedy) for one in short]
     if not short:
         enough = "memory and open files are enough, and host.directory is in memory"
-        found.append(Check(CheckResult.PASS, "machine", enough))
+        found.append(passed("machine", enough))
     return found
 
 
-def _checked(about: str, passed: str, check: Callable[[], object]) -> Check:
+def _checked(about: str, good: str, check: Callable[[], object]) -> Check:
     try:
         check()
     except StartError as error:
-        return Check(CheckResult.FAIL, about, str(error))
-    return Check(CheckResult.PASS, about, passed)
+        return failed(about, str(error))
+    return passed(about, good)
 
 
 def _directory(config: Config, found: list[Check]) -> Running | None:
@@ -84,48 +85,48 @@ def _directory(config: Config, found: list[Check]) -> Running | None:
             strict_parents=runtime.strict_parents,
         )
     except runtimedir.AlreadyServed as error:
-        found.append(Check(CheckResult.PASS, about, "a sidecar has its sockets there"))
+        found.append(passed(about, "a sidecar has its sockets there"))
         running, line = _running(config, error.pid)
         found.append(line)
         return running
     except StartError as error:
-        found.append(Check(CheckResult.FAIL, about, str(error)))
+        found.append(failed(about, str(error)))
     else:
-        found.append(Check(CheckResult.PASS, about, "nobody else can replace what is in it"))
+        found.append(passed(about, "nobody else can replace what is in it"))
     return None
 
 
 def _running(config: Config, pid: int) -> tuple[Running, Check]:
-    """Ask the sidecar that has the runtime directory how it is."""
+    """Ask the sidecar that has the runtime directory for its status."""
     about = f"sidecar {config.runtime.name}"
     runs = f"it runs (pid {pid or 'unknown'})"
     try:
         url = url_of(config)
-        status = fetch(url, STATUS_SECONDS_MAX, http_token(config))
-    except StatusNotYet as error:
-        return Running(pid, has_ports=True), Check(CheckResult.WARN, about, f"{runs}: {error}")
-    except StatusError as error:
-        return Running(pid, has_ports=False), Check(CheckResult.WARN, about, f"{runs}: {error}")
+        status = SidecarClient(url, STATUS_SECONDS_MAX, http_token(config)).get()
+    except SidecarNotReady as error:
+        return Running(pid, has_ports=True), warning(about, f"{runs}: {error}")
+    except NoAnswer as error:
+        return Running(pid, has_ports=False), warning(about, f"{runs}: {error}")
     except StartError:
-        # Its own line says why.
-        told = f"{runs}; without the token of http.token_file it cannot be asked how it is"
-        return Running(pid, has_ports=False), Check(CheckResult.WARN, about, told)
+        # The line of that check says why.
+        text = f"{runs}; without the token of http.token_file it cannot be asked how it is"
+        return Running(pid, has_ports=False), warning(about, text)
     if status.get("pid") != pid or status.get("name") != config.runtime.name:
-        told = f"{runs}, and {url} is that of another, {status.get('name')!r}"
-        return Running(pid, has_ports=False), Check(
-            CheckResult.WARN, about, told, "was it started with another http.port?"
+        text = f"{runs}, and {url} is that of another, {status.get('name')!r}"
+        return Running(pid, has_ports=False), warning(
+            about, text, "was it started with another http.port?"
         )
     return Running(pid, has_ports=True), _health(config, about, runs, status)
 
 
 def _health(config: Config, about: str, runs: str, status: dict[str, Any]) -> Check:
     engines = {one.get("engine_id") for one in status.get("sessions", [])}
-    told = f"{runs}: {status.get('state')}, {len(engines)} engines attached"
+    text = f"{runs}: {status.get('state')}, {len(engines)} engines attached"
     problems = [one.get("reason", one.get("code")) for one in status.get("problems", [])]
     if problems:
         remedy = f"`kvlake status{config.option}` says more"
-        return Check(CheckResult.WARN, about, f"{told}: {'; '.join(problems)}", remedy)
-    return Check(CheckResult.PASS, about, told)
+        return warning(about, f"{text}: {'; '.join(problems)}", remedy)
+    return passed(about, text)
 
 
 def _secrets(config: Config) -> list[Check]:
@@ -170,51 +171,51 @@ def _host(config: Config, running: Running | None) -> Check:
     about = f"host.directory {config.host.directory}"
     owner = read_owner(lock_path_of(config.pool_path))
     if running is not None and running.pid and owner is not None and owner.pid == running.pid:
-        return Check(CheckResult.PASS, about, "the sidecar that runs has its pool there")
-    passed = f"there is room for host.size={config.host.size}, and nobody has that pool"
-    return _checked(about, passed, lambda: check_host(config))
+        return passed(about, "the sidecar that runs has its pool there")
+    good = f"there is room for host.size={config.host.size}, and nobody has that pool"
+    return _checked(about, good, lambda: check_host(config))
 
 
 async def store_finding(config: Config) -> Check:
     """Whether the store can be opened and does what a sidecar needs."""
     if config.store is None:
-        return Check(CheckResult.PASS, "store", "none configured")
+        return passed("store", "none configured")
     try:
         store = open_store(config.store)
     except StartError as error:
-        return Check(CheckResult.FAIL, "store", str(error))
+        return failed("store", str(error))
     try:
         await store.probe()
     except TierError as error:
-        return Check(CheckResult.FAIL, f"store {store.url}", str(error))
+        return failed(f"store {store.url}", str(error))
     finally:
         await store.close()
-    return Check(CheckResult.PASS, f"store {store.url}", "writes, reads, lists and deletes")
+    return passed(f"store {store.url}", "writes, reads, lists and deletes")
 
 
 def numa_finding(config: Config, root: Path = Path("/")) -> Check:
-    """Whether new pages of the pool go to the nodes that they should go to."""
+    """Whether new pages of the pool are allocated on the right nodes."""
     about = "NUMA"
     try:
         placement = placement_of(config, root)
     except StartError as error:
-        return Check(CheckResult.FAIL, about, str(error))
+        return failed(about, str(error))
     if placement.refused:
         remedy = "or start the sidecar with numactl --membind=N, N the nodes of its GPUs"
-        return Check(CheckResult.WARN, about, placement.reason, remedy)
+        return warning(about, placement.reason, remedy)
     if not placement.nodes:
-        return Check(CheckResult.PASS, about, f"the pool is not placed: {placement.reason}")
-    told = f"new pages of the pool go to {_named(placement.nodes)}"
+        return passed(about, f"the pool is not placed: {placement.reason}")
+    text = f"new pages of the pool go to {_named(placement.nodes)}"
     pages = _pages_of(config.pool_path)
     if not pages:
-        return Check(CheckResult.PASS, about, told)
-    told += f"; of {sum(pages.values())} pages of the pool that is there, " + ", ".join(
+        return passed(about, text)
+    text += f"; of {sum(pages.values())} pages of the pool that is there, " + ", ".join(
         f"{count} are on {_named((node,))}" for node, count in pages.items()
     )
     if set(pages) <= set(placement.nodes):
-        return Check(CheckResult.PASS, about, told)
+        return passed(about, text)
     remedy = f"stop the sidecar and run `kvlake pool remove{config.option}`"
-    return Check(CheckResult.WARN, about, told, remedy)
+    return warning(about, text, remedy)
 
 
 def _named(nodes: tuple[int, ...]) -> str:
@@ -222,7 +223,7 @@ def _named(nodes: tuple[int, ...]) -> str:
 
 
 def _pages_of(path: Path) -> dict[int, int]:
-    """On which nodes a pool's file is now; nothing where there is none, or it is not ours."""
+    """Pages of a pool's file by node; empty if there is none, or it is not ours."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
             return sample(np.frombuffer(mapping, dtype=np.uint8))

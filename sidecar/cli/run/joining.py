@@ -1,9 +1,9 @@
-"""Several `kvlake run` beside one sidecar: who joined it, and whether it is still there.
+"""Several `kvlake run` beside one sidecar: which processes use it, and whether it still runs.
 
-The first one starts the sidecar. Each further one joins it: it connects once, learns which process
-listens, and holds a shared lock on a file beside the socket as long as it runs. The sidecar ends
-when whoever started it is gone and nobody has that lock: the last one out. The kernel gives a lock
-back however its holder ends.
+The first `run` starts the sidecar. Each further one joins it: it connects once to learn the
+listening process, and holds a shared lock on a file beside the socket while it runs. The sidecar
+ends when the process that started it has ended and nobody holds that lock. The kernel releases a
+lock however its holder ends.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK: Final = "runs.lock"
-LOOK_SECONDS: Final = 0.5
-"""How often a sidecar looks whether somebody still needs it."""
-UNSEEN_SECONDS: Final = 10.0
-"""How often one is connected to whose process cannot be watched: in another PID namespace."""
+POLL_SECONDS: Final = 0.5
+"""How often a sidecar checks whether a `run` still needs it."""
+UNWATCHED_POLL_SECONDS: Final = 10.0
+"""How often to connect to a sidecar in another PID namespace, whose process cannot be watched."""
 CONNECT_SECONDS_MAX: Final = 5.0
 
 
-class Joined:
-    """A sidecar that somebody else started."""
+class JoinedSidecar:
+    """A sidecar that another `run` started."""
 
     def __init__(self, attach_path: Path) -> None:
-        """Raises `OSError` where none listens, or its folder takes no lock of this user."""
+        """Raises `OSError` if none listens, or its directory takes no lock of this user."""
         self._attach_path = attach_path
         self.pid = listener(attach_path)
-        """Its process; 0 if that is in another PID namespace."""
+        """Its process; 0 in another PID namespace."""
         self._pid_fd = os.pidfd_open(self.pid) if self.pid else None
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._lock_fd = os.open(attach_path.with_name(LOCK), flags, 0o600)
@@ -46,19 +46,19 @@ class Joined:
             raise
 
     @property
-    def look_seconds(self) -> float:
-        """How long until `there` can say something new."""
-        return LOOK_SECONDS if self._pid_fd is not None else UNSEEN_SECONDS
+    def poll_seconds(self) -> float:
+        """How often to call `runs`."""
+        return POLL_SECONDS if self._pid_fd is not None else UNWATCHED_POLL_SECONDS
 
-    def there(self) -> bool:
+    def runs(self) -> bool:
         """Whether the sidecar still runs."""
         if self._pid_fd is not None:
             ended, _, _ = select.select([self._pid_fd], [], [], 0)
             return not ended
         now = time.monotonic()
-        if now - self._looked < UNSEEN_SECONDS:
+        if now - self._checked < UNWATCHED_POLL_SECONDS:
             return True
-        self._looked = now
+        self._checked = now
         try:
             listener(self._attach_path)
         except OSError:
@@ -66,7 +66,7 @@ class Joined:
         return True
 
     def leave(self) -> None:
-        """Need it no more."""
+        """Release it."""
         self._close_pid()
         os.close(self._lock_fd)
 
@@ -81,18 +81,18 @@ class Joined:
         self.leave()
 
 
-def needed(directory: Path) -> bool:
-    """Whether somebody has joined the sidecar of this runtime directory."""
-    return _refused(directory / LOCK, fcntl.LOCK_EX)
+def has_joined(directory: Path) -> bool:
+    """Whether a `run` has joined the sidecar of this runtime directory."""
+    return _is_held(directory / LOCK, fcntl.LOCK_EX)
 
 
-def locked(directory: Path) -> bool:
-    """Whether a sidecar has the lock of this runtime directory, ready or not."""
-    return _refused(directory / "lock", fcntl.LOCK_SH)
+def is_locked(directory: Path) -> bool:
+    """Whether a sidecar, ready or not, has this runtime directory."""
+    return _is_held(directory / "lock", fcntl.LOCK_SH)
 
 
-def _refused(path: Path, operation: int) -> bool:
-    """Whether others have locks that keep this one from being had; false where there is no file."""
+def _is_held(path: Path, operation: int) -> bool:
+    """Whether locks of others exclude this one; false if there is no file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -107,7 +107,7 @@ def _refused(path: Path, operation: int) -> bool:
 
 
 def listener(attach_path: Path) -> int:
-    """The process that listens; raises `OSError` where none does."""
+    """The process that listens on a socket. Raises `OSError` if none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(CONNECT_SECONDS_MAX)
         connection.connect(str(attach_path))

@@ -1,0 +1,160 @@
+"""A running sidecar over HTTP, as commands ask it.
+
+Does not own what the documents say (`sidecar/observe/`).
+
+Invariants: one request with a deadline; no proxy is used, because the sidecar is on this machine or
+beside it; a redirect does not get the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, cast
+
+from sidecar.cli.console import CommandError, Document, NoAnswer, load_config
+from sidecar.config.secret_files import SecretFileError, read_secret
+from sidecar.exits import Exit
+from sidecar.sessions.model_names import printable
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Generator
+
+    from sidecar.config.model import Config
+
+DOCUMENT_BYTES_MAX: Final = 16 << 20
+MESSAGE_BYTES_MAX: Final = 4096
+_WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (compared, not bound)
+
+
+class QueryRejected(NoAnswer):
+    """The sidecar rejected the query; the message is its own."""
+
+    code = Exit.USAGE
+
+
+class SidecarNotReady(NoAnswer):
+    """Something listens there but does not answer yet: a sidecar that starts, ends or hangs."""
+
+
+def url_of(config: Config) -> str:
+    """Address of the sidecar of this configuration. Raises `NoAnswer` if the port is not known."""
+    http = config.http
+    if http.port == 0:
+        raise NoAnswer(
+            "http.port is 0, so the port was chosen at start; the sidecar's first log line has "
+            "it: kvlake status --url http://127.0.0.1:PORT"
+        )
+    host = _WILDCARDS.get(http.host, http.host)
+    return f"http://[{host}]:{http.port}" if ":" in host else f"http://{host}:{http.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarClient:
+    """The address of a sidecar, the longest wait, and its token."""
+
+    url: str
+    timeout_seconds: float = 5.0
+    token: str = field(default="", repr=False)
+
+    def get(self, path: str = "/status") -> Document:
+        """The document of a path. Raises `NoAnswer`."""
+        if not self.url.startswith(("http://", "https://")):
+            raise NoAnswer(f"{self.url!r} is no address; write http://HOST:PORT")
+        url = f"{self.url.rstrip('/').removesuffix('/status')}{path}"
+        target = url.partition("?")[0]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(url)  # noqa: S310 (the scheme was checked above)
+        if self.token:
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        try:
+            with opener.open(request, timeout=self.timeout_seconds) as answer:
+                document: object = json.loads(answer.read(DOCUMENT_BYTES_MAX))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(target, path, error) from error
+        except ValueError as error:
+            raise _unreachable(
+                target, "the answer is not JSON; is that a kvlake sidecar?"
+            ) from error
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise _unreachable(target, reason) from error
+        if not isinstance(document, dict):
+            raise NoAnswer(f"{target} answered something else; is that a kvlake sidecar?")
+        return cast("Document", document)
+
+    def _refusal(self, target: str, path: str, error: urllib.error.HTTPError) -> NoAnswer:
+        code = error.code
+        said = error.read(MESSAGE_BYTES_MAX) if code == HTTPStatus.BAD_REQUEST else b""
+        if said:
+            return QueryRejected(
+                printable(said.decode(errors="replace").strip(), MESSAGE_BYTES_MAX)
+            )
+        if code == HTTPStatus.UNAUTHORIZED:
+            why = "takes another one" if self.token else "none was given"
+            return NoAnswer(
+                f"{target} needs a token, and {why}; use --config with the sidecar's own file, or "
+                "--token-file"
+            )
+        if code == HTTPStatus.SERVICE_UNAVAILABLE:
+            return SidecarNotReady(f"{target}: the sidecar is starting or ending, ask again")
+        if code == HTTPStatus.NOT_FOUND and path != "/status":
+            return NoAnswer(
+                f"{target} answered 404: that is no kvlake sidecar, or one of an earlier release "
+                "without this path; restart it with the release that is installed"
+            )
+        return NoAnswer(f"{target} answered {code}; is that a kvlake sidecar?")
+
+
+def _unreachable(target: str, reason: object) -> NoAnswer:
+    kind = SidecarNotReady if isinstance(reason, TimeoutError) else NoAnswer
+    return kind(
+        f"no answer from {target}: {reason}. Does the sidecar run, and are http.host and "
+        "http.port those of its configuration? (--config or --url)"
+    )
+
+
+def client_of(options: argparse.Namespace) -> SidecarClient:
+    """The running sidecar that these options name. Raises `CommandError`."""
+    try:
+        config = None if options.url else load_config(options.config)
+        url = options.url if config is None else url_of(config)
+        token = "" if config is None else config.http.secret_token()
+        if options.token_file is not None:
+            token = read_secret(options.token_file, "--token-file")
+    except SecretFileError as error:
+        raise CommandError(str(error)) from error
+    return SidecarClient(url, options.timeout, token)
+
+
+def asks_host(options: argparse.Namespace, config: Config) -> bool:
+    """Whether `du` or `ls` is about host memory rather than the object store."""
+    return bool(options.host or options.url or config.store is None)
+
+
+@contextlib.contextmanager
+def host_memory(options: argparse.Namespace) -> Generator[SidecarClient]:
+    """The sidecar to ask for host memory. Errors say why it is asked."""
+    try:
+        yield client_of(options)
+    except NoAnswer as error:
+        if options.host or options.url or isinstance(error, QueryRejected):
+            raise
+        raise NoAnswer(
+            f"the configuration has no store, so host memory is asked for: {error}"
+        ) from error
+
+
+def get_list(client: SidecarClient, path: str, name: str, **query: str) -> Document:
+    """The document of a path, which must have a list of this name. Raises `NoAnswer`."""
+    document = client.get(f"{path}?{urllib.parse.urlencode(query)}")
+    if not isinstance(document.get(name), list):
+        raise NoAnswer(f"{client.url} answered something else; is that a kvlake sidecar?")
+    return document

@@ -1,0 +1,292 @@
+"""`kvlake gc`: keep the object store within its limits, now.
+
+Owns the order of one collection by hand, and its report. Does not own rounds of collection
+(`sidecar/catalog/garbage_collector.py`, `tiers/catalog/compaction.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import numpy as np
+
+from sidecar.catalog.garbage_collector import LEASE_SECONDS, collect, holder_name, plan_of
+from sidecar.cli.console import CommandError, Document, load_config, say, say_json, table
+from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk_line
+from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
+from sidecar.config.units import format_duration
+from sidecar.exits import Exit
+from tiers.catalog.compaction import CompactionReport, Superseded, compact
+from tiers.catalog.lease import CatalogLease
+from tiers.catalog.leftovers import Leftovers, remove_leftovers
+from tiers.catalog.manifest import Counts
+from tiers.catalog.retention import Why
+from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, tenant_of
+from tiers.sizes import approximate_size
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from sidecar.config.model import Config
+    from tiers.catalog.retention import Whys
+    from tiers.catalog.rows import Rows
+    from tiers.store.object_tier import ObjectTier
+
+LEASE_POLL_SECONDS: Final = 2.0
+
+
+def main(options: argparse.Namespace) -> int:
+    """Collect, or show what would be collected."""
+    config, writer = load_config(options.config), None
+    if options.list and not options.dry_run:
+        raise CommandError("--list shows what would be withdrawn: give it together with --dry-run")
+    if options.list:
+        writer = ListWriter(chunk_line, as_json=options.json)
+        writer.open({}, "victims", WITHDRAWN_COLUMNS)
+    if options.dry_run:
+        document = try_collection(config, options.namespace, writer)
+    else:
+        document = run_collection(config, options.namespace, wait=options.wait)
+    if writer is not None:
+        writer.close(document)
+    if not options.json:
+        say("\n" + _text(document) if writer is not None else _text(document))
+    elif writer is None:
+        say_json(document)
+    return Exit.OK
+
+
+def try_collection(
+    config: Config, namespace: str | None = None, writer: ListWriter | None = None
+) -> Document:
+    """What a collection would do. Chunks that it would withdraw go to `writer`."""
+    names = TenantNames(config)
+
+    async def write(rows: Rows, whys: Whys) -> None:
+        if writer is not None:
+            writer.write(chunk_documents(rows, names, whys=whys))
+
+    async def command(store: ObjectTier) -> Document:
+        prefixes = await find_namespaces(store, namespace)
+        plan = plan_of(config, whole=True, dry_run=True)
+        reports = [
+            await compact(store, prefix, plan, time.time(), tell=write) for prefix in prefixes
+        ]
+        left = await _remove_leftovers(config, store, namespace and prefixes[0], None)
+        return _document(config, reports, left, dry_run=True)
+
+    return run(config, command)
+
+
+def run_collection(config: Config, namespace: str | None = None, *, wait: bool = False) -> Document:
+    """A whole round of collection on each namespace; with `wait`, until the deletions are done."""
+
+    async def command(store: ObjectTier) -> Document:
+        if not (await store.probe()).creates:
+            raise CommandError(
+                f"{store.url} cannot create an object without replacing an existing one, which "
+                "compaction needs; bound it with a lifecycle rule of the store's own"
+            )
+        lease = CatalogLease(store, holder_name("kvlake gc"), seconds=LEASE_SECONDS)
+        await _take(lease)
+        try:
+            prefixes = await find_namespaces(store, namespace)
+            reports = await _collect(config, store, lease, prefixes)
+            while any(report.logs_left for report in reports):
+                reports = await _collect(config, store, lease, prefixes, reports)
+            left = await _remove_leftovers(config, store, namespace and prefixes[0], lease)
+            if wait and any(report.waiting for report in reports):
+                await _wait(lease, plan_of(config).grace_seconds)
+                reports = await _collect(config, store, lease, prefixes, reports)
+        finally:
+            with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):
+                await lease.give_back()
+        return _document(config, reports, left, dry_run=False)
+
+    return run(config, command)
+
+
+async def _collect(
+    config: Config,
+    store: ObjectTier,
+    lease: CatalogLease,
+    prefixes: Sequence[str],
+    before: Sequence[CompactionReport] = (),
+) -> list[CompactionReport]:
+    """One round. Its reports include what the rounds `before` did."""
+    plan = plan_of(config, whole=True)
+    reports, failure = await collect(store, lease, plan, prefixes, Counts())
+    if failure is not None:
+        raise failure
+    if before:
+        for first, second in zip(before, reports, strict=True):
+            _add(first, second)
+    return reports
+
+
+def _add(first: CompactionReport, second: CompactionReport) -> None:
+    for name in (
+        "logs_merged",
+        "withdrawn",
+        "withdrawn_bytes",
+        "deleted",
+        "found",
+        "lost",
+        "files_removed",
+    ):
+        setattr(second, name, getattr(second, name) + getattr(first, name))
+    second.fallen.add(first.fallen.cells)
+
+
+async def _remove_leftovers(
+    config: Config, store: ObjectTier, prefix: str | None, lease: CatalogLease | None
+) -> Leftovers:
+    """Remove what is beside the chunks; without a lease, only count it."""
+    assert config.store is not None, "one was opened"
+    return await remove_leftovers(
+        store,
+        time.time() if lease is None else lease.store_seconds,
+        quarantine_seconds=config.store.gc.quarantine_keep,
+        namespace=prefix or "",
+        dry_run=lease is None,
+        alive=None if lease is None else lease.renew,
+    )
+
+
+async def _take(lease: CatalogLease) -> None:
+    """Take the lease, after waiting for a holder that may have died."""
+    until = time.monotonic() + 2 * LEASE_SECONDS
+    while not await lease.take():
+        if time.monotonic() > until:
+            raise CommandError(
+                f"the store's lease is held by {lease.other}, which is collecting; try again later"
+            )
+        await anyio.sleep(LEASE_POLL_SECONDS)
+
+
+async def _wait(lease: CatalogLease, grace_seconds: float) -> None:
+    # One second more: a store's times may be whole seconds.
+    until = time.monotonic() + grace_seconds + 1.0
+    while time.monotonic() < until:
+        await anyio.sleep(min(LEASE_POLL_SECONDS, max(0.0, until - time.monotonic())))
+        if not await lease.renew():
+            raise Superseded("the lease was lost while waiting; nothing is left half done")
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def _document(
+    config: Config, reports: Sequence[CompactionReport], left: Leftovers, *, dry_run: bool
+) -> Document:
+    names = TenantNames(config)
+    return {
+        "dry_run": dry_run,
+        "grace": format_duration(plan_of(config).grace_seconds),
+        "namespaces": [_namespace(report, names) for report in reports],
+        "leftovers": dataclasses.asdict(left),
+    }
+
+
+def _namespace(report: CompactionReport, names: TenantNames) -> Document:
+    fallen = report.fallen.cells
+    largest = np.argsort(-fallen.amounts[:, SIZE], kind="stable")[:TENANTS_SHOWN_MAX]
+    columns = zip(
+        fallen.spans[largest].tolist(),
+        fallen.tenants[largest].tolist(),
+        fallen.amounts[largest].tolist(),
+        strict=True,
+    )
+    held = report.census.whole
+    return {
+        "namespace": namespace_of(report.prefix),
+        "withdrawn": report.withdrawn,
+        "withdrawn_bytes": report.withdrawn_bytes,
+        "withdrawn_by": [
+            {
+                "bound": Why(why).setting,
+                "tenant": names.name(tenant_of(word)),
+                "chunks": amounts[CHUNKS],
+                "objects": amounts[OBJECTS],
+                "size_bytes": amounts[SIZE],
+            }
+            for why, word, amounts in columns
+        ],
+        "withdrawn_by_left_out": max(0, len(fallen) - TENANTS_SHOWN_MAX),
+        "deleted": report.deleted,
+        "waiting": report.waiting,
+        "found": report.found,
+        "lost": report.lost,
+        "logs_merged": report.logs_merged,
+        "logs_left": report.logs_left,
+        "files_removed": report.files_removed,
+        "objects": held.objects,
+        "size_bytes": held.size_bytes,
+    }
+
+
+def _text(document: Document) -> str:
+    namespaces = document["namespaces"]
+    head = ("NAMESPACE", "WITHDRAWN", "BYTES", "DELETED", "FOUND", "LOST", "KEPT", "SIZE")
+    rows = [
+        (
+            one["namespace"],
+            one["withdrawn"],
+            approximate_size(one["withdrawn_bytes"]),
+            one["deleted"],
+            one["found"],
+            one["lost"],
+            one["objects"],
+            approximate_size(one["size_bytes"]),
+        )
+        for one in namespaces
+    ]
+    lines = [table([head, *rows]) if rows else "the store holds no chunks"]
+    if any(one["withdrawn_by"] for one in namespaces):
+        lines += ["", _withdrawn_text(namespaces), ""]
+    lines += _leftovers_text(document["leftovers"])
+    if logs_left := sum(one["logs_left"] for one in namespaces):
+        lines.append(
+            f"this does not include {logs_left} files of the catalog, which are more than one "
+            "round merges; kvlake gc without --dry-run merges all of them"
+        )
+    waiting = sum(one["waiting"] for one in namespaces)
+    if document["dry_run"]:
+        lines.append("nothing was changed (--dry-run)")
+    elif waiting:
+        lines.append(
+            f"{waiting} objects are withdrawn and can be deleted {document['grace']} after that, "
+            "by any sidecar or the next kvlake gc (--wait waits for it)"
+        )
+    return "\n".join(lines)
+
+
+def _leftovers_text(left: Document) -> list[str]:
+    lines: list[str] = []
+    if left["quarantined"] or left["quarantine_kept"]:
+        gone, kept = (
+            f"{left[what]} ({approximate_size(left[f'{what}_bytes'])})"
+            for what in ("quarantined", "quarantine_kept")
+        )
+        lines.append(f"damaged objects in quarantine/: {gone} old enough to go, {kept} kept")
+    if left["probes"]:
+        lines.append(f"probes of sidecars that died: {left['probes']}")
+    return lines
+
+
+def _withdrawn_text(namespaces: Sequence[Document]) -> str:
+    """What was withdrawn, by limit and tenant."""
+    rows: list[Sequence[object]] = [("NAMESPACE", "BOUND", "TENANT", "CHUNKS", "OBJECTS", "BYTES")]
+    for one in namespaces:
+        for index, part in enumerate(one["withdrawn_by"]):
+            name = "" if index else one["namespace"]
+            size = approximate_size(part["size_bytes"])
+            counts = (part["chunks"], part["objects"], size)
+            rows.append((name, part["bound"], part["tenant"], *counts))
+        if one["withdrawn_by_left_out"]:
+            rows.append(("", f"and {one['withdrawn_by_left_out']} lines with less", *[""] * 4))
+    return table(rows)

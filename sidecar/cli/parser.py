@@ -1,0 +1,400 @@
+"""The command line of `kvlake`: every command with its options and help.
+
+Does not own what a command does: `module` names the module that has its `main(options)`.
+
+Invariant: no secret is an option, because other users of the machine can see command lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import math
+import re
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
+
+_DESCRIPTION: Final = """\
+kvlake keeps vLLM's KV cache in host memory and in object stores, so that a prompt prefix that was
+computed once is not computed again, by any engine that reaches the same sidecar or bucket.
+"""
+_EPILOG: Final = """\
+first steps:
+  kvlake demo                                  see a hit on this machine, without a GPU
+  kvlake run -- vllm serve MODEL               an engine with a sidecar, in one command
+  kvlake status                                what the sidecar holds and does
+
+`kvlake COMMAND --help` explains each command. Exit codes: 0 done, 1 the answer is no, 2 change the
+command or the configuration, 3 the sidecar could not start, 4 it stopped with chunks unwritten,
+5 a second signal ended it, 70 a bug (docs/how-to/operations.md has the table). `run` ends with the
+engine's own code.
+"""
+# argparse has no public name for the result of `add_subparsers`, nor for what takes options.
+_Commands: TypeAlias = Any
+_Options: TypeAlias = Any
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest command for an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if unknown:
+            known = re.findall(r"[\w-]+", unknown[2])
+            near = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.5)
+            suggestion = f"did you mean `{near[0]}`? " if near else ""
+            message = f"no command `{unknown[1]}`; {suggestion}the commands are {', '.join(known)}"
+        super().error(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its options."""
+    top = _Parser(
+        prog="kvlake",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvlake {_version()}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_serve(commands)
+    _add_demo(commands)
+    _add_status(commands)
+    _add_inspect(commands)
+    _add_du(commands)
+    _add_ls(commands)
+    _add_gc(commands)
+    _add_doctor(commands)
+    _add_keygen(commands)
+    _add_pool(commands)
+    _add_tenant(commands)
+    _add_config(commands)
+    return top
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvlake")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _command(to: _Commands, name: str, module: str, **texts: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = to.add_parser(name, **texts)
+    command.set_defaults(module=f"sidecar.cli.{module}", action=name)
+    return command
+
+
+def _actions(to: _Commands, name: str, **texts: Any) -> _Commands:
+    """A command that only has further commands."""
+    command = to.add_parser(name, **texts)
+    return command.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+
+# --- commands that start processes ---------------------------------------------------------------
+
+
+def _add_run(commands: _Commands) -> None:
+    run = _command(
+        commands,
+        "run",
+        "run",
+        help="start a sidecar, then vLLM beside it",
+        description="Start a sidecar, wait until it serves, then start vLLM with the connector's "
+        "options added to its command line. Signals go to vLLM, a sidecar that dies is started "
+        "again, and the exit code is vLLM's. A sidecar that serves already is joined; it drains "
+        "when the last engine is gone.",
+        usage="kvlake run [-h] [--config FILE] [--optional] -- vllm serve MODEL ...",
+        epilog="example: kvlake run --config configs/default.yaml -- vllm serve MODEL --port 8000",
+    )
+    _add_config_option(run)
+    run.add_argument(
+        "--optional",
+        action="store_true",
+        help="start the engine also if the sidecar cannot be started, and retry the sidecar",
+    )
+
+
+def _add_serve(commands: _Commands) -> None:
+    serve = _command(
+        commands,
+        "serve",
+        "serve",
+        help="run the sidecar alone",
+        description="Run the sidecar until it gets SIGTERM or SIGINT. Engines attach to its "
+        "socket by themselves, also those that were started earlier.",
+    )
+    _add_config_option(serve)
+    # For `kvlake run`: where to write a line when the sidecar serves, and which process it serves.
+    serve.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    serve.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+
+
+def _add_demo(commands: _Commands) -> None:
+    demo = _command(
+        commands,
+        "demo",
+        "demo",
+        help="show a hit from host memory and from an object store",
+        description="Make a small model, compute a long prompt once, and serve it to a second "
+        "engine from host memory and from a bucket. Runs on this machine, without a GPU.",
+    )
+    _add_json_option(demo)
+    demo.add_argument(
+        "--model-only",
+        metavar="DIR",
+        type=Path,
+        help="only write the demo's model and tokenizer to DIR, to serve it yourself",
+    )
+
+
+# --- commands about one node ---------------------------------------------------------------------
+
+
+def _add_status(commands: _Commands) -> None:
+    status = _command(
+        commands,
+        "status",
+        "status",
+        help="show what a running sidecar holds and does",
+        description="Ask a running sidecar for its tiers, traffic, loads and attached engines.",
+    )
+    where = status.add_mutually_exclusive_group()
+    _add_config_option(where)
+    _add_sidecar_options(status, where=where)
+    _add_json_option(status)
+
+
+def _add_inspect(commands: _Commands) -> None:
+    inspect = _command(
+        commands,
+        "inspect",
+        "inspect",
+        help="show what a stored chunk file holds, and whether it is intact",
+        description="Read chunk files (.arrow), print what they hold, and check header, footer "
+        "and checksum. The exit code is 1 if any of them is damaged or is no chunk file.",
+    )
+    inspect.add_argument(
+        "places", nargs="+", metavar="FILE_OR_URL", help="a path, or a URL such as s3://bucket/..."
+    )
+    _add_config_option(inspect, "access URLs by its section store")
+    _add_json_option(inspect)
+
+
+def _add_doctor(commands: _Commands) -> None:
+    doctor = _command(
+        commands,
+        "doctor",
+        "doctor",
+        help="check this machine for a sidecar and engines",
+        description=(
+            "Check all that `kvlake serve` checks when it starts (directories, ports, keys, host "
+            "memory, limits), the store, by writing and deleting one object, the GPUs and what "
+            "their driver supports, and what an engine would find. With an engine's command after "
+            "--, check that as `kvlake run` does. One line each: pass, warn or fail; the exit "
+            "code is 1 if anything failed. Nothing on the node is changed."
+        ),
+        usage="kvlake doctor [-h] [--config FILE] [-- vllm serve MODEL ...]",
+    )
+    _add_config_option(doctor)
+
+
+def _add_pool(commands: _Commands) -> None:
+    actions = _actions(
+        commands,
+        "pool",
+        help="show or remove the host memory that a stopped sidecar kept",
+        description="A sidecar that stops keeps its host memory, so that the next one of the same "
+        "name starts warm (host.after_stop). Run this as the sidecar's user, with its --config.",
+    )
+    show = _command(actions, "show", "pool", help="print its path, size and contents")
+    _add_config_option(show)
+    _add_json_option(show)
+    remove = _command(
+        actions,
+        "remove",
+        "pool",
+        help="free it; ends with 1 if a sidecar uses it, or it is not kvlake's",
+    )
+    _add_config_option(remove)
+
+
+# --- commands about what is cached ---------------------------------------------------------------
+
+_NAMESPACE_HELP: Final = "the namespace, by its first digits"
+
+
+def _add_du(commands: _Commands) -> None:
+    du = _command(
+        commands,
+        "du",
+        "du",
+        help="show what is cached, by namespace, model and tenant",
+        description="Read the store's catalog and sum up its chunks; nothing is listed or "
+        "changed. If the configuration has no store, or with --host or --url, ask the running "
+        "sidecar what its host memory holds.",
+    )
+    du.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
+    _add_tier_options(du)
+
+
+def _add_ls(commands: _Commands) -> None:
+    ls = _command(
+        commands,
+        "ls",
+        "ls",
+        help="list the namespaces that are cached, or the chunks of one",
+        description="List the store's namespaces, or the chunks of one of them with the URLs of "
+        "its objects, from its catalog. If the configuration has no store, or with --host or "
+        "--url, list what the host memory of the running sidecar holds.",
+    )
+    ls.add_argument("namespace", nargs="?", metavar="NAMESPACE", help=_NAMESPACE_HELP)
+    ls.add_argument("--key", default="", metavar="DIGITS", help="only keys with this prefix")
+    ls.add_argument("--tenant", default="", metavar="NAME", help="only this tenant, by name or id")
+    ls.add_argument(
+        "--limit", type=_count, default=1000, metavar="N", help="largest number (default: 1000)"
+    )
+    _add_tier_options(ls)
+
+
+def _add_gc(commands: _Commands) -> None:
+    gc = _command(
+        commands,
+        "gc",
+        "gc",
+        help="keep the object store within its limits, now",
+        description="Compact the catalog, withdraw what exceeds store.ttl, store.size_max, "
+        "store.objects_max and the tenants' store_ttl, store_max and store_objects_max, and delete "
+        "what was withdrawn at least store.gc.grace ago. Sidecars do the same by themselves.",
+    )
+    gc.add_argument("--namespace", metavar="DIGITS", help=_NAMESPACE_HELP)
+    gc.add_argument(
+        "--dry-run", action="store_true", help="show what would be removed; change nothing"
+    )
+    gc.add_argument(
+        "--list",
+        action="store_true",
+        help="with --dry-run: every chunk that would be withdrawn, and why",
+    )
+    gc.add_argument(
+        "--wait", action="store_true", help="wait for store.gc.grace, and delete what was withdrawn"
+    )
+    _add_config_option(gc)
+    _add_json_option(gc)
+
+
+# --- commands about configuration ----------------------------------------------------------------
+
+
+def _add_keygen(commands: _Commands) -> None:
+    keygen = _command(
+        commands,
+        "keygen",
+        "keygen",
+        help="make a secret: a key for KV events over TCP, or a token for HTTP",
+        description="Write a new random secret to a file that only its owner can read, for "
+        "events.curve_secret_key_file or http.token_file. An existing file is not replaced.",
+    )
+    keygen.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+
+
+def _add_tenant(commands: _Commands) -> None:
+    actions = _actions(
+        commands,
+        "tenant",
+        help="name a tenant without its secret",
+        description="The cache salt of its requests, a secret, identifies a tenant. Configuration "
+        "and catalog use an id that is made from it.",
+    )
+    named = _command(
+        actions,
+        "id",
+        "tenant",
+        help="print the id of a cache salt",
+        description="Print the id of a cache salt. The salt is read from standard input or from "
+        "an environment variable, never from the command line, where other users of the machine "
+        "could see it.",
+    )
+    named.add_argument("--env", metavar="NAME", help="read it from this variable instead")
+
+
+def _add_config(commands: _Commands) -> None:
+    actions = _actions(
+        commands,
+        "config",
+        help="check, show or describe a configuration file",
+        description="Work with the sidecar's configuration. configs/default.yaml explains every "
+        "setting.",
+    )
+    check = _command(actions, "check", "config", help="check a file, and say what to fix")
+    check.add_argument("file", type=Path, metavar="FILE")
+    show = _command(
+        actions,
+        "show",
+        "config",
+        help="print the configuration with its defaults filled in, secrets masked",
+    )
+    show.add_argument("file", type=Path, metavar="FILE", nargs="?")
+    _command(actions, "schema", "config", help="print the JSON schema of the file, for editors")
+
+
+# --- options that several commands have ----------------------------------------------------------
+
+
+def _add_config_option(
+    to: _Options, help_text: str = "the sidecar's YAML file (default: built-in defaults)"
+) -> None:
+    to.add_argument("--config", type=Path, metavar="FILE", help=help_text)
+
+
+def _add_json_option(to: _Options) -> None:
+    to.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_tier_options(to: argparse.ArgumentParser) -> None:
+    _add_config_option(to)
+    to.add_argument(
+        "--host", action="store_true", help="host memory, even if there is an object store"
+    )
+    _add_sidecar_options(to, where=to)
+    _add_json_option(to)
+
+
+def _add_sidecar_options(to: _Options, *, where: _Options) -> None:
+    """How a running sidecar is asked. `where` takes the option for its address."""
+    where.add_argument(
+        "--url", type=_address, help="address of the sidecar, such as http://127.0.0.1:9321"
+    )
+    to.add_argument(
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="longest wait (default: 5)"
+    )
+    to.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the token of http.token_file (default: that of the configuration)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, such as 2.5")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, 0 or more")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    if not re.match(r"https?://[^/]", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT")
+    return text

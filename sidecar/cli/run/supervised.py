@@ -1,0 +1,271 @@
+"""The sidecar's process beside an engine: start, wait, restart, drain; or joining a running one.
+
+Also owns the signals of `kvlake run`, because every wait here ends with one.
+
+Invariants: restarts back off to at most `RESTART_SECONDS_MAX`; a sidecar that is stopped has its
+configured time to drain, and some more, before it is killed, unless others have joined it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from sidecar.cli.console import CommandError, NotStarted
+from sidecar.cli.run.joining import POLL_SECONDS, JoinedSidecar, has_joined, is_locked
+from sidecar.exits import Exit
+from sidecar.service.systemd import without_notify
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from pathlib import Path
+    from types import FrameType
+
+    from sidecar.config.model import Config
+
+FORWARDED: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+RESTART_SECONDS_FIRST: Final = 0.5
+RESTART_SECONDS_MAX: Final = 30.0
+HEALTHY_SECONDS: Final = 60.0
+"""A sidecar that lived this long is restarted at once when it dies."""
+DRAIN_GRACE_SECONDS: Final = 20.0
+"""More than the sidecar's end may take after its drain, even with a thread that hangs. Killed
+earlier, it would leave a pool behind that is to be removed."""
+JOIN_SECONDS: Final = 0.2
+_READY_SECONDS_BASE: Final = 60.0
+# Touching memory for the first time runs at 1 to 2 GB/s on one core; a quarter of that is allowed.
+_PREFAULT_BYTES_PER_SECOND_MIN: Final = 256 << 20
+
+
+class Interrupted(Exception):
+    """A signal arrived before the engine was started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def log(text: str) -> None:
+    """Write a line to standard error, marked as this command's."""
+    sys.stderr.write(f"kvlake run: {text}\n")
+    sys.stderr.flush()
+
+
+class SupervisedSidecar:
+    """The sidecar of one `kvlake run`."""
+
+    def __init__(self, config: Config, command: Sequence[str]) -> None:
+        self._config = config
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._joined: JoinedSidecar | None = None
+        self._delay_seconds = RESTART_SECONDS_FIRST
+        self._restart_at: float | None = None
+
+    @property
+    def _home(self) -> Path:
+        return self._config.runtime.attach_path.parent
+
+    @property
+    def ready_seconds_max(self) -> float:
+        """How long a start may take: the more memory is touched first, the longer."""
+        prefault = self._config.host.size if self._config.host.prefault else 0
+        return _READY_SECONDS_BASE + prefault / _PREFAULT_BYTES_PER_SECOND_MIN
+
+    def start(self, wakeup: socket.socket) -> None:
+        """Start it and wait until it serves, or join the one that serves.
+
+        Raises:
+            CommandError: it ended.
+            NotStarted: it was not ready in time, or a later attempt may succeed.
+            Interrupted: a signal came first.
+        """
+        deadline = time.monotonic() + self.ready_seconds_max
+        while not self._join():
+            if self._start_own(wakeup, deadline):
+                return
+            # Another one has the lock: it is not ready yet, or drains.
+            readable, _, _ = select.select([wakeup], [], [], JOIN_SECONDS)
+            for number in forwarded(wakeup) if readable else ():
+                raise Interrupted(number)
+
+    def _join(self) -> bool:
+        """Join the sidecar that serves; False if there is none."""
+        try:
+            self._joined = JoinedSidecar(self._config.runtime.attach_path)
+        except OSError:
+            return False
+        log(
+            f"a sidecar (pid {self._joined.pid}) serves {self._config.runtime.attach_path}: joined "
+            "it, with the configuration that it was started with"
+        )
+        return True
+
+    def _start_own(self, wakeup: socket.socket, deadline: float) -> bool:
+        """Whether it serves. False if another one starts instead."""
+        reader, writer = os.pipe()
+        try:
+            self._spawn(writer)
+        except OSError as error:
+            raise NotStarted(f"the sidecar cannot be started: {error}") from error
+        finally:
+            os.close(writer)
+        assert self._process is not None
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise NotStarted(
+                        f"the sidecar was not ready after {self.ready_seconds_max:.0f} s; see its "
+                        "lines above. A large host.size starts faster with host.prefault: false"
+                    )
+                readable, _, _ = select.select([pipe.fileno(), wakeup.fileno()], [], [], left)
+                if wakeup.fileno() in readable:
+                    for number in forwarded(wakeup):
+                        raise Interrupted(number)
+                if pipe.fileno() in readable:
+                    if pipe.read(1):
+                        return True
+                    code = self._process.wait()
+                    if code == Exit.START and is_locked(self._home) and left > JOIN_SECONDS:
+                        return False
+                    kind = NotStarted if code == Exit.START else CommandError
+                    raise kind(f"the sidecar ended with code {code}; see its lines above")
+
+    def _spawn(self, ready_fd: int | None) -> None:
+        command = list(self._command)
+        if ready_fd is not None:
+            command += ["--ready-fd", str(ready_fd)]
+        self._started = time.monotonic()
+        self._restart_at = None
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            # The engine's standard output stays the engine's own.
+            stdout=sys.stderr.fileno(),
+            pass_fds=() if ready_fd is None else (ready_fd,),
+            start_new_session=True,
+            env=without_notify(os.environ),
+        )
+
+    def watch(self) -> float | None:
+        """Restart it if it died and its delay is over. Seconds until the next call, if any."""
+        now = time.monotonic()
+        if self._joined is not None:
+            if self._joined.runs():
+                return self._joined.poll_seconds
+            self._joined.leave()
+            self._joined = None
+            log("the sidecar that was joined ended; the engine continues without a cache")
+            self.start_later()
+        elif self._restart_at is None:
+            assert self._process is not None
+            code = self._process.poll()
+            if code is None:
+                return None
+            if now - self._started >= HEALTHY_SECONDS:
+                self._delay_seconds = RESTART_SECONDS_FIRST
+            ending = f"code {code}" if code >= 0 else signal.Signals(-code).name
+            log(
+                f"the sidecar ended ({ending}); the engine continues without a cache, next start "
+                f"in {self._delay_seconds:g} s"
+            )
+            self.start_later()
+        assert self._restart_at is not None
+        if now < self._restart_at:
+            return self._restart_at - now
+        if self._join():
+            self._restart_at = None
+            return POLL_SECONDS
+        try:
+            self._spawn(None)
+        except OSError as error:
+            # Out of memory, for example, that the dead one has not freed yet.
+            log(
+                f"the sidecar cannot be started ({error}); the engine continues without a cache, "
+                f"next attempt in {self._delay_seconds:g} s"
+            )
+            return self.start_later()
+        return None
+
+    def retry(self) -> None:
+        """Have `watch` start it, unless one is starting."""
+        if self._process is None or self._process.poll() is not None:
+            self.start_later()
+
+    def start_later(self) -> float:
+        """Have `watch` start it after a delay, which doubles each time; seconds until then."""
+        seconds = self._delay_seconds
+        self._restart_at = time.monotonic() + seconds
+        self._delay_seconds = min(2 * seconds, RESTART_SECONDS_MAX)
+        return seconds
+
+    def stop(self, wakeup: socket.socket) -> None:
+        """Drain it, and kill it at the deadline or at another signal.
+
+        One that others have joined continues for them, and drains when the last of them has ended.
+        """
+        if self._joined is not None:
+            self._joined.leave()
+            return
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        if has_joined(self._home):
+            log(f"the sidecar (pid {process.pid}) continues for others that joined it")
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._config.limits.drain_seconds_max + DRAIN_GRACE_SECONDS
+        while process.poll() is None and (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([wakeup], [], [], left)
+            if readable and forwarded(wakeup):
+                break
+        if process.poll() is None:
+            log("the sidecar did not drain in time; it is killed, unwritten chunks are lost")
+            process.kill()
+            process.wait()
+
+
+def forwarded(wakeup: socket.socket) -> list[int]:
+    """The signals for the engine that arrived, each once; SIGCHLD only wakes."""
+    return [number for number in dict.fromkeys(wakeup.recv(4096)) if number in FORWARDED]
+
+
+@contextlib.contextmanager
+def signals() -> Generator[socket.socket]:
+    """Signals as bytes on a socket, so that one `select` waits for them and for the children."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+
+    def nothing(number: int, frame: FrameType | None) -> None:
+        del number, frame  # the number is in the socket already
+
+    # What is ignored stays ignored, here and in the engine: that is how nohup works.
+    taken = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, nothing) for number in (*taken, signal.SIGCHLD)}
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
