@@ -20,8 +20,16 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from sidecar.logs import fields
-from tiers.kv.index import FLAG_HOST, FLAG_STORE, KEY_BYTES, IndexWriter, tag_of, tags_in, tags_of
-from tiers.kv.index_growth import IndexGrowth
+from tiers.kv.index import (
+    FLAG_HOST,
+    FLAG_STORE,
+    KEY_BYTES,
+    IndexGrowth,
+    IndexWriter,
+    tag_of,
+    tags_in,
+    tags_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

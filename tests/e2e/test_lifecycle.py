@@ -42,7 +42,7 @@ from tests.e2e.arms import (
 from tests.e2e.chains import in_pool, pool_of
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
-from tiers.kv.slot_image import PAYLOAD_OFFSET
+from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -415,7 +415,7 @@ def test_damaged_host_memory_is_never_used(
         salt = stored(engine, prompt)
         (chain,) = in_pool(sidecar).since(before).chains()
         with pool_of(sidecar).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            memory[chain[2] + PAYLOAD_OFFSET + 100_000] ^= 1
+            memory[chain[2] + PAGE_BYTES + 100_000] ^= 1
         generation = engine.generate(prompt, cache_salt=salt)
         # The connector loads a prompt as one, vLLM's offloading each chunk by itself.
         sound_tokens = 2 * chunk_tokens(engine) if has_host_tier(engine) else 0

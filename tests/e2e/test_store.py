@@ -45,7 +45,7 @@ from tests.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.servers import S3Server, s3_server
 from tests.harness.sidecars import SidecarProcess
-from tiers.kv.slot_image import PAYLOAD_OFFSET
+from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -197,7 +197,7 @@ def test_store_that_is_only_read_or_only_written(folder: Path, engine: EnginePro
 def _payload_end(path: Path) -> int:
     """Where an object's payload, whole blocks, ends; what follows is shorter than a block."""
     block_bytes = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
-    return PAYLOAD_OFFSET + (path.stat().st_size - PAYLOAD_OFFSET) // block_bytes * block_bytes
+    return PAGE_BYTES + (path.stat().st_size - PAGE_BYTES) // block_bytes * block_bytes
 
 
 def _change_byte(path: Path, offset: int) -> None:
@@ -212,7 +212,7 @@ def _swap_in(path: Path, other: Path) -> None:
 
 
 DAMAGE: Final[dict[str, Callable[[Path, Path], None]]] = {
-    "payload": lambda path, _: _change_byte(path, PAYLOAD_OFFSET + 12_345),
+    "payload": lambda path, _: _change_byte(path, PAGE_BYTES + 12_345),
     "last payload byte": lambda path, _: _change_byte(path, _payload_end(path) - 1),
     "header": lambda path, _: _change_byte(path, 40),
     "footer": lambda path, _: _change_byte(path, path.stat().st_size - 30),

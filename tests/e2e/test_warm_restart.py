@@ -34,7 +34,7 @@ from tests.e2e.arms import (
 from tests.e2e.chains import in_pool, pool_of
 from tests.harness.engine import EngineProcess, EngineSpec
 from tests.harness.sidecars import SidecarProcess
-from tiers.kv.slot_image import PAYLOAD_OFFSET
+from tiers.kv.arrow_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +137,7 @@ def test_slot_damaged_between_two_lives_is_computed(
     sidecar.kill()
     with pool_of(sidecar).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for chain in chains:
-            memory[chain[2] + PAYLOAD_OFFSET + 100_000] ^= 1
+            memory[chain[2] + PAGE_BYTES + 100_000] ^= 1
     sidecar.start()
     attach(engine, sidecar)
     empty(engine)

@@ -36,7 +36,7 @@ from anyio._backends._asyncio import CancelScope as BackendScope
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests import places
-from tiers.kv.arrow_file import learn
+from tiers.kv.arrow_file import write_skeleton
 from tiers.kv.slot_image import payload_hasher
 
 START_SECONDS = 1_000.0
@@ -287,14 +287,14 @@ class PausingHasher:
 Threads = Callable[[Hop], Any]
 """Runs a hop on a loop: an async function of the process that asked for it."""
 
-_learnt: dict[Any, Any] = {}
+_skeletons: dict[Any, Any] = {}
 
 
-def _learn_once(layout: Any, num_blocks: int, namespace_digest: bytes) -> Any:
+def _write_once(layout: Any, num_blocks: int, namespace_digest: bytes) -> Any:
     name = (layout, num_blocks, namespace_digest)
-    if name not in _learnt:
-        _learnt[name] = learn(layout, num_blocks, namespace_digest)
-    return _learnt[name]
+    if name not in _skeletons:
+        _skeletons[name] = write_skeleton(layout, num_blocks, namespace_digest)
+    return _skeletons[name]
 
 
 @contextlib.contextmanager
@@ -332,7 +332,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
     ]
     ours: dict[str, object] = {
         "OwnThreads.run_sync": staticmethod(run_sync),
-        "learn": _learn_once,
+        "write_skeleton": _write_once,
         "PIECE_BYTES_MAX": PIECE_BYTES,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
         "SWEEP_PAUSE_SECONDS": SWEEP_PAUSE_SECONDS,

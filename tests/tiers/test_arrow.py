@@ -33,8 +33,9 @@ from tiers.errors import (
     ImageTruncated,
     LayoutError,
 )
+from tiers.kv.arrow_file import PAGE_BYTES
 from tiers.kv.layout import ITEM_BYTES, ChunkLayout, Segment
-from tiers.kv.slot_image import PAYLOAD_OFFSET, SlotTemplate, SlotTemplates, inspect_image
+from tiers.kv.slot_image import SlotTemplate, SlotTemplates, inspect_image
 
 LAYOUT, BLOCKS = CASES["bfloat16"]
 TEMPLATE = SlotTemplate(LAYOUT, BLOCKS, NAMESPACE)
@@ -117,7 +118,7 @@ def test_pyarrow_reads_an_image_without_copying_it(name: str) -> None:
         check_metadata(name, reader.schema.metadata)
     check_row(name, batch.to_pylist()[0])
     check_tensor(name, batch.column("kv"))
-    assert batch.column("kv").storage.values.buffers()[1].address - buffer.address == PAYLOAD_OFFSET
+    assert batch.column("kv").storage.values.buffers()[1].address - buffer.address == PAGE_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,7 +189,7 @@ def test_a_chunk_of_many_tokens_moves_the_payload_to_a_later_page() -> None:
     layout = ChunkLayout(Segment(0, 1, 0, 1), 64, 64, 4, "bfloat16", "raw")
     template = SlotTemplate(layout, 64, NAMESPACE)
     assert template.payload_offset == 5 * 4096
-    assert SlotTemplate(layout, 8, NAMESPACE).payload_offset == PAYLOAD_OFFSET
+    assert SlotTemplate(layout, 8, NAMESPACE).payload_offset == PAGE_BYTES
 
 
 def test_the_size_of_a_full_chunk_does_not_show_in_a_partial_one() -> None:

@@ -25,13 +25,13 @@ from tiers.errors import LayoutError
 from tiers.kv.index import (
     FLAG_HOST,
     FLAG_STORE,
+    IndexGrowth,
     IndexReader,
     IndexWriter,
     mix_words,
     tag_of,
     tags_of,
 )
-from tiers.kv.index_growth import IndexGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,7 +171,7 @@ def test_many_at_once_are_as_many_one_by_one() -> None:
     writer.set_many(tags[::2], FLAG_STORE | FLAG_HOST)
     writer.set_many(np.concatenate([tags[1::2], tags[1::2]]), 0)
     assert len(writer) == len(tags) // 2
-    assert not writer.waiting
+    assert not writer.overflow
     with reading(writer) as reader:
         flags = reader.lookup(tags)
         assert np.all(flags[::2] == FLAG_STORE | FLAG_HOST)

@@ -1,4 +1,4 @@
-"""What pyarrow writes for one segment: the columns, the descriptor, and where each byte lies.
+"""The Arrow file of one segment: its columns, its descriptor, and the offset of each column.
 
 Owns the file format. One row, in this order::
 
@@ -11,14 +11,14 @@ Owns the file format. One row, in this order::
     kv           arrow.fixed_shape_tensor  [blocks, layers, heads, tokens, content]
 
 The schema's metadata has one entry, `kvlake`: canonical JSON of `Descriptor`. Types that Arrow
-lacks (bfloat16, float8) are stored as unsigned integers of their size; their name is in there.
-The number of blocks of a full chunk is not: engines with other chunk sizes share partial chunks.
+lacks (bfloat16, float8) are stored as unsigned integers of their size; the descriptor names them.
+It does not contain the blocks of a full chunk: engines with other chunk sizes share partial chunks.
 
 Does not own images (`slot_image.py` patches and verifies them).
 
-Invariants: what `learn` returns depends on its arguments alone, so every sidecar has the same
-bytes. It is what pyarrow writes: should a release write it differently, the golden files of the
-tests fail, and `FORMAT` must be raised. A foreign descriptor is found without an Arrow parser.
+Invariants: the result of `write_skeleton` depends on its arguments alone, so every sidecar has the
+same bytes. They are what pyarrow writes: if a release writes them differently, the golden files of
+the tests fail, and `FORMAT` must be raised. Reading a foreign descriptor needs no Arrow parser.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _STORAGE: Final[dict[str, Any]] = {
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an image says about itself in the schema's metadata: enough to rebuild its template.
+    """An image's own description in the schema's metadata: enough to rebuild its template.
 
-    `entry_tokens` is there where it is not 1: without it, files are as they were before it.
+    `entry_tokens` is omitted if it is 1, so that older files stay valid.
     """
 
     format: int
@@ -82,7 +82,7 @@ _descriptor_decoder = msgspec.json.Decoder(Descriptor)
 
 
 def descriptor_bytes(header: bytes) -> bytes:
-    """The JSON in a header, found by its own spelling: a length (uint32), then the JSON."""
+    """The JSON in a header, found by its first characters: a length (uint32), then the JSON."""
     start = header.find(_DESCRIPTOR_START)
     if start < 4:
         return b""
@@ -91,12 +91,12 @@ def descriptor_bytes(header: bytes) -> bytes:
 
 
 def find_descriptor(header: bytes) -> Descriptor | None:
-    """The descriptor in a header, None where there is none that can be read."""
+    """The descriptor in a header, None without a readable one."""
     return parse_descriptor(descriptor_bytes(header))
 
 
 def parse_descriptor(json: bytes) -> Descriptor | None:
-    """The descriptor that `descriptor_bytes` found."""
+    """The descriptor in the result of `descriptor_bytes`."""
     try:
         return _descriptor_decoder.decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -104,8 +104,8 @@ def parse_descriptor(json: bytes) -> Descriptor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """Bytes before and after the payload, and where pyarrow put each column's data."""
+class Skeleton:
+    """Bytes before and after the payload, and the offset of each column's data."""
 
     header: bytes
     footer: bytes
@@ -113,10 +113,10 @@ class Learnt:
 
 
 class _Recorder(io.RawIOBase):
-    """A sink that keeps what pyarrow writes except the payload, and where each buffer went.
+    """A sink that keeps what pyarrow writes, except the payload, and the offset of each buffer.
 
-    pyarrow hands column data over as its own buffers: an address says which column it is, without
-    a search. The payload is zeros that were never touched, so learning costs no memory.
+    pyarrow passes column data on as the given buffers, so an address identifies a column. The
+    payload is zeros that were never accessed and costs no memory.
     """
 
     def __init__(self, columns: dict[str, Bytes]) -> None:
@@ -143,22 +143,22 @@ class _Recorder(io.RawIOBase):
         return self._position
 
 
-def learn(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> Learnt:
-    """Have pyarrow write the file twice: to see where `kv` falls, then with the pad that fits."""
+def write_skeleton(layout: ChunkLayout, num_blocks: int, namespace_digest: bytes) -> Skeleton:
+    """Have pyarrow write the file twice: to find the offset of `kv`, then with the right pad."""
     first = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN)
     natural = first.offsets.get("kv", 0)
     target = -(-natural // PAGE_BYTES) * PAGE_BYTES
-    learnt = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN + target - natural)
-    in_order = sorted(learnt.offsets, key=learnt.offsets.__getitem__)
-    if in_order != list(_COLUMNS) or learnt.offsets["kv"] != target:
+    skeleton = _write(layout, num_blocks, namespace_digest, _PAD_BYTES_MIN + target - natural)
+    in_order = sorted(skeleton.offsets, key=skeleton.offsets.__getitem__)
+    if in_order != list(_COLUMNS) or skeleton.offsets["kv"] != target:
         raise LayoutError(
-            f"pyarrow {pa.__version__} puts columns at {learnt.offsets}, with kv expected at "
+            f"pyarrow {pa.__version__} puts columns at {skeleton.offsets}, with kv expected at "
             f"{target}: this release cannot write the slot format; install another pyarrow"
         )
-    return learnt
+    return skeleton
 
 
-def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: int) -> Learnt:
+def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: int) -> Skeleton:
     num_tokens = num_blocks * layout.block_tokens
     shape = layout.shape(num_blocks)
     value_type = _STORAGE.get(layout.dtype) or (pa.uint16() if layout.itemsize == 2 else pa.uint8())
@@ -198,7 +198,7 @@ def _write(layout: ChunkLayout, num_blocks: int, namespace: bytes, pad_bytes: in
         pa.ipc.new_file(sink, schema, options=options) as writer,
     ):
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return Learnt(bytes(recorder.before), bytes(recorder.after), recorder.offsets)
+    return Skeleton(bytes(recorder.before), bytes(recorder.after), recorder.offsets)
 
 
 def _describe(layout: ChunkLayout, num_blocks: int, namespace: bytes) -> Descriptor:

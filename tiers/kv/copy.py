@@ -7,14 +7,13 @@ checksums, and computes no offset that `layout.py` did not validate.
 Two ways to move bytes, chosen once per layout:
 
 * `_PagePlan`: every run lies on one grid of equal pages, as in all of vLLM's layouts. A copy is
-  then a single numpy call over a page table (`take` to gather, `S[index] = D` to scatter), which
-  runs at 95% of a C loop.
-* `_StridedPlan`: runs at offsets without a usable common measure (odd scale bytes per head and
-  odd layer offsets together). One strided `copyto` per layer and run of neighbouring blocks.
+  then a single numpy call over a page table (`take` to gather, `S[index] = D` to scatter), at 95%
+  of the speed of a C loop.
+* `_StridedPlan`: runs at offsets without a usable common divisor (odd scale bytes per head together
+  with odd layer offsets). One strided `copyto` per layer and run of adjacent blocks.
 
-A caller that hashes what it copies passes `visit`: it then sees the payload piece by piece, in
-order, each right after its copy. A small piece is still in the core's cache at that moment; hashing
-a whole chunk before or after its copy reads it from memory once more.
+`visit` sees the payload piece by piece, in order, each right after its copy (gather) or right
+before it (scatter of strided runs), so that a hash reads a piece while it is in the core's cache.
 
 Invariants: block ids are checked before the first byte moves, so a refused copy changed nothing;
 the GIL is not held while bytes move; nothing is allocated in proportion to the payload except the
@@ -43,63 +42,56 @@ if TYPE_CHECKING:
     Visit = Callable[[memoryview], object]
 
 PIECE_BYTES_MAX: Final = 256 * 1024
-"""Source and target of a piece fit a second-level cache; less, and the calls cost more."""
+"""Source and target of a piece fit a second-level cache; smaller pieces need more calls."""
 PAGE_BYTES_MIN: Final = 64
 """Below a cache line the page table (8 bytes a page) costs as much as the copy itself."""
 
 
+def ignore(piece: memoryview) -> None:
+    """A `Visit` that does nothing."""
+    del piece
+
+
 class Transfer(Protocol):
-    """One copy between a worker's memory and a payload, begun or about to begin."""
+    """One copy between a worker's memory and a payload."""
 
     def finish(self, visit: Visit) -> None:
         """Carry it out or wait for it. `visit` sees all of the payload, in order, meanwhile."""
-        ...
 
     def settle(self) -> None:
-        """Return once nothing of it can still run, whatever became of it. Never raises."""
-        ...
+        """Return once nothing of it can still run, also after an error. Never raises."""
 
 
 class Region(Protocol):
-    """A worker's KV memory, wherever it is. Copy threads may share it.
+    """A worker's KV memory, on the host or a GPU. Copy threads may share it.
 
-    Raises `LayoutError`, having begun nothing, where a size or a block id is wrong.
+    Copies raise `LayoutError`, having begun nothing, for a wrong size or block id.
     """
 
     def gather(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of blocks to `payload`, a part of the pool."""
-        ...
 
     def scatter(self, block_ids: BlockIds, payload: Bytes) -> Transfer:
         """A copy of `payload`, a part of the pool, to blocks."""
-        ...
 
     def part(self, layout: KVLayout) -> Region:
-        """The same memory, as another KV cache group lies in it. Closed with this one."""
-        ...
+        """Another KV cache group in the same memory. Closed with this one."""
 
     @property
     def mapped(self) -> bool:
         """Whether it is still mapped in this process."""
-        ...
 
     def close(self) -> None:
         """Unmap it, now or soon. No copy of it may be running."""
-        ...
 
 
 class _Plan(Protocol):
-    def gather(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None: ...
-
-    def scatter(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None: ...
+    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None: ...
+    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None: ...
 
 
 class CopyPlan:
-    """Copies blocks of one worker. Stateless after construction: threads may share it."""
+    """Copies blocks of one worker. Immutable: threads may share it."""
 
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
@@ -109,23 +101,22 @@ class CopyPlan:
         )
 
     def gather(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit = ignore
     ) -> None:
         """Copy `block_ids` of `memory` (the whole exported allocation) into `payload`.
 
-        `payload` takes `len(block_ids) * block_payload_bytes` bytes in C order `[blocks, layers,
-        heads, tokens, content]`. `visit` is called with consecutive pieces of it that together
-        are all of it. Raises `LayoutError`, having written nothing, where a size or a block id is
-        wrong.
+        `payload` has `len(block_ids) * block_payload_bytes` bytes in C order `[blocks, layers,
+        heads, tokens, content]`. Raises `LayoutError`, having written nothing, for a wrong size or
+        block id.
         """
         self._check(memory, block_ids, payload)
         if len(block_ids):
             self._plan.gather(memory, block_ids, payload, visit)
 
     def scatter(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit | None = None
+        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, *, visit: Visit = ignore
     ) -> None:
-        """Copy `payload` to `block_ids` of `memory`: the reverse of `gather`, the same rules."""
+        """Copy `payload` to `block_ids` of `memory`: the reverse of `gather`."""
         self._check(memory, block_ids, payload)
         if len(block_ids):
             self._plan.scatter(memory, block_ids, payload, visit)
@@ -149,7 +140,7 @@ def _check_bytes(name: str, array: Bytes, size_bytes: int, num_blocks: int) -> N
 
 
 def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
-    """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` just holds them."""
+    """Raise `LayoutError` unless `block_ids` are blocks of `kv` and `payload` has their size."""
     num_bytes = len(block_ids) * kv.chunk(1).block_payload_bytes
     _check_bytes("payload", payload, num_bytes, len(block_ids))
     if block_ids.dtype != np.int64 or block_ids.ndim != 1:
@@ -169,9 +160,9 @@ def check_copy(kv: KVLayout, block_ids: BlockIds, payload: Bytes) -> None:
 class Runs:
     """The longest runs that are contiguous on both sides, and the grid they lie on.
 
-    Starting from one coordinate's content, each axis that follows on without a gap, in the
-    payload's order (token, head, layer), makes the run longer and disappears from the list of
-    runs. What is left is the offset of each run of block 0, in payload order.
+    A run starts as the content of one coordinate. Each axis that continues it without a gap, in
+    the payload's order (token, head, layer), makes it longer. The remaining axes give the offset
+    of each run of block 0, in payload order.
     """
 
     def __init__(self, kv: KVLayout) -> None:
@@ -193,7 +184,7 @@ class Runs:
         self.size_bytes: int = size_bytes
         self.base_bytes: int = int(starts.min())
         self.starts_bytes: npt.NDArray[np.int64] = starts - self.base_bytes
-        # With one block the stride may be anything: block 0 is the only one and adds nothing.
+        # With a single block the stride is not used and may have any value.
         self.block_step_bytes: int = kv.block_stride_bytes if kv.num_blocks > 1 else 0
         self.page_bytes: int = math.gcd(
             size_bytes, self.block_step_bytes, int(np.gcd.reduce(self.starts_bytes))
@@ -201,7 +192,7 @@ class Runs:
 
 
 class _PagePlan:
-    """Memory as a table of equal pages; a block is a constant pattern of page numbers."""
+    """Memory as a table of equal pages. A block is a constant pattern of page numbers."""
 
     def __init__(self, kv: KVLayout, run: Runs) -> None:
         page = run.page_bytes
@@ -213,28 +204,18 @@ class _PagePlan:
         pattern = run.starts_bytes[:, np.newaxis] // page + within
         self._pattern: npt.NDArray[np.int64] = pattern.ravel()
 
-    def gather(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None:
+    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         source, target = self._tables(memory, payload)
         pages = self._page_numbers(block_ids)
-        # Without a mode of its own, take() buffers `out` to leave it whole on a bad index; the
-        # ids were checked, so clipping never happens and the copy goes straight to the slot.
-        if visit is None:
-            np.take(source, pages, axis=0, out=target, mode="clip")
-            return
         for rows, piece in self._pieces(len(pages), payload):
+            # In its default mode take() buffers `out`, to leave it unchanged on a bad index. The
+            # ids were checked, so nothing is clipped.
             np.take(source, pages[rows], axis=0, out=target[rows], mode="clip")
             visit(piece)
 
-    def scatter(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None:
+    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         target, source = self._tables(memory, payload)
         pages = self._page_numbers(block_ids)
-        if visit is None:
-            target[pages] = source
-            return
         for rows, piece in self._pieces(len(pages), payload):
             target[pages[rows]] = source[rows]
             visit(piece)
@@ -253,7 +234,7 @@ class _PagePlan:
     def _tables(self, memory: Bytes, payload: Bytes) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Memory and payload as `[pages, words]` views. Never a copy."""
         grid = memory[self._base_bytes : self._base_bytes + self._pages * self._page_bytes]
-        # take() copies its whole source first where words are not aligned, so bytes it is then.
+        # With unaligned words take() copies its whole source first, so use bytes then.
         measure = self._page_bytes | grid.ctypes.data | payload.ctypes.data
         word = np.dtype(np.uint64 if measure % 8 == 0 else np.uint8)
         shape = (-1, self._page_bytes // word.itemsize)
@@ -261,24 +242,18 @@ class _PagePlan:
 
 
 class _StridedPlan:
-    """One strided copy per layer and run of neighbouring block ids."""
+    """One strided copy per layer and run of adjacent block ids."""
 
     def __init__(self, kv: KVLayout) -> None:
         self._kv = kv
 
-    def gather(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None:
+    def gather(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
         for source, target in self._pairs(memory, block_ids, payload):
             np.copyto(target, source)
-        if visit is not None:
-            visit(payload.data)
+        visit(payload.data)
 
-    def scatter(
-        self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit | None
-    ) -> None:
-        if visit is not None:
-            visit(payload.data)
+    def scatter(self, memory: Bytes, block_ids: BlockIds, payload: Bytes, visit: Visit) -> None:
+        visit(payload.data)
         for target, source in self._pairs(memory, block_ids, payload):
             np.copyto(target, source)
 

@@ -1,25 +1,23 @@
-"""The fence page: a page of shared memory by which a worker orders copies against its own work.
+"""The fence page: shared memory by which a worker orders copies against its own work.
 
 Owns three 8-byte words and one lock, all in a file descriptor that the worker makes (memfd) and
 hands to the sidecar at attach:
 
-* word 0, `done`: sequence number of the last step whose work is finished. Written by the worker
-  (on a GPU by the stream itself), read by the sidecar: copies of a `Submit` start once
-  `done >= fence`.
+* word 0, `done`: sequence number of the last finished step. Written by the worker (on a GPU by
+  the stream itself), read by the sidecar: copies of a `Submit` start once `done >= fence`.
 * word 1, `revoked_below`: jobs with a smaller id are void. Written by the worker under the lock
   when it takes blocks back without an answer (the sidecar is stopped, or too slow).
 * word 2, `revoking`: not zero while the worker waits to revoke. Written by the worker when it found
-  the lock held, cleared when it has revoked or needs to no more. While it is set the sidecar starts
-  no copy for this worker: copies that overlap would else keep the lock held for ever.
+  the lock held, cleared when it has revoked or no longer needs to. While it is set the sidecar
+  starts no copy for this worker; otherwise overlapping copies could keep the lock held for ever.
 * an open-file-description lock on the page: the sidecar holds it shared while a copy touches
   the worker's memory, the worker takes it exclusively to revoke. The kernel drops it when its
   holder dies, so a killed sidecar never keeps a worker waiting.
 
-Invariant (rule 3 of the design): a block is given back only after its job was answered, or was
-revoked under the exclusive lock, or the sidecar's process is gone. Because the sidecar checks
-`revoked_below` under the shared lock, a copy of a revoked job cannot start, however late a
-stopped sidecar wakes up. Nothing waits on the other side without a bound: both only ever *try*
-the lock.
+Invariant: a block is reused only after its job was answered, or was revoked under the exclusive
+lock, or the sidecar's process is gone. The sidecar checks `revoked_below` under the shared lock, so
+a copy of a revoked job cannot start, however late a stopped sidecar resumes. Neither side waits for
+the other without a limit: both only *try* the lock.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class WorkerFence:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is on its way to the page, so that it may be closed."""
+        """Whether no write to the page is pending, so that it may be closed."""
         return True
 
     @property
@@ -77,14 +75,14 @@ class WorkerFence:
         return int(self._words[_DONE])
 
     def signal(self, sequence: int) -> None:
-        """Say that all work up to step `sequence` is finished (CPU: a plain store)."""
+        """Mark all work up to step `sequence` as finished (CPU: a plain store)."""
         self._words[_DONE] = sequence
 
     def try_revoke(self, below: int) -> bool:
         """Void every job with an id under `below`. False while a copy is running: try later.
 
-        From a False on no new copy starts, until a True or `give_up_revoking`: so there will be a
-        True as soon as the copies that run now are over.
+        After a False no new copy starts until a True or `give_up_revoking`, so the next try after
+        the running copies succeeds.
         """
         try:
             lock_page(self.fd, fcntl.F_WRLCK)
@@ -100,15 +98,15 @@ class WorkerFence:
 
     @property
     def revoking(self) -> bool:
-        """Whether copies are held off for a revoke that has not come through yet."""
+        """Whether copies are held off for a revoke that has not succeeded yet."""
         return bool(self._words[_REVOKING])
 
     def give_up_revoking(self) -> None:
-        """Let copies start again: what was to be revoked has ended by itself."""
+        """Let copies start again: the jobs to be revoked have ended by themselves."""
         self._words[_REVOKING] = 0
 
     def close(self) -> None:
-        """Unmap and close; again is harmless. The sidecar's own descriptor is not affected."""
+        """Unmap and close. Idempotent. The sidecar's own descriptor is not affected."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             del self._words
@@ -116,7 +114,7 @@ class WorkerFence:
             os.close(fd)
 
     def __del__(self) -> None:
-        # A page whose attempt to attach failed, or whose session ended unseen, has no other owner.
+        # After a failed attach, or the end of an unnoticed session, nothing else owns the page.
         with contextlib.suppress(Exception):
             self.close()
 
@@ -138,7 +136,7 @@ class SidecarFence:
         self._words = np.frombuffer(self._map, dtype=np.uint64)
 
     def reached(self, fence: int) -> bool:
-        """Whether the work that step `fence` waits for is finished."""
+        """Whether the work of step `fence` is finished."""
         return int(self._words[_DONE]) >= fence
 
     @property
@@ -150,9 +148,9 @@ class SidecarFence:
     def copying(self, job_id: int) -> Generator[bool, None, None]:
         """Hold off revocation while a copy of `job_id` runs; yields False if it is void.
 
-        Each use opens its own file description, so that threads hold the lock side by side.
-        Raises `BlockingIOError` while the worker revokes, or waits to: try again. Waiting for the
-        lock here would tie a copy thread to a worker that may be stopped at that very point.
+        Each use opens its own file description, so that threads can share the lock. Raises
+        `BlockingIOError` while the worker revokes or waits to: try again. A wait for the lock would
+        block a copy thread for as long as a worker is stopped.
         """
         if self.revoking:
             raise BlockingIOError("the worker waits to revoke")

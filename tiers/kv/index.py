@@ -1,31 +1,29 @@
-"""The shared index: what is loadable now, in memory that other processes read without asking.
+"""The shared index: the chunks that can be loaded, in memory that other processes read.
 
 Owns a memfd with a header page and two columns: `states`, one 8-byte word per slot, and `tags`. A
 tag is 16 bytes (`tag_of`): half of a chunk's key, XORed with the salt of its namespace and
 topology, so that equal keys of two realms do not meet. Each tag has two buckets of eight slots and
-lives in one slot of one of them; a bucket's states are one cache line. A slot's state word is
+is in one slot of one of them; a bucket's states are one cache line. A slot's state word is
 56 bits of check over its tag, then 8 bits of flags; 0 is an empty slot.
 
-Does not own: what the flags mean to a request, growth (the owner calls `grown`, or takes its time
-with `index_growth.py`, when `needs_growth` says so, and sends the new descriptor), or the death of
-the writer. A writer that is
-killed leaves its last words readable; its clients learn of that from their socket and drop the
-reader.
+Does not own the meaning of flags to a request, nor when to grow: the owner calls `grown`, or runs
+an `IndexGrowth`, when `needs_growth` says so, and sends the new descriptor. A killed writer leaves
+its last words readable; its clients learn of its death from their socket and drop the reader.
 
 Invariants:
 
 * One writer, one thread. Readers take no lock and write nothing: the memfd is sealed against
   resizing and new writable mappings, and the descriptor handed out is opened read-only.
-* An entry never moves while it is present, and is published by one aligned 8-byte store of its
-  state, after its tag; it is withdrawn by storing 0 there, before its slot is reused. So the load
-  of the state decides: a hit for tag T with flags F means that the writer had published (T, F)
-  when that word was loaded. A reader that meets a slot between two entries sees a tag and a check
-  that do not belong together, whatever the order in which the stores reach it, and reads absent.
+* An entry never moves while it is present. One aligned 8-byte store of its state publishes it,
+  after its tag; a store of 0 there withdraws it, before its slot is reused. So the load of the
+  state decides: a hit for tag T with flags F means that the writer had published (T, F) when that
+  word was loaded. A reader that meets a slot between two entries sees a tag and a check that do not
+  match, in whatever order the stores become visible, and reads absent.
 * No tombstones, no probe chains: a lookup reads 16 states, however many entries were removed.
 * Growth keeps every entry's slot number within its bucket, so it is one vectorized pass.
 
 Rejected: linear probing with backward shift (entries move under the readers, and
-the longest probe chain outgrows any fixed window), moving an entry to its other bucket to make room
+the longest probe chain exceeds any fixed window), moving an entry to its other bucket to make room
 (a reader may look in the wrong one of the two), a seqlock (a writer that is stopped between its two
 increments blocks every reader; a busy one starves them).
 """
@@ -43,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.errors import LayoutError
+from tiers.kv.memfd import read_only_memfd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +56,7 @@ TAG_BYTES: Final = 16
 CAPACITY_ENTRIES_MAX: Final = 1 << 30
 FLAGS_MAX: Final = 0xFF
 SLOTS_PER_PASS: Final = 1 << 14
-"""So many are copied in about a millisecond while a table grows."""
+"""Slots copied at a time while a table grows, in about a millisecond."""
 
 _MAGIC: Final = 0x3158_4449_454B_564B  # "KVKEIDX1"
 _VERSION: Final = 1
@@ -67,8 +66,8 @@ _SLOT_WORDS: Final = 3
 _BUCKET_SLOTS: Final = 8
 _HEADER_MAGIC, _HEADER_VERSION, _HEADER_SLOTS, _HEADER_CLOSED = range(4)
 
-# Entries that come and go found both buckets full in none of 2 million insertions at a load of 1/2,
-# in 1 of 28,000 at 5/8 and in 1 of 120 at 3/4 (131,072 buckets).
+# With entries inserted and removed, both buckets were full in none of 2 million insertions at a
+# load of 1/2, in 1 of 28,000 at 5/8 and in 1 of 120 at 3/4 (131,072 buckets).
 _LOAD: Final = (5, 8)
 _ENTRIES_PER_OVERFLOW: Final = 1 << 16
 _SET_ONE_BY_ONE: Final = 16
@@ -82,14 +81,7 @@ _MIX_B: Final = 0xD6E8_FEB8_6659_FD93
 _MIX_C: Final = 0xC2B2_AE3D_27D4_EB4F
 _CHECK_MASK: Final = _MASK64 ^ FLAGS_MAX
 
-_F_ADD_SEALS: Final = 1033
-_F_GET_SEALS: Final = 1034
-_SEAL_SEAL: Final = 0x1
-_SEAL_SHRINK: Final = 0x2
-_SEAL_GROW: Final = 0x4
-_SEAL_FUTURE_WRITE: Final = 0x10
 _MADV_POPULATE_READ: Final = 22
-_MADV_POPULATE_WRITE: Final = 23
 
 Words = npt.NDArray[np.uint64]
 
@@ -127,7 +119,7 @@ def _check_salt(salt: bytes) -> None:
 
 
 def _mix(low: int, high: int) -> int:
-    """One 64-bit hash of a tag; its two halves choose the buckets."""
+    """A 64-bit hash of a tag; its two halves choose the buckets."""
     word = (low * _MIX_A + high) & _MASK64
     word ^= word >> 32
     word = (word * _MIX_B) & _MASK64
@@ -156,8 +148,13 @@ def _check_words(mixed: Words) -> Words:
     return words
 
 
-def _size_bytes(slots: int) -> int:
-    return _HEADER_BYTES + _SLOT_WORDS * _WORD_BYTES * slots
+def _buckets(mixed: Words, mask: int) -> npt.NDArray[np.int64]:
+    """The two buckets of each hash, shape (n, 2)."""
+    buckets = np.empty((len(mixed), 2), dtype=np.uint64)
+    buckets[:, 0] = mixed
+    buckets[:, 1] = mixed >> np.uint64(32)
+    buckets &= np.uint64(mask)
+    return buckets.view(np.int64)
 
 
 def _slots_for(capacity_entries: int) -> int:
@@ -182,8 +179,8 @@ class IndexWriter:
     """The writing end. Not thread-safe: the sidecar's event loop is its only caller.
 
     Args:
-        capacity_entries: entries that fit before `needs_growth`; rounded up to what a power of two
-            of slots holds when five eighths of them are full.
+        capacity_entries: entries that fit before `needs_growth`; rounded up to five eighths of a
+            power of two of slots.
 
     Raises:
         LayoutError: the capacity is out of range.
@@ -197,15 +194,15 @@ class IndexWriter:
                 "give the number of chunks that host and store together are to hold"
             )
         self.slots = _slots_for(capacity_entries)
-        self.size_bytes = _size_bytes(self.slots)
+        self.size_bytes = _HEADER_BYTES + _SLOT_WORDS * _WORD_BYTES * self.slots
         self._bucket_mask = self.slots // _BUCKET_SLOTS - 1
         self._entries = 0
-        # Entries whose two buckets are full: known here, invisible to readers until growth.
         self.overflow: dict[bytes, int] = {}
+        """Entries whose two buckets are full, tag -> flags: invisible to readers until growth."""
         self._changes: list[tuple[bytes, int]] | None = None
-        self._map, self.fd = _create_mapping(self.size_bytes)
+        self._map, self.fd = read_only_memfd("kvlake-index", self.size_bytes)
         self._columns = _Columns(self._map, self.slots)
-        # Item access through a memoryview costs a third of that through a numpy array.
+        # Item access through a memoryview takes a third of the time of a numpy array.
         self._states = self._columns.states.data
         self._tags = self._columns.tags.reshape(-1).data
         header = self._columns.header
@@ -214,7 +211,7 @@ class IndexWriter:
         header[_HEADER_MAGIC] = _MAGIC
 
     def __len__(self) -> int:
-        """Entries that are set, those that wait for growth included."""
+        """Entries that are set, including `overflow`."""
         return self._entries + len(self.overflow)
 
     @property
@@ -224,11 +221,10 @@ class IndexWriter:
 
     @property
     def needs_growth(self) -> bool:
-        """Whether lookups start to lose entries: call `grown` and hand out the new descriptor.
+        """Whether the table is too full: call `grown` and hand out the new descriptor.
 
-        Entries that found both their buckets full ask for growth where they are one in 65,536, and
-        only in a table that is at least a quarter full: tags crafted to collide must not double
-        the mapping again and again.
+        `overflow` asks for growth at one entry in 65,536, and only in a table that is at least a
+        quarter full: tags crafted to collide must not double the mapping again and again.
         """
         if len(self) > self.capacity_entries:
             return True
@@ -238,7 +234,7 @@ class IndexWriter:
     def set(self, tag: bytes, flags: int) -> None:
         """Publish `flags` (1 to 255) for `tag` (16 bytes), or withdraw it with 0.
 
-        An entry that finds no room is kept aside and becomes visible with `grown`.
+        An entry without room is kept in `overflow` and becomes visible with `grown`.
         """
         if len(tag) != TAG_BYTES or not 0 <= flags <= FLAGS_MAX:
             raise ValueError(
@@ -268,7 +264,7 @@ class IndexWriter:
         if not first_free and not second_free:
             self.overflow[tag] = flags
             return
-        # The emptier bucket takes it: this is what keeps both from being full at once.
+        # The emptier bucket takes it: this keeps both from being full at once.
         if first_free >= second_free:
             slot = first + first_row.index(0)
         else:
@@ -290,39 +286,34 @@ class IndexWriter:
             before = len(left)
             left = self._set_some(left, flags)
             if len(left) > before // 2:
-                # Many that want the same few slots.
-                break
+                break  # Many compete for the same few slots.
         for tag in np.ascontiguousarray(left):
             self.set(tag.tobytes(), flags)
 
     def _set_some(self, tags: Words, flags: int) -> Words:
-        """Set those that do not get into each other's way; returns the others."""
+        """Set those that do not compete for a slot; returns the others."""
         if self._changes is not None:
             self._changes += [(tag.tobytes(), flags) for tag in np.ascontiguousarray(tags)]
         mixed = mix_words(tags[:, 0], tags[:, 1])
         checks = _check_words(mixed)
-        buckets = np.empty((len(tags), 2), dtype=np.uint64)
-        buckets[:, 0] = mixed
-        buckets[:, 1] = mixed >> np.uint64(32)
-        buckets &= np.uint64(self._bucket_mask)
-        bases = buckets.view(np.int64) * _BUCKET_SLOTS
+        buckets = _buckets(mixed, self._bucket_mask)
+        bases = buckets * _BUCKET_SLOTS
         rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
-        states = rows.take(buckets.view(np.int64).ravel(), axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
+        states = rows.take(buckets.ravel(), axis=0).reshape(-1, 2 * _BUCKET_SLOTS)
         hits = np.flatnonzero((states ^ checks[:, np.newaxis]) <= np.uint64(FLAGS_MAX))
         numbers, places = hits >> 4, hits & 15
         slots = bases[numbers, places >> 3] + (places & 7)
         same = np.all(self._columns.tags[slots] == tags[numbers], axis=1)
         numbers, slots = numbers[same], slots[same]
         news = np.uint64(flags)
-        # A tag that is given twice is counted once.
+        # A repeated tag is counted once.
         first, counted = np.unique(slots, return_index=True)
         self._columns.states[first] = (checks[numbers[counted]] | news) if flags else 0
         self._entries -= 0 if flags else len(first)
         absent = np.ones(len(tags), dtype=np.bool_)
         absent[numbers] = False
         if self.overflow:
-            # Few, and theirs is the dict as much as the table.
-            return tags[absent]
+            return tags[absent]  # `set` looks for them in `overflow`, too.
         if not flags:
             return tags[:0]
         others = np.flatnonzero(absent)
@@ -341,37 +332,30 @@ class IndexWriter:
         return tags[absent]
 
     def grown(self) -> IndexWriter:
-        """A copy with twice the slots. This one stays as it is until `close`.
+        """A copy with twice the slots, in about 50 ms per million. Write only the copy from now on.
 
-        Takes about 50 ms per million slots. From now on only the copy is to be written.
+        This one stays readable until `close`.
         """
-        larger = IndexWriter(self.capacity_entries * 2)
-        for start in range(0, self.slots, SLOTS_PER_PASS):
-            larger.adopt(self, start)
-        for tag, flags in self.overflow.items():
-            larger.set(tag, flags)
-        return larger
+        growth = IndexGrowth(self, IndexWriter(self.capacity_entries * 2))
+        while not growth.step():
+            pass
+        return growth.finish()
 
-    def follow(self) -> list[tuple[bytes, int]]:
-        """From now on every `set`, also in `set_many`, is added to this list."""
+    def record_changes(self) -> list[tuple[bytes, int]]:
+        """A list to which every later `set` is added, also in `set_many`."""
         self._changes = []
         return self._changes
 
-    @property
-    def waiting(self) -> dict[bytes, int]:
-        """Entries that readers see only after growth: tag -> flags."""
-        return self.overflow
-
     def replace(self, tag: bytes, flags: int) -> None:
-        """`set` where `adopt` may have taken the same tag over from several slots."""
+        """`set` a tag that `copy_slots` may have copied from several slots."""
         entries = -1
         while entries != self._entries:
             entries = self._entries
             self.set(tag, 0)
         self.set(tag, flags)
 
-    def adopt(self, smaller: IndexWriter, start: int) -> None:
-        """Take over what is in up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
+    def copy_slots(self, smaller: IndexWriter, start: int) -> None:
+        """Copy up to `SLOTS_PER_PASS` slots of a smaller table, from `start` on."""
         source = smaller._columns
         stop = min(start + SLOTS_PER_PASS, smaller.slots)
         used = np.flatnonzero(source.states[start:stop]) + start
@@ -380,8 +364,8 @@ class IndexWriter:
         mask = np.uint64(self._bucket_mask)
         fewer = np.uint64(smaller._bucket_mask)
         buckets = (used // _BUCKET_SLOTS).astype(np.uint64)
-        # What was in bucket b goes to one of those whose number ends with the bits of b, by more
-        # bits of the hash that brought it there, and keeps its place in the bucket: two never meet.
+        # An entry of bucket b goes to a bucket whose number ends with the bits of b, chosen by more
+        # bits of the same hash, and keeps its place in the bucket: no two get the same slot.
         by_first = (mixed & fewer) == buckets
         target = np.where(by_first, mixed & mask, (mixed >> np.uint64(32)) & mask)
         slots = (target * np.uint64(_BUCKET_SLOTS)).astype(np.intp) + used % _BUCKET_SLOTS
@@ -390,7 +374,7 @@ class IndexWriter:
         self._entries += len(used)
 
     def close(self) -> None:
-        """Tell readers that nothing here is true any more, then unmap. Idempotent."""
+        """Make readers see everything as absent, then unmap. Idempotent."""
         if self._map.closed:
             return
         self._columns.header[_HEADER_CLOSED] = 1
@@ -401,13 +385,40 @@ class IndexWriter:
         os.close(self.fd)
 
 
+class IndexGrowth:
+    """Copies `smaller` into the empty `larger`, a few slots at a time, while it is in use.
+
+    Until `finish` the owner writes only the smaller table. Changes made while a slot is copied
+    replace its copy at the end.
+    """
+
+    def __init__(self, smaller: IndexWriter, larger: IndexWriter) -> None:
+        assert larger.slots >= 2 * smaller.slots, "the larger index is larger"
+        assert not len(larger), "the larger index is empty"
+        self._smaller = smaller
+        self._larger = larger
+        self._next = 0
+        self._changes = smaller.record_changes()
+
+    def step(self) -> bool:
+        """Copy some slots, in about a millisecond. True when none is left."""
+        self._larger.copy_slots(self._smaller, self._next)
+        self._next += SLOTS_PER_PASS
+        return self._next >= self._smaller.slots
+
+    def finish(self) -> IndexWriter:
+        """The larger table, with all changes made meanwhile. Write only it from now on."""
+        assert self._next >= self._smaller.slots, "every slot was copied"
+        for tag, flags in (*self._smaller.overflow.items(), *self._changes):
+            self._larger.replace(tag, flags)
+        return self._larger
+
+
 class IndexReader:
-    """A lock-free reader. Takes ownership of `fd`, which it closes once it is mapped, or refused.
+    """A lock-free reader. Takes ownership of `fd` and closes it.
 
-    Any thread may look up; none may be doing so when another closes the reader.
-
-    Raises:
-        LayoutError: the descriptor is not an index of `size_bytes`, or could shrink under us.
+    Any thread may look up, except while another closes the reader. Raises `LayoutError` if the
+    descriptor is not an index of `size_bytes`, or not sealed against shrinking.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -416,13 +427,13 @@ class IndexReader:
             self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        # 400 keys touch 800 pages: faulting them in here keeps that out of the first lookup.
+        # 400 keys access 800 pages: map them here and not in the first lookup.
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)
         slots = (size_bytes - _HEADER_BYTES) // (_SLOT_WORDS * _WORD_BYTES)
         self._columns = _Columns(self._map, slots)
         self._rows = self._columns.states.reshape(-1, _BUCKET_SLOTS)
-        self._bucket_mask = np.uint64(slots // _BUCKET_SLOTS - 1)
+        self._bucket_mask = slots // _BUCKET_SLOTS - 1
         header = self._columns.header[: _HEADER_SLOTS + 1].tolist()
         if header != [_MAGIC, _VERSION, slots]:
             self.close()
@@ -439,14 +450,10 @@ class IndexReader:
         count = len(tags)
         flags = np.zeros(count, dtype=np.uint8)
         mixed = mix_words(tags[:, 0], tags[:, 1])
-        buckets = np.empty((count, 2), dtype=np.uint64)
-        buckets[:, 0] = mixed
-        buckets[:, 1] = mixed >> np.uint64(32)
-        buckets &= self._bucket_mask
-        found = buckets.view(np.int64).ravel()
-        # The one load of each state: what it says decides, what comes later only confirms.
+        found = _buckets(mixed, self._bucket_mask).ravel()
+        # The only load of each state: it decides, the comparison of tags only confirms.
         states = self._rows.take(found, axis=0).reshape(count, 2 * _BUCKET_SLOTS)
-        # XOR leaves the flags alone where the check is the tag's own, and more than that elsewhere.
+        # XOR leaves only the flags if the check is that of the tag, and a larger number if not.
         states ^= _check_words(mixed)[:, np.newaxis]
         hits = np.flatnonzero(states <= np.uint64(FLAGS_MAX))
         rows = hits >> 4
@@ -468,30 +475,6 @@ class IndexReader:
         self._map.close()
 
 
-def _create_mapping(size_bytes: int) -> tuple[mmap.mmap, int]:
-    """A writable mapping of a new memfd, and the only other way to it: a read-only descriptor."""
-    fd = os.memfd_create("kvlake-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        # fallocate, not only truncate: a full tmpfs is an error here and a SIGBUS later.
-        os.posix_fallocate(fd, 0, size_bytes)
-        mapping = mmap.mmap(fd, size_bytes)
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                mapping.madvise(_MADV_POPULATE_WRITE)
-            os.fchmod(fd, 0o400)
-            # FUTURE_WRITE spares the mapping made above and refuses every later one, even to a
-            # process that reopens the descriptor as root. Kernels before 5.1 have only the mode.
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
-            return mapping, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except BaseException:
-            mapping.close()
-            raise
-    finally:
-        os.close(fd)
-
-
 def _check_descriptor(fd: int, size_bytes: int) -> None:
     slots, rest = divmod(size_bytes - _HEADER_BYTES, _SLOT_WORDS * _WORD_BYTES)
     actual = os.fstat(fd).st_size
@@ -501,7 +484,7 @@ def _check_descriptor(fd: int, size_bytes: int) -> None:
             "power of two of slots; use Attached.index_bytes with the descriptor it came with"
         )
     try:
-        sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEAL_SHRINK
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
         sealed = 0
     if not sealed:

@@ -1,9 +1,9 @@
 """Geometry of one worker's KV cache and of a chunk.
 
-Owns all offset arithmetic: this is the only module that multiplies strides. `KVLayout` says where
-a coordinate (layer, block, head, token) lies in the memory that a worker exported; `ChunkLayout`
-says what a chunk of that worker is once it left the engine; `Segment` names the part of the model
-that the worker holds.
+Owns all offset arithmetic: no other module multiplies strides. `KVLayout` says where a coordinate
+(layer, block, head, token) lies in the memory that a worker exported; `ChunkLayout` describes a
+chunk of that worker outside the engine; `Segment` names the part of the model that the worker
+holds.
 
 Does not own bytes: nothing here reads or writes memory (`copy.py` does), and nothing knows Arrow.
 
@@ -11,7 +11,7 @@ Invariants, checked once at construction and relied on everywhere else:
 
 * A layout is affine: `offset = layer_offset[layer] + block * block_stride + head * head_stride +
   token * token_stride`, and `content_bytes` bytes from there on belong to that coordinate alone.
-  Recurrent layers keep one state for all tokens of a block: one entry on that axis, which then
+  Recurrent layers keep one state for all tokens of a block: one entry on the token axis, which then
   stands for `entry_tokens` of them.
 * Every such byte range lies inside the exported allocation.
 * A payload is always in C order `[blocks, layers, heads, tokens, content]`, whatever the engine's
@@ -41,15 +41,15 @@ HEADS_MAX: Final = 65_536
 BLOCK_TOKENS_MAX: Final = 65_536
 BLOCKS_PER_CHUNK_MAX: Final = 65_536
 CHUNK_TOKENS_MAX: Final = 65_536
-"""A chunk's token ids are in its image's header, which is kept in memory for each length."""
+"""A chunk's token ids are in its image's header; the sidecar keeps a header for each length."""
 BLOCK_ENTRIES_MAX: Final = 1 << 24
-"""(layer, head, token) of one block: a plan that copies them has 8 bytes for each."""
+"""(layer, head, token) of one block: a copy plan has 8 bytes for each."""
 CONTENT_BYTES_MAX: Final = 1 << 24
 NUM_BLOCKS_MAX: Final = 1 << 31
 SIZE_BYTES_MAX: Final = 1 << 47
 ENCODING_CHARACTERS_MAX: Final = 128
 PAYLOAD_BYTES_MAX: Final = (1 << 31) - 1
-"""Arrow counts the width of a fixed-size list in int32."""
+"""The width of a fixed-size list is an int32 in Arrow."""
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "float32": 4,
@@ -62,11 +62,10 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Element types of a KV cache by their torch name, and the size of one element in bytes."""
+"""Bytes of one element, by the torch name of its type."""
 
 ROW_ENCODING: Final = "vllm-offloading"
-"""Encoding of chunks that are rows of vLLM's own offloading: what is in a row is vLLM's business,
-and which tokens it is of nobody has told."""
+"""Encoding of chunks that are rows of vLLM's own offloading: opaque, with unknown token ids."""
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _SEGMENT_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.{_NUMBER}-{_NUMBER}")
@@ -118,14 +117,14 @@ class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tru
 
     @property
     def name(self) -> str:
-        """Half-open layer range, half-open head range: layers 0 to 7, heads 0 to 3 is `0-8.0-4`."""
+        """Half-open ranges of layers and heads: layers 0 to 7, heads 0 to 3 is `0-8.0-4`."""
         last_layer = self.first_layer + self.num_layers
         last_head = self.first_head + self.num_heads
         return f"{self.first_layer}-{last_layer}.{self.first_head}-{last_head}"
 
     @classmethod
     def parse(cls, name: str) -> Segment:
-        """The segment that `name` names. Raises `LayoutError` on anything but a canonical name."""
+        """The segment of a canonical name. Raises `LayoutError` for any other."""
         # The slice keeps a hostile name of megabytes out of the expression and the message.
         match = _SEGMENT_NAME.fullmatch(name[:64])
         if match is None or len(name) > 64:
@@ -137,11 +136,11 @@ class Segment(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=Tru
 
 
 class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a chunk of one worker is outside the engine: shape, element type, encoding.
+    """A chunk of one worker outside the engine: shape, element type, encoding.
 
     Bytes are in C order `[blocks, layers, heads, tokens, content]`. `content_bytes` is the size of
-    one (layer, head, token): K and V packed. An entry of the tokens' axis stands for `entry_tokens`
-    of them: one, but for recurrent layers, whose state stands for all of a block.
+    one (layer, head, token): K and V packed. An entry of the token axis stands for `entry_tokens`
+    tokens: one, or all of a block for recurrent layers.
     """
 
     segment: Segment
@@ -183,7 +182,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether the token ids that are stored with a chunk are its tokens."""
+        """Whether the token ids stored with a chunk are known."""
         return self.encoding != ROW_ENCODING
 
     @property
@@ -199,7 +198,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def geometry(self) -> ChunkLayout:
-        """The same for chunks of one block: what layouts share that differ in chunk size only."""
+        """The same layout for chunks of one block, so that it does not depend on the chunk size."""
         return msgspec.structs.replace(self, blocks_per_chunk=1)
 
     def payload_bytes(self, num_blocks: int) -> int:
@@ -220,11 +219,11 @@ class ChunkLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where one KV cache group lies in the memory that a worker exported. All strides in bytes.
+    """Where one KV cache group lies in the memory that a worker exported.
 
-    `size_bytes` is the exported allocation, `layer_offsets_bytes` holds the offset of block 0,
-    head 0, token 0 of each layer. A stride whose axis has one entry is never used. An entry of the
-    tokens' axis stands for `entry_tokens` of them, as in `ChunkLayout`.
+    `size_bytes` is the exported allocation, `layer_offsets_bytes` has the offset of block 0,
+    head 0, token 0 of each layer. A stride whose axis has one entry is not used. `entry_tokens` is
+    as in `ChunkLayout`.
     """
 
     segment: Segment
@@ -279,11 +278,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         ]
 
     def _nest(self, axes: list[tuple[str, int, int]]) -> list[tuple[int, int]]:
-        """(stride, count) of the used axes, outermost first. Raises if one reaches into another.
+        """(stride, count) of the used axes, outermost first. Raises if two axes overlap.
 
-        Nesting (each stride at least the extent of everything inside it) is stricter than "no two
-        coordinates overlap", but all of vLLM's layouts nest, and it makes the check exact and
-        cheap where the general question is a search.
+        Each stride must be at least the extent of everything inside it. This is stricter than "no
+        two coordinates overlap", but all of vLLM's layouts nest, and the general check is a search.
         """
         used = sorted((stride, count, name) for name, stride, count in axes if count > 1)
         extent_bytes = self.content_bytes
@@ -299,9 +297,9 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def _refuse_shared_layers(self, nested: list[tuple[int, int]]) -> None:
         """Raise if any byte belongs to two layers.
 
-        Layers all have the same shape, so only the distances between their offsets matter. At each
-        axis the rest of the distance can only be made up by its floor or its ceiling in strides
-        (what lies inside an entry is shorter than the stride), so two candidates per axis are all.
+        All layers have the same shape, so only the distances between their offsets matter. At each
+        axis the rest of a distance lies between its floor and its ceiling in strides (an entry is
+        shorter than the stride), so two candidates per axis are enough.
         """
         offsets: npt.NDArray[np.int64] = np.array(self.layer_offsets_bytes, dtype=np.int64)
         offsets.sort()
@@ -333,9 +331,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ) -> KVLayout:
         """The layout of per-layer views `(offset_bytes, shape, strides_bytes)`.
 
-        Shapes are `(blocks, heads, tokens, content elements)`, as vLLM's `create_kv_cache_views`
-        makes them; an entry of the third axis stands for `entry_tokens` of them. Raises
-        `LayoutError` unless all views have one shape and one set of strides.
+        Shapes are `(blocks, heads, tokens, content elements)`, as in vLLM's
+        `create_kv_cache_views`. Raises `LayoutError` unless all shapes and strides are equal.
         """
         if not views:
             raise LayoutError("views=[]: a layout needs one view for each layer")
@@ -394,10 +391,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         )
 
     def offset(self, layer: int, block: int, head: int, token: int) -> int:
-        """Byte offset of one coordinate; `layer` and `head` count from the segment's first.
-
-        `token` counts entries.
-        """
+        """Byte offset of one coordinate, counted within the segment; `token` counts entries."""
         _require_range("layer", layer, 0, self.segment.num_layers - 1)
         _require_range("block", block, 0, self.num_blocks - 1)
         _require_range("head", head, 0, self.segment.num_heads - 1)
@@ -413,11 +407,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def head_segment(
     num_layers: int, num_heads: int, tp_rank: int, tp_size: int, *, first_layer: int = 0
 ) -> Segment:
-    """Segment of a rank that holds `num_layers` layers from `first_layer` on.
+    """Segment of a tensor-parallel rank that holds `num_layers` layers from `first_layer` on.
 
-    `num_heads` counts the model's KV heads, which tensor parallelism cuts into equal runs.
-    Pipeline ranks are cut by the engine, unevenly at its will: pass the rank's own layer range.
-    Raises `LayoutError` where heads do not divide, or are replicated over ranks.
+    `num_heads` counts the model's KV heads. Raises `LayoutError` if the ranks cannot share them
+    equally, or would hold copies.
     """
     _require_range("tp_size", tp_size, 1, HEADS_MAX)
     _require_range("tp_rank", tp_rank, 0, tp_size - 1)

@@ -1,7 +1,8 @@
 """Memory that processes share by descriptor, and that cannot shrink while it is mapped.
 
-Owns making such memory (`sealed_memfd`), the check that foreign memory is such (`check_sealed`),
-which file systems are in memory, and keeping mappings out of core dumps. Does not own contents.
+Owns making such memory (`sealed_memfd`, `read_only_memfd`), the check that foreign memory is such
+(`check_sealed`), which file systems are in memory, and keeping mappings out of core dumps. Does not
+own contents.
 
 Invariant: a descriptor that passed `check_sealed` can be mapped and accessed over its whole checked
 length as long as the mapping lasts. Accessing a page beyond the end of a truncated file is a
@@ -21,6 +22,8 @@ import stat
 from typing import Final, Literal
 
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEAL_FUTURE_WRITE: Final = 0x10
+_MADV_POPULATE_WRITE: Final = 23
 
 MemoryFilesystem = Literal["tmpfs", "hugetlbfs", "ramfs"]
 _MAGIC: Final[dict[int, MemoryFilesystem]] = {
@@ -53,6 +56,33 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_only_memfd(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
+    """The only writable mapping of a new memfd, and a read-only descriptor for other processes.
+
+    Raises `OSError` without memory for it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # fallocate, not only truncate: a full tmpfs is an error here and a SIGBUS later.
+        os.posix_fallocate(fd, 0, size_bytes)
+        mapping = mmap.mmap(fd, size_bytes)
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                mapping.madvise(_MADV_POPULATE_WRITE)
+            os.fchmod(fd, 0o400)
+            # FUTURE_WRITE allows the mapping made above and refuses every later one, even to a
+            # process that reopens the descriptor as root. Kernels before 5.1 have only the mode.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            return mapping, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            mapping.close()
+            raise
+    finally:
+        os.close(fd)
 
 
 def keep_out_of_dumps(mapping: mmap.mmap) -> None:

@@ -1,16 +1,16 @@
-"""How the tokens of one (block, head) lie in its bytes, for the encodings of which that is known.
+"""The order of the tokens within the bytes of one (block, head), for encodings with a known order.
 
-Owns the table from an encoding's name to its planes, so that blocks of one size can be made of
-blocks of another. Does not own copying (`reshard.py`), nor the choice of an encoding's name (the
+Owns the table from an encoding's name to its planes, so that blocks of one size can be converted
+to blocks of another. Does not own copying (`reshard.py`), nor the choice of an encoding's name (the
 connector's `namespace.py`).
 
-A (block, head) is a row of planes, one after the other (K and V). A plane is an array in C order
-`[rows, groups, unit bytes]`, a group being the fewest tokens that lie together: kernels put
-dimensions of the head outside of the tokens, or some tokens side by side, to load whole vectors.
-A block of twice the tokens has twice the groups in every row.
+A (block, head) is a sequence of planes (K and V). A plane is an array in C order
+`[rows, groups, unit bytes]`. A group is the smallest number of tokens that are stored together:
+kernels place dimensions of the head outside of the tokens, or some tokens side by side, to load
+whole vectors. A block of twice the tokens has twice the groups in every row.
 
-Invariants: pure. An encoding that is not in the table has no planes, and engines whose blocks
-differ in size do not share chunks in it. The tests compare the table with what the kernels write.
+Invariants: pure. An encoding outside the table has no planes, and engines with different block
+sizes do not share its chunks. The tests compare the table with what the kernels write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from tiers.kv.layout import ITEM_BYTES
 
 BY_TOKEN: Final = "+token"  # noqa: S105 (a token of text)
-"""Ends the name of an encoding in which a token's content lies together, whatever is in it."""
+"""Suffix of an encoding that stores the content of a token contiguously, in any order."""
 
 _AMX_TOKENS: Final = 16
 _AMX_DIMENSIONS: Final = 16
@@ -46,7 +46,7 @@ class Plane(NamedTuple):
 
 
 def regroups(encoding: str, dtype: str) -> bool:
-    """Whether blocks of this encoding can be made of blocks of another size."""
+    """Whether blocks of this encoding can be converted to another block size."""
     return (
         encoding.endswith(BY_TOKEN)
         or (encoding in _VECTOR_ENCODINGS and dtype in _VECTOR_DTYPES)
@@ -55,9 +55,9 @@ def regroups(encoding: str, dtype: str) -> bool:
 
 
 def planes_of(encoding: str, dtype: str, content_bytes: int) -> tuple[Plane, ...] | None:
-    """The planes of an encoding, None where they are not known.
+    """The planes of an encoding, None if they are unknown.
 
-    `content_bytes` are those of a token in one layer and head: K and V, of one size on CPUs.
+    `content_bytes` belong to a token in one layer and head: K and V, of equal size on CPUs.
     """
     if not regroups(encoding, dtype):
         return None

@@ -1,15 +1,15 @@
-"""Assembly: one worker's part of a chunk out of segments that were cut another way.
+"""Resharding: one worker's segment of a chunk out of segments with other layers and heads.
 
-Owns which segments to read so that a wanted one is covered, and the copy of what overlaps. Engines
-cut a model over tensor and pipeline parallel ranks in different ways and use blocks of different
-sizes; what they stored is the same chunk, and each can read the others'.
+Owns the choice of segments that cover a target, and the copy of their overlap. Engines split a
+model over tensor and pipeline parallel ranks in different ways and use blocks of different sizes.
+They store the same chunks, and each can read the others'.
 
 Does not own reading, verifying or sealing: a source is verified as a whole against its own
-checksum before anything is copied out of it, and what was assembled gets a checksum of its own.
-For the same reason nothing here reads ranges: a part of an object cannot be verified.
+checksum before anything is copied out of it, and the result gets its own checksum. For the same
+reason nothing here reads ranges: a part of an object cannot be verified.
 
-Invariants: what is copied lies in both segments, so a byte of the target is written from the
-same (layer, head, token) of a source or not at all; `cover` names sources that leave no hole.
+Invariants: a byte of the target is copied from the same (layer, head, token) of a source or not at
+all; `cover` returns sources that leave no hole.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 SOURCES_MAX: Final = 64
-"""Segments that one target is assembled from; a cut finer than this is a miss."""
+"""Sources of one target; with more, the chunk is a miss."""
 
 
 def cover(target: Segment, available: Collection[Segment]) -> tuple[Segment, ...] | None:
     """The fewest of `available` that together hold all of `target`, or None.
 
-    One that holds all of it is taken if there is one, the smallest first. Else sources are taken
-    by what they add until nothing is missing: exact for the grids that parallel engines make,
-    where segments of one cut never overlap, and at worst somewhat more than the fewest.
+    If single segments hold all of it, the smallest of them. Otherwise greedily those that add most:
+    optimal for the grids of parallel engines, whose segments never overlap, and else at worst
+    somewhat more than the fewest.
     """
     whole = [segment for segment in available if overlap(target, segment) == _box(target)]
     if whole:
@@ -89,12 +89,11 @@ def refusal(source: ChunkLayout, target: ChunkLayout) -> str | None:
 def copy_overlap(
     source: ChunkLayout, payload: Bytes, target: ChunkLayout, into: Bytes, num_tokens: int
 ) -> int:
-    """Copy what both segments hold from a source's payload to a target's; returns the bytes.
+    """Copy the overlap of two segments from a source's payload to a target's; returns the bytes.
 
     Payloads are in C order `[blocks, layers, heads, tokens, content]` and have `num_tokens` tokens
-    each, a whole number of blocks of either geometry; the blocks may differ in size.
-
-    Raises `LayoutError` where the two do not fit together. Releases the GIL while bytes move.
+    each, a whole number of blocks of either geometry; the blocks may differ in size. Raises
+    `LayoutError` if they do not match. Releases the GIL while bytes move.
     """
     reason = refusal(source, target)
     if reason is not None:
@@ -122,7 +121,7 @@ def copy_overlap(
     assert planes is not None, "not refused"
     start = 0
     for plane in planes:
-        # Where a plane starts grows with the block, as everything in it does.
+        # The start of a plane grows with the block size, like everything in it.
         _regroup(
             _plane(taken, plane, start, source.block_tokens),
             _plane(given, plane, start, target.block_tokens),
@@ -144,7 +143,7 @@ def _box(segment: Segment) -> Box:
 
 
 def overlap(one: Segment, other: Segment) -> Box | None:
-    """Half-open layer and head ranges that two segments share; None where they share nothing."""
+    """Half-open layer and head ranges of the overlap; None without one."""
     a, b = _box(one), _box(other)
     first_layer, last_layer = max(a[0], b[0]), min(a[1], b[1])
     first_head, last_head = max(a[2], b[2]), min(a[3], b[3])
@@ -175,9 +174,9 @@ def _blocks(layout: ChunkLayout, payload: Bytes) -> Bytes:
 
 
 def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
-    """`[blocks, layers, heads, rows, groups, unit bytes]` of one plane; never a copy.
+    """`[blocks, layers, heads, rows, groups, unit bytes]` of one plane, as a view.
 
-    `start` is the bytes of a token in the planes before.
+    `start` is the bytes of a token in the preceding planes.
     """
     blocks, layers, heads, _ = view.shape
     groups = block_tokens // plane.group_tokens
@@ -191,9 +190,11 @@ def _plane(view: Bytes, plane: Plane, start: int, block_tokens: int) -> Bytes:
 
 
 def _regroup(taken: Bytes, given: Bytes) -> None:
-    """Copy between planes of the same tokens in blocks of two sizes."""
-    # In runs of their greatest common divisor a run of groups of the one is one of the other.
-    # Where one size divides the other, one strided copy does all.
+    """Copy between planes of the same tokens in blocks of two sizes.
+
+    Both are split into runs of groups whose length is the greatest common divisor. If one block
+    size divides the other, a single strided copy is enough.
+    """
     run = math.gcd(taken.shape[4], given.shape[4])
     source, target = _runs(taken, run), _runs(given, run)
     if run == taken.shape[4]:
@@ -213,7 +214,7 @@ def _regroup(taken: Bytes, given: Bytes) -> None:
 
 
 def _runs(plane: Bytes, run: int) -> Bytes:
-    """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each; never a copy."""
+    """`[blocks, layers, heads, rows, runs, bytes]` with `run` groups in each, as a view."""
     blocks, layers, heads, rows, groups, unit_bytes = plane.shape
     return np.lib.stride_tricks.as_strided(
         plane,

@@ -1,11 +1,11 @@
 """The slot image: one segment as one Arrow IPC file, made by patching a template.
 
-Owns what a host slot holds: how an image is made, and what must be equal for bytes to be accepted.
-Does not own the columns and their order (`arrow_file.py`), slots (`pool/host_pool.py`), geometry
-(`layout.py`) or transport.
+Owns the contents of a host slot: how an image is made, and which bytes must be equal for it to be
+accepted. Does not own the columns and their order (`arrow_file.py`), slots (`pool/host_pool.py`),
+geometry (`layout.py`) or transport.
 
-An image is header, payload, footer. Header and footer are constant for a geometry and learnt once
-from pyarrow; an image is made by copying them and patching the row's fields in place (block_hash,
+An image is header, payload, footer. Header and footer are constant for a geometry and written once
+by pyarrow; an image is made by copying them and patching the row's fields in place (block_hash,
 parent_hash, kv_xxh3, token_ids, row_xxh3), so nothing is ever serialized.
 
 Invariants:
@@ -13,8 +13,8 @@ Invariants:
 * Images of one (layout, blocks, namespace) differ only in the patched fields and the payload, so
   two clusters that store the same chunk write the same object.
 * Every byte of an accepted image was checked: against the template, or by `row_xxh3` or `kv_xxh3`.
-  Of 300 bit flips in an image's metadata Arrow readers accepted 20, with other data: foreign bytes
-  therefore meet comparisons only, never a parser. Truncation shows in the length.
+  Of 300 bit flips in an image's metadata Arrow readers accepted 20, with other data. Foreign bytes
+  are therefore only compared, never parsed. Truncation shows in the length.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tiers.kv.arrow_file import (
     PAGE_BYTES,
     Descriptor,
     find_descriptor,
-    learn,
+    write_skeleton,
 )
 from tiers.kv.layout import ChunkLayout, Segment
 
@@ -51,16 +51,12 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-PAYLOAD_OFFSET: Final = PAGE_BYTES
-"""Where the payload starts, but for chunks of more than some 600 tokens: their ids need more
-pages. `SlotTemplate.payload_offset` is always right."""
-
 _ALIGNMENT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMeta:
-    """What a verified image holds. `token_ids` are little-endian int32 bytes."""
+    """The row of a verified image. `token_ids` are little-endian int32 bytes."""
 
     key: bytes
     parent: bytes
@@ -71,7 +67,7 @@ class SegmentMeta:
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """What `inspect_image` found. `error` is None for an intact image; the rest as far as known."""
+    """The result of `inspect_image`. `error` is None for an intact image."""
 
     image_bytes: int
     descriptor: Descriptor | None
@@ -100,20 +96,22 @@ class SlotTemplate:
         self.namespace_digest = namespace_digest
         self.token_bytes = num_blocks * layout.block_tokens * 4
         self.payload_bytes = layout.payload_bytes(num_blocks)
-        learnt = learn(layout, num_blocks, namespace_digest)
-        self.payload_offset: int = learnt.offsets["kv"]
-        self._header = learnt.header
-        self._footer = learnt.footer
+        skeleton = write_skeleton(layout, num_blocks, namespace_digest)
+        offsets = skeleton.offsets
+        self.payload_offset: int = offsets["kv"]
+        """One page, but more for chunks of more than about 600 tokens."""
+        self._header = skeleton.header
+        self._footer = skeleton.footer
         self._footer_offset = self.payload_offset + self.payload_bytes
         self.image_bytes = self._footer_offset + len(self._footer)
-        self._key = _field(learnt.offsets["block_hash"], KEY_BYTES)
-        self._parent = _field(learnt.offsets["parent_hash"], KEY_BYTES)
-        self.checksum = _field(learnt.offsets["kv_xxh3"], CHECKSUM_BYTES)
-        self._token_ids = _field(learnt.offsets["token_ids"], self.token_bytes)
-        self.row_checksum = _field(learnt.offsets["row_xxh3"], CHECKSUM_BYTES)
-        # The columns lie in the file in their order: one hash covers key, parent, sum and tokens.
+        self._key = _field(offsets["block_hash"], KEY_BYTES)
+        self._parent = _field(offsets["parent_hash"], KEY_BYTES)
+        self.checksum = _field(offsets["kv_xxh3"], CHECKSUM_BYTES)
+        self._token_ids = _field(offsets["token_ids"], self.token_bytes)
+        self.row_checksum = _field(offsets["row_xxh3"], CHECKSUM_BYTES)
+        # The columns are adjacent: one hash covers key, parent, checksum and tokens.
         self.row = slice(self._key.start, self._token_ids.stop)
-        # A gap after odd token ids is alignment: constant, and inside the row's hash or after it.
+        # The padding after an odd number of token ids is constant.
         self._constant = (
             slice(0, self.row.start),
             slice(self.row.stop, self.row_checksum.start),
@@ -123,12 +121,12 @@ class SlotTemplate:
         self._footer_array: Bytes = np.frombuffer(self._footer, dtype=np.uint8)
 
     def payload(self, slot: Bytes) -> Bytes:
-        """The payload's bytes in `slot`, as a view."""
+        """The payload in `slot`, as a view."""
         self._require_room(slot)
         return slot[self.payload_offset : self._footer_offset]
 
     def prepare(self, slot: Bytes) -> None:
-        """Write header and footer; the image is complete once the payload is there and sealed."""
+        """Write header and footer. The image is complete with its payload and `seal`."""
         self._require_room(slot)
         slot[: self.payload_offset] = self._header_array
         slot[self._footer_offset : self.image_bytes] = self._footer_array
@@ -144,10 +142,9 @@ class SlotTemplate:
     ) -> bytes:
         """Patch the row; returns the payload's checksum.
 
-        `token_ids` are little-endian int32 bytes, one for each token of the blocks. `checksum` is
-        the digest of a `payload_hasher` that saw the payload while it was copied here; without it
-        the payload is hashed now.
-        Raises `LayoutError` where a field does not have its exact size.
+        `token_ids` are little-endian int32 bytes, one id for each token of the blocks. `checksum`
+        is the digest of a `payload_hasher` that saw the payload during its copy; without it the
+        payload is hashed now. Raises `LayoutError` for a field of another size.
         """
         for name, value, size_bytes in (
             ("key", key, KEY_BYTES),
@@ -181,11 +178,10 @@ class SlotTemplate:
     ) -> SegmentMeta:
         """Check every byte of a foreign `image`; with `key`, also that it is that chunk.
 
-        `digest` is that of a `payload_hasher` that saw the payload as it arrived here; without it
-        the payload is hashed now.
-        Raises, in the order of the checks: `ImageTruncated` (length), `ImageNamespaceMismatch` or
-        `ImageHeaderMismatch` (constant bytes, then the row), `ImageKeyMismatch`,
-        `ImageChecksumMismatch` (payload).
+        `digest` is that of a `payload_hasher` that saw the payload arrive; without it the payload
+        is hashed now. Raises, in the order of the checks: `ImageTruncated` (length),
+        `ImageNamespaceMismatch` or `ImageHeaderMismatch` (constant bytes, then the row),
+        `ImageKeyMismatch`, `ImageChecksumMismatch` (payload).
         """
         view: Bytes = np.frombuffer(image, dtype=np.uint8)
         if view.size != self.image_bytes:
@@ -218,19 +214,19 @@ class SlotTemplate:
         return meta
 
     def token_ids(self, slot: Bytes) -> list[int]:
-        """The token ids in the header of a sealed slot, as they are there."""
+        """The token ids in a sealed slot, unverified."""
         tokens: list[int] = slot[self._token_ids].view("<i4").tolist()
         return tokens
 
     def verify_payload(self, slot: Bytes) -> bool:
         """True if the payload has the checksum in the row; raises `ImageChecksumMismatch` if not.
 
-        Only that: enough for a slot that this process sealed or verified before.
+        Enough for a slot that this process sealed or verified before.
         """
         return self.check(slot, _digest(self.payload(slot)))
 
     def check(self, slot: Bytes, found: bytes) -> bool:
-        """`verify_payload` with a digest of the payload that the caller took with a hasher."""
+        """`verify_payload` with the digest of a `payload_hasher`."""
         expected = slot[self.checksum].tobytes()
         if found != expected:
             raise ImageChecksumMismatch(
@@ -242,11 +238,11 @@ class SlotTemplate:
     def examine(
         self, memory: Bytes, offsets: npt.NDArray[np.int64]
     ) -> list[tuple[bytes, bytes] | None]:
-        """Key and parent of the image at each offset, None for one that is not as `verify` wants.
+        """Key and parent of the image at each offset, None for one that `verify` would refuse.
 
-        All but the payload is checked, for many images at once. Each must lie within `memory`.
+        Checks everything but the payload. Each image must lie within `memory`.
         """
-        # Row by row of this view is one image's header: indexing it copies those that are wanted.
+        # Each row of this view is the header at one offset; indexing copies the selected ones.
         heads = sliding_window_view(memory, self.payload_offset)[offsets]
         feet = sliding_window_view(memory, len(self._footer))[offsets + self._footer_offset]
         good: npt.NDArray[np.bool_] = (feet == self._footer_array).all(axis=1)
@@ -290,7 +286,7 @@ class SlotTemplate:
 
 
 class SlotTemplates:
-    """Templates of one layout and namespace, made when first asked for."""
+    """Templates of one layout and namespace, created on demand."""
 
     def __init__(self, layout: ChunkLayout, namespace_digest: bytes) -> None:
         if layout.block_payload_bytes < _ALIGNMENT_BYTES:
@@ -301,7 +297,7 @@ class SlotTemplates:
             )
         self.layout = layout
         self.namespace_digest = namespace_digest
-        # Two threads may learn the same template at once; they learn equal ones.
+        # Two threads may create the same template at once; both are equal.
         self._by_blocks: dict[int, SlotTemplate] = {}
         largest = self[layout.blocks_per_chunk].image_bytes
         self.slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
@@ -315,7 +311,7 @@ class SlotTemplates:
         return template
 
     def for_image_bytes(self, image_bytes: int) -> SlotTemplate:
-        """The template whose image has exactly that length. Raises `ImageTruncated` if none has."""
+        """The template whose image has that length. Raises `ImageTruncated` without one."""
         low, high = 1, self.layout.blocks_per_chunk
         while low < high:
             middle = (low + high) // 2
@@ -334,15 +330,15 @@ class SlotTemplates:
 
 
 def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
-    """Examine an image of unknown origin: rebuild the template that it claims, then verify it.
+    """Verify an image of unknown origin against the template that its descriptor claims.
 
-    Raises nothing for bad bytes: the report carries the error. No Arrow parser is involved.
+    Bad bytes raise nothing: the report has the error. No Arrow parser is involved.
     """
     view: Bytes = np.frombuffer(buffer, dtype=np.uint8)
     descriptor = find_descriptor(view[:PAGE_BYTES].tobytes())
     if descriptor is None:
         unknown = ImageHeaderMismatch(
-            "no kvlake descriptor in the first page: not a segment image, or damaged beyond telling"
+            "no kvlake descriptor in the first page: not a segment image, or damaged"
         )
         return SegmentReport(view.size, None, None, unknown)
     try:
@@ -353,9 +349,9 @@ def inspect_image(buffer: Bytes | memoryview | bytes) -> SegmentReport:
 
 
 def claimed_template(descriptor: Descriptor, image_bytes: int) -> SlotTemplate:
-    """The template that a foreign descriptor describes; no work beyond the image's own size.
+    """The template of a foreign descriptor. Costs no more than the image's own size.
 
-    Raises `ChunkCorrupt` for one that describes nothing, or more than `image_bytes`.
+    Raises `ChunkCorrupt` for an impossible layout, or one of more than `image_bytes`.
     """
     if descriptor.format != FORMAT:
         raise ImageHeaderMismatch(
