@@ -1,11 +1,13 @@
-"""Non-blocking client of the sidecar; the connector's only importer of `sidecar.protocol`.
+"""The connections of one process with its sidecar. Nothing here blocks an engine's step.
 
-Owns one session at a time: a Unix connection (attach, descriptors, death) kept by a daemon
-thread, and a DEALER (jobs, answers) used by the engine's own thread only. `send` and `poll` never
-wait. While there is no sidecar, `session` is None and the thread tries again every
-`retry_seconds`; a change of state is logged once.
+`Client` owns one session at a time: a Unix connection (attach, descriptors, end of file), kept by a
+daemon thread, and a ZMQ socket (jobs, answers), used by the engine's own thread only. `send` and
+`poll` never wait. Without a sidecar `session` is None and the thread tries again every
+`retry_seconds`. A change of state is logged once.
 
-Not owned: what messages mean (`scheduler.py`, `worker.py`), and the descriptors' content.
+`UncachedNotice` owns the connection of a process that serves without the cache.
+
+Does not own what messages mean (`scheduler/`, `worker.py`), nor the content of descriptors.
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import zmq
 
 from sidecar.protocol import (
+    DECLINED_CHARS_MAX,
     FDS_PER_ATTACH_MAX,
     FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
     Attach,
     Attached,
     ClientMessage,
+    Declined,
     IndexMoved,
     Limits,
     ProtocolError,
@@ -49,16 +54,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvlake")
 
-REPLY_SECONDS_MAX = 5.0
-MESSAGES_PER_POLL_MAX = 256
-SEND_QUEUE_MESSAGES_MAX = 1_000
-RECEIVE_QUEUE_MESSAGES_MAX = 10_000
-"""An idle engine polls nothing while other engines' events arrive: they must not pile up here."""
+REPLY_SECONDS_MAX: Final = 5.0
+MESSAGES_PER_POLL_MAX: Final = 256
+SEND_QUEUE_MESSAGES_MAX: Final = 1_000
+RECEIVE_QUEUE_MESSAGES_MAX: Final = 10_000
+"""Bounds the events of other engines that arrive while this one is idle and does not poll."""
+NOTICE_RETRY_SECONDS: Final = 1.0
+NOTICE_REFUSED_SECONDS: Final = 300.0
+"""An older sidecar does not know the notice, and logs each one that it refuses."""
+
+UncachedReason: TypeAlias = Literal["chunk_tokens", "unsupported", "weights", "memory"]
+"""As in `sidecar.protocol.DECLINE_REASONS`."""
 
 
 @dataclass(slots=True)
 class SidecarSession:
-    """One attachment to one life of a sidecar."""
+    """One attachment to one run of a sidecar."""
 
     epoch: int
     token: bytes
@@ -67,16 +78,16 @@ class SidecarSession:
     index_salt: bytes
     index: IndexReader | None
     context: object = None
-    """What the attempt's maker wants to keep with the session (a worker's fence page)."""
+    """The context of its `Attempt`: a worker's fence page."""
     wants_events: bool = False
     dead: bool = False
     moved: deque[IndexReader] = field(default_factory=deque[IndexReader])
-    """Newer indexes that the thread received and the engine's thread has not taken yet."""
+    """Newer indexes that the engine's thread has not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to attach: the message, its descriptors, and what belongs to it if it succeeds."""
+    """What one attempt to attach sends, and what its session keeps as `context`."""
 
     message: Attach
     fds: list[int] = field(default_factory=list[int])
@@ -84,47 +95,47 @@ class Attempt:
 
 
 class _Lost(Exception):
-    """The Unix connection ended or never came to be; the message says why."""
-
-
-def _check_owner(path: str) -> None:
-    """Anybody may make a folder in /tmp: raise `PermissionError` where a stranger has.
-
-    For places that nobody gave.
-    """
-    owner = os.lstat(path).st_uid
-    if path.startswith("/tmp/") and owner not in (0, os.getuid()):  # noqa: S108 (see above)
-        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+    """The Unix connection failed; the message says why."""
 
 
 def connect(paths: tuple[str, ...]) -> socket.socket:
-    """A connection to the first path that takes one; raises the last one's `OSError`."""
+    """A connection to the first path that accepts one. Raises the `OSError` of the last path."""
     *others, last = paths
     for path in others:
         with contextlib.suppress(OSError):
-            return _connect_to(path, given=False)
-    return _connect_to(last, given=not others)
+            return _connect_to(path, default=True)
+    return _connect_to(last, default=bool(others))
 
 
-def _connect_to(path: str, *, given: bool) -> socket.socket:
+def _connect_to(path: str, *, default: bool) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     connection.settimeout(REPLY_SECONDS_MAX)
     try:
         connection.connect(path)
-        if not given:
-            _check_owner(path)
+        if default:
+            _require_owner(path)
     except OSError:
         connection.close()
         raise
     return connection
 
 
+def _require_owner(path: str) -> None:
+    """Raise `PermissionError` for a socket of another user in /tmp, where any user may make one.
+
+    For default paths only: a configured path is trusted.
+    """
+    owner = os.lstat(path).st_uid
+    if path.startswith("/tmp/") and owner not in (0, os.getuid()):  # noqa: S108 (see above)
+        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", path)
+
+
 class Client:
-    """A session with the sidecar that comes and goes by itself.
+    """Attaches to the sidecar, and again whenever it comes back.
 
     Args:
-        paths: where the sidecar's `attach.sock` may be; the first that takes a connection.
-        make_attempt: builds message and descriptors anew for every attempt, on the thread.
+        paths: where the sidecar's `attach.sock` may be; the first that accepts a connection.
+        make_attempt: builds message and descriptors of each attempt, on the thread.
         retry_seconds: pause between two attempts.
     """
 
@@ -151,7 +162,7 @@ class Client:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.last_log = ""
         self.answers_stale = 0
-        """Messages of an earlier life of the sidecar that were dropped. Never decreases."""
+        """Messages of an earlier run of the sidecar that were dropped."""
         self._pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="kvlake-attach", daemon=True)
         self.thread.start()
@@ -160,7 +171,7 @@ class Client:
 
     @property
     def session(self) -> SidecarSession | None:
-        """The live session, or None. A changed identity means: everything from before is void."""
+        """The live session, or None. Another object means that all earlier answers are void."""
         offered = None if self._closing.is_set() else self._offered
         if offered is not self._current:
             self._close_dealer()
@@ -177,24 +188,23 @@ class Client:
         return current
 
     def wait_attached(self, seconds: float) -> bool:
-        """Wait for the first session; used before the engine serves, never in a step."""
+        """Wait for the first session. For the start of an engine, never in a step."""
         return self._attached_once.wait(seconds)
 
     def send(self, session: SidecarSession, message: ClientMessage) -> bool:
-        """Queue a message for `session`; False where that is over or full, or the message too long.
+        """Queue a message for `session`. False if that ended or is full, or the message too long.
 
-        The session is named because the live one may have changed since the message was made: a
-        job that went out in the next session could not be revoked through this one's fence page.
+        The live session may have changed since the message was made. A job that was sent in the
+        next session could not be revoked through this one's fence page.
         """
         if self.session is not session or self._dealer is None:
             return False
         frame = encode(message)
         if len(frame) > FRAME_BYTES_MAX:
-            # The sidecar would refuse it, and its jobs would be waited for until their deadline.
+            # The sidecar would refuse it, and its jobs would end at their deadline only.
             self._log(
-                "size",
                 logging.WARNING,
-                "a message of %d bytes was not sent: the sidecar takes %d",
+                "a message of %d bytes was not sent: the sidecar accepts at most %d",
                 len(frame),
                 FRAME_BYTES_MAX,
             )
@@ -204,19 +214,19 @@ class Client:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            self._log("send", logging.WARNING, "sending to the sidecar failed: %s", error)
+            self._log(logging.WARNING, "sending to the sidecar failed: %s", error)
             return False
         return True
 
     def wait(self, milliseconds: int) -> None:
-        """Wait until a message is there to `poll`, but no longer than this."""
+        """Wait until there is a message to `poll`, at most this long."""
         if self.session is not None and self._dealer is not None:
             self._dealer.poll(milliseconds, zmq.POLLIN)
 
     def poll(self, of: SidecarSession | None = None) -> list[ServerMessage]:
         """Messages that have arrived, at most `MESSAGES_PER_POLL_MAX`; never waits.
 
-        Where a session is named, none that are of another one: the live one may have changed.
+        With a session given, none if another one is live by now.
         """
         session = self.session
         if session is None or self._dealer is None or (of is not None and of is not session):
@@ -230,7 +240,7 @@ class Client:
             try:
                 message = decode_server(frame)
             except ProtocolError as error:
-                self._log("decode", logging.WARNING, "answer of the sidecar refused: %s", error)
+                self._log(logging.WARNING, "answer of the sidecar refused: %s", error)
                 continue
             if message.epoch == session.epoch:
                 messages.append(message)
@@ -239,9 +249,10 @@ class Client:
         return messages
 
     def close(self, release_seconds_max: float = 0.0, *, wait_seconds_max: float = 2.0) -> bool:
-        """End the session and the thread; whether the sidecar holds nothing of ours any more.
+        """End the session and the thread. Returns whether the sidecar released everything of ours.
 
-        Waits so long for that, and beyond it for the thread. Safe to call twice.
+        Waits `release_seconds_max` for that, and `wait_seconds_max` more for the thread. May be
+        called twice.
         """
         if self._closing.is_set():
             return not self._held
@@ -251,9 +262,8 @@ class Client:
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
             self.thread.join(timeout=wait_seconds_max + release_seconds_max)
-        # Closed here and not by the thread: a number that the thread had closed could be somebody
-        # else's file by the time that it is written to above. A thread that is still there (it
-        # waits for an answer to its attach) keeps them.
+        # Closed here and not by the thread, or the number could be another file when it is written
+        # to above. A thread that still waits for the answer to its attach keeps them.
         if not self.thread.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -275,13 +285,12 @@ class Client:
             dealer.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
             dealer.connect(session.endpoint)
         except (zmq.ZMQError, ValueError) as error:
-            # We are in the middle of an engine's step. Without its jobs channel a session is none.
+            # In the middle of an engine's step: do not raise, serve without the cache.
             session.dead = True
             self._close_dealer()
             self._log(
-                "connect",
                 logging.ERROR,
-                "no jobs channel at %s (%s); serving without the cache until the sidecar restarts",
+                "no job socket at %s (%s); serving without the cache until the sidecar restarts",
                 session.endpoint,
                 error,
             )
@@ -302,20 +311,15 @@ class Client:
                     session = self._attach(connection, self._make_attempt())
                     self._offered = session
                     self._attached_once.set()
-                    self._log(
-                        "state",
-                        logging.INFO,
-                        "attached to the sidecar at %s",
-                        connection.getpeername(),
-                    )
+                    path = connection.getpeername()
+                    self._log(logging.INFO, "attached to the sidecar at %s", path)
                     self._watch(connection, session)
                     self._held = not self._released(connection)
             except (_Lost, OSError, ProtocolError, ValueError) as error:
-                # Only one that does not answer may still take what it was sent.
+                # Only a sidecar that does not answer may still take what was sent.
                 self._held = self._held and isinstance(error, TimeoutError)
                 state = "lost" if session is not None else "absent"
                 self._log(
-                    "state",
                     logging.WARNING,
                     "no sidecar at %s (%s: %s); serving without the cache until it is back",
                     " or ".join(self._paths),
@@ -323,9 +327,9 @@ class Client:
                     error,
                 )
             except Exception as error:
-                # A bug here must not end the thread, or the engine would never attach again.
-                line = f"attaching to the sidecar failed unexpectedly: {error!r}"
-                self._log("state", logging.ERROR, "%s", line, exc_info=True)
+                # A bug must not end the thread, or the engine would never attach again.
+                text = "attaching to the sidecar failed unexpectedly: %r"
+                self._log(logging.ERROR, text, error, exc_info=True)
             if session is not None:
                 session.dead = True
             self._offered = None
@@ -336,18 +340,15 @@ class Client:
         sent = socket.send_fds(connection, [payload[:4]], attempt.fds) if attempt.fds else 0
         connection.sendall(payload[sent:])
         reply, received = self._receive(connection)
-        if isinstance(reply, Refused):
+        scheduler = attempt.message.role is Role.SCHEDULER
+        if not isinstance(reply, Attached) or (scheduler and len(received) != 1):
             _close_all(received)
-            raise _Lost(f"refused ({reply.code}): {reply.message}")
-        if not isinstance(reply, Attached):
-            _close_all(received)
-            raise _Lost(f"unexpected answer {type(reply).__name__}")
-        index = None
-        if attempt.message.role is Role.SCHEDULER:
-            if len(received) != 1:
-                _close_all(received)
-                raise _Lost("the answer came without the shared index")
-            index = IndexReader(received[0], reply.index_bytes)
+            if isinstance(reply, Refused):
+                raise _Lost(f"refused ({reply.code}): {reply.message}")
+            raise _Lost(
+                f"unexpected answer {type(reply).__name__} with {len(received)} descriptors"
+            )
+        index = IndexReader(received[0], reply.index_bytes) if scheduler else None
         return SidecarSession(
             epoch=reply.epoch,
             token=reply.token,
@@ -360,8 +361,8 @@ class Client:
         )
 
     def _watch(self, connection: socket.socket, session: SidecarSession) -> None:
-        """Stay until the sidecar closes the connection; take a moved index on the way."""
-        # Not select(): an engine with many files open has descriptors over its limit of 1,024.
+        """Receive moved indexes until the sidecar closes the connection."""
+        # Not select(): descriptors of an engine may be above its limit of 1,024.
         watched = select.poll()
         watched.register(connection, select.POLLIN)
         watched.register(self._wake_read, select.POLLIN)
@@ -381,7 +382,7 @@ class Client:
                 session.moved.append(IndexReader(received[0], reply.index_bytes))
 
     def _released(self, connection: socket.socket) -> bool:
-        """Leave, and wait until the sidecar hangs up: it does once it has unmapped our memory."""
+        """Detach, and wait until the sidecar hangs up, which it does after unmapping our memory."""
         deadline = time.monotonic() + self._release_seconds_max
         try:
             connection.shutdown(socket.SHUT_WR)
@@ -419,20 +420,81 @@ class Client:
     def _more(connection: socket.socket, count: int) -> bytes:
         piece = connection.recv(count)
         if not piece:
-            raise _Lost("the sidecar closed the connection in mid-message")
+            raise _Lost("the sidecar closed the connection within a message")
         return piece
 
-    def _log(
-        self, topic: str, level: int, text: str, *arguments: object, exc_info: bool = False
-    ) -> None:
-        # Once per change: the same line again says nothing new.
-        line = f"{topic}:{text % arguments}"
+    def _log(self, level: int, text: str, *arguments: object, exc_info: bool = False) -> None:
+        """Log what differs from the last line."""
+        line = text % arguments
         if line != self.last_log:
             self.last_log = line
-            logger.log(level, "kvlake: %s", text % arguments, exc_info=exc_info)
+            logger.log(level, "kvlake: %s", line, exc_info=exc_info)
 
 
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+class UncachedNotice:
+    """Tells each sidecar why this process serves without the cache, until `close`.
+
+    An engine that was refused never attaches, so without this the sidecar would not know of it.
+    Does not wait, raise or log: vLLM's log has the reason.
+
+    Args:
+        paths: where the sidecar's `attach.sock` may be.
+        message: field, value and remedy, for an operator. Long messages are cut.
+    """
+
+    def __init__(
+        self,
+        paths: tuple[str, ...],
+        role: Role,
+        engine_id: str,
+        reason: UncachedReason,
+        message: str,
+    ) -> None:
+        printable = "".join(c if c.isprintable() else " " for c in message)[:DECLINED_CHARS_MAX]
+        declined = Declined(
+            version=PROTOCOL_VERSION,
+            role=role,
+            engine_id=engine_id,
+            reason=reason,
+            message=printable,
+        )
+        self._paths = paths
+        self._payload = frame_stream(encode(declined))
+        self._closing = threading.Event()
+        self._connection: socket.socket | None = None
+        self.pause_seconds = 0.0
+        """The last pause before another attempt."""
+        self._thread = threading.Thread(target=self._run, name="kvlake-uncached", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the notice. May be called twice."""
+        self._closing.set()
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            refused = False
+            with contextlib.suppress(OSError), connect(self._paths) as connection:
+                refused = self._send(connection)
+            self.pause_seconds = NOTICE_REFUSED_SECONDS if refused else NOTICE_RETRY_SECONDS
+            self._closing.wait(self.pause_seconds)
+
+    def _send(self, connection: socket.socket) -> bool:
+        """Send the notice and wait for the end of file. An answer means that it was refused."""
+        connection.sendall(self._payload)
+        connection.settimeout(None)
+        self._connection = connection
+        try:
+            # After `close` can see the connection: it may have been called before.
+            return not self._closing.is_set() and bool(connection.recv(1))
+        finally:
+            self._connection = None

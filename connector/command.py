@@ -1,4 +1,4 @@
-"""The `kvlake` command, as far as it must not depend on the name `sidecar` (`ownership.py`)."""
+"""The `kvlake` command: checks that package `sidecar` is kvlake's, then runs the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 USAGE: Final = 2
-"""As `sidecar/exits.py` has it."""
+"""As in `sidecar/exits.py`."""
 
 
 def main() -> int:

@@ -1,55 +1,165 @@
-"""What the tiers gain and lose, in the words of vLLM's KV events; and where vLLM publishes its own.
+"""The tiers' changes for vLLM's KV event publisher, and where vLLM publishes its own events.
 
-Does not own which events those are (`tier_events.py`), nor the joined stream, which is the
-sidecar's (`docs/reference/events.md`).
+Owns which blocks were published and still hold, by name, tier and group, and the changes that vLLM
+has not taken yet. Does not own the sidecar's own event stream (`docs/reference/events.md`).
+
+Invariants:
+
+* A subscriber that applies every event of `take` never has a block that is gone. Only the last
+  change of each block counts, and a block is published as removed exactly if it was published as
+  stored. The end of a session with the sidecar removes all of them. After a reset of vLLM's own
+  cache, which clears every block of its subscribers, what holds is published again.
+* At most `blocks_max` blocks are published at a time: the oldest is published as removed to make
+  room. No more than that many changes are kept.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_GPU,
-    BlockRemoved,
-    BlockStored,
-    ZmqEventPublisher,
+from sidecar.protocol import (
+    EVENT_NAME_BYTES,
+    HITS_OWNER,
+    Events,
+    Release,
+    RemovedEvent,
+    StoredEvent,
 )
-
-from sidecar.protocol import EVENT_NAME_BYTES, HITS_OWNER, StoredEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
-    from connector.tier_events import TierEvent
+    from connector.client import Client
+    from sidecar.protocol import ServerMessage
 
-MEDIUM_STORAGE: Final = "STORAGE"
+BLOCKS_MAX: Final = 1 << 18
 HASHES_PER_EVENT_MAX: Final = 4096
 
+TierEvent: TypeAlias = StoredEvent | RemovedEvent
+_Place: TypeAlias = tuple[bytes, str, int]
 
-def events_of(
-    events: Iterable[TierEvent], owner: Callable[[int], str], *, several: bool
+
+class TierEvents:
+    """Changes of the tiers, as the sidecar of each session reports them."""
+
+    def __init__(self, *, blocks_max: int = BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._session: object = None
+        self._received = 0
+        """Messages of the session, and how many of them were acknowledged."""
+        self._acknowledged = -1
+        self._published: dict[_Place, StoredEvent] = {}
+        """The last event of each block, oldest first."""
+        self._stored: dict[_Place, StoredEvent] = {}
+        self._removed: dict[_Place, RemovedEvent] = {}
+
+    def poll(self, client: Client) -> list[ServerMessage]:
+        """Receive all events that have arrived; returns the other messages.
+
+        Acknowledges the events: the sidecar sends no more than a few ahead of that.
+        """
+        session = client.session
+        self.set_session(session)
+        others: list[ServerMessage] = []
+        for message in client.poll(session):
+            if isinstance(message, Events):
+                self.receive(message)
+            else:
+                others.append(message)
+        if session is not None and session.wants_events and self._acknowledged != self._received:
+            release = Release(session.epoch, [], [], heard=self._received)
+            if client.send(session, release):
+                self._acknowledged = self._received
+        return others
+
+    def set_session(self, session: object) -> None:
+        """Take the live session, None for none. Blocks of an earlier one are removed."""
+        if session is not self._session:
+            self._session = session
+            self._received, self._acknowledged = 0, -1
+            self._remove_all()
+
+    def receive(self, message: Events) -> None:
+        """Take a message of the live session."""
+        self._received += 1
+        if message.anew:
+            self._remove_all()
+        for stored in message.stored:
+            place = _place(stored)
+            self._removed.pop(place, None)
+            # Removed first, so that the newest is last.
+            self._stored.pop(place, None)
+            self._stored[place] = stored
+            if len(self._stored) > self._blocks_max:
+                # It was never published, or remains published as it was.
+                del self._stored[next(iter(self._stored))]
+        for removed in message.removed:
+            place = _place(removed)
+            self._stored.pop(place, None)
+            if place in self._published:
+                self._removed[place] = removed
+
+    def republish(self) -> None:
+        """Publish all blocks again: vLLM tells its subscribers that every block is gone."""
+        for place in self._removed:
+            del self._published[place]
+        self._stored = self._published | self._stored
+        self._published, self._removed = {}, {}
+
+    def take(self) -> list[TierEvent]:
+        """Events to publish: removed blocks, then stored ones, each in order."""
+        events: list[TierEvent] = [*self._removed.values(), *self._stored.values()]
+        for place in self._removed:
+            del self._published[place]
+        for place, stored in self._stored.items():
+            self._published.pop(place, None)
+            self._published[place] = stored
+        self._removed, self._stored = {}, {}
+        excess = max(0, len(self._published) - self._blocks_max)
+        oldest = list(islice(self._published.items(), excess))
+        for place, _ in oldest:
+            del self._published[place]
+        return events + _removals(oldest)
+
+    def _remove_all(self) -> None:
+        self._stored = {}
+        published = self._published.items()
+        self._removed = dict(zip(self._published, _removals(published), strict=True))
+
+
+def _place(event: TierEvent) -> _Place:
+    return (event.key[:EVENT_NAME_BYTES], event.tier, event.group)
+
+
+def _removals(published: Iterable[tuple[_Place, StoredEvent]]) -> list[RemovedEvent]:
+    return [RemovedEvent(stored.key, tier, group) for (_, tier, group), stored in published]
+
+
+# vLLM's words. Imported late: the scheduler role runs in tests and benchmarks without vLLM.
+
+
+def vllm_events(
+    events: Iterable[TierEvent], owner: Callable[[int], str], *, several_groups: bool
 ) -> list[KVCacheEvent]:
-    """These chunks as vLLM's events, in their order, less their tokens.
+    """Events of chunks as vLLM's events, in order, without tokens.
 
-    `owner` says of a KV cache group whose chunks they are; where there are `several`, its number
-    is told. What follows on each other is one event: chunks that went from one tier, those that
-    only a listing named, and the chunks of one chain.
+    One event of vLLM has consecutive chunks: of one chain, removed from one tier, or known by name
+    only. `owner` gives the owner of a KV cache group's chunks.
     """
     runs: list[list[TierEvent]] = []
     for event in events:
-        if runs and len(runs[-1]) < HASHES_PER_EVENT_MAX and _goes_on(runs[-1][-1], event):
+        if runs and len(runs[-1]) < HASHES_PER_EVENT_MAX and _continues(runs[-1][-1], event):
             runs[-1].append(event)
         else:
             runs.append([event])
-    return [_event_of(run, owner, several=several) for run in runs]
+    return [_vllm_event(run, owner, several_groups=several_groups) for run in runs]
 
 
-def _goes_on(last: TierEvent, event: TierEvent) -> bool:
-    """Whether an event says of the next chunk what the last one said of its own."""
+def _continues(last: TierEvent, event: TierEvent) -> bool:
+    """Whether `event` can join the event of vLLM that ends with `last`."""
     if (event.tier, event.group) != (last.tier, last.group):
         return False
     if isinstance(event, StoredEvent):
@@ -60,47 +170,50 @@ def _goes_on(last: TierEvent, event: TierEvent) -> bool:
     return not isinstance(last, StoredEvent)
 
 
-def _event_of(run: list[TierEvent], owner: Callable[[int], str], *, several: bool) -> KVCacheEvent:
+def _vllm_event(
+    run: list[TierEvent], owner: Callable[[int], str], *, several_groups: bool
+) -> KVCacheEvent:
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+
     first = run[0]
-    names: list[ExternalBlockHash] = [event.key[:EVENT_NAME_BYTES] for event in run]
-    medium, locality = _medium(first.tier)
-    group_idx = first.group if several else None
-    if isinstance(first, StoredEvent):
-        return BlockStored(
-            block_hashes=names,
-            parent_block_hash=first.parent[:EVENT_NAME_BYTES] if any(first.parent) else None,
-            token_ids=[],
-            block_size=first.num_tokens,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            locality=locality,
-            ownership=owner(first.group),
-            group_idx=group_idx,
-        )
-    return BlockRemoved(
-        block_hashes=names,
-        medium=medium,
-        locality=locality,
-        ownership=owner(first.group),
-        group_idx=group_idx,
+    host = first.tier == "host"
+    fields: dict[str, Any] = {
+        "block_hashes": [event.key[:EVENT_NAME_BYTES] for event in run],
+        "medium": MEDIUM_CPU if host else "STORAGE",
+        "locality": "LOCAL" if host else "REMOTE",
+        "ownership": owner(first.group),
+        "group_idx": first.group if several_groups else None,
+    }
+    if isinstance(first, RemovedEvent):
+        return BlockRemoved(**fields)
+    return BlockStored(
+        parent_block_hash=first.parent[:EVENT_NAME_BYTES] if any(first.parent) else None,
+        token_ids=[],
+        block_size=first.num_tokens,
+        lora_id=None,
+        lora_name=None,
+        **fields,
     )
 
 
-def hits_are_told() -> KVCacheEvent:
-    """Word for the sidecar that vLLM tells of hits as it does of new blocks, in this step or later.
+def hits_event() -> KVCacheEvent:
+    """An event that tells the sidecar that this engine publishes hits like new blocks.
 
-    A request asks for that with `kv_cache_report_mode`. To others it says nothing: it is of no
-    block.
+    It does so once a request asks for it with `kv_cache_report_mode`. The event names no block, so
+    it means nothing to other subscribers.
     """
+    from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved
+
     return BlockRemoved(block_hashes=[], medium=MEDIUM_GPU, ownership=HITS_OWNER)
 
 
 def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
-    """Where a process of this machine subscribes to vLLM's own KV events, and has them replayed.
+    """Where a process of this machine subscribes to vLLM's own KV events and asks for replays.
 
-    Empty where vLLM publishes none, or where it connects to its subscriber rather than binds.
+    Empty where vLLM publishes none, or connects to its subscriber instead of binding.
     """
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return "", ""
     places: list[str] = []
@@ -108,15 +221,10 @@ def events_endpoints(events: Any, data_parallel_rank: int) -> tuple[str, str]:
         try:
             place = ZmqEventPublisher.offset_endpoint_port(given, data_parallel_rank) or ""
         except ValueError:
-            # vLLM itself refuses such an endpoint for this rank, and says so.
+            # vLLM itself refuses such an endpoint for this rank, and logs that.
             place = ""
         place = place.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
-        reached = place.startswith("ipc:///") or "*" in given or "::" in given
-        places.append(place if reached and not place.endswith(":0") else "")
+        bound = place.startswith("ipc:///") or "*" in given or "::" in given
+        places.append(place if bound and not place.endswith(":0") else "")
     endpoint, replay = places
     return (endpoint, replay) if endpoint else ("", "")
-
-
-def _medium(tier: str) -> tuple[str, str]:
-    """Medium and locality of a tier."""
-    return (MEDIUM_CPU, "LOCAL") if tier == "host" else (MEDIUM_STORAGE, "REMOTE")

@@ -1,13 +1,12 @@
-"""Makes one worker's KV cache memory something that another process can map.
+"""Makes the KV cache memory of one worker mappable by the sidecar.
 
-CPU backend: while vLLM allocates the cache, its one `torch.zeros` is answered with a tensor over
-a memfd, so the cache is born shared and nothing is ever copied. Where the allocation was not
-seen (a vLLM that allocates differently), the storage is moved to shared memory once, before any
-KV is in it.
+CPU: while vLLM allocates the cache, its one `torch.zeros` returns a tensor over a memfd, so nothing
+is copied. If that allocation was not seen, for example by a vLLM that allocates in another way, the
+storage is moved to shared memory once, before it holds any KV.
 
-CUDA: the allocation that the cache lies in is exported whole, by a legacy IPC handle or, where its
-memory is of the virtual memory API, as a descriptor (`tiers/cuda/ipc_export.py`). Nothing is moved.
-What cannot be shared (MIG, several allocations) is refused with the remedy.
+CUDA: the allocation of the cache is exported whole, by a legacy IPC handle or, for memory of the
+virtual memory API, as a descriptor (`tiers/cuda/ipc_export.py`). Nothing is moved. What cannot be
+shared (MIG, several allocations) is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _MAP_FIXED: Final = 0x10
 
 
 class ExportRefused(Exception):
-    """This memory cannot be shared; the message says why and what would help."""
+    """This memory cannot be shared; the message has the reason and the remedy."""
 
 
 EXPORT_FAULTS: Final = (ExportRefused, LayoutError, KeyError, OSError)
-"""What sharing the caches that vLLM registered may raise."""
+"""What `export` of the caches that vLLM registered may raise."""
 
 
-def fault_told(error: Exception) -> str:
-    """Why the caches cannot be shared, in words that follow a "because"."""
+def fault_reason(error: Exception) -> str:
+    """Why the caches cannot be shared, as the end of a sentence with "because"."""
     if isinstance(error, KeyError):
         return f"vLLM registered no cache of layer {error}"
     if isinstance(error, OSError):
@@ -55,9 +54,9 @@ def fault_told(error: Exception) -> str:
 
 
 class MemfdAllocation(TorchFunctionMode):
-    """Inside this context the first 1-D int8 or uint8 `torch.zeros` on the CPU lies on a memfd.
+    """Places the first 1-D int8 or uint8 `torch.zeros` on the CPU in this context on a memfd.
 
-    vLLM's `allocate_kv_cache` makes one such allocation per worker. Anything else passes through.
+    vLLM's `allocate_kv_cache` makes one such allocation per worker.
     """
 
     def __init__(self) -> None:
@@ -75,24 +74,23 @@ class MemfdAllocation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and self.fd < 0 and self._is_cache(args, kwargs):
-            # Where there is none, `export` says so: the engine starts without the cache.
+            # Without a memfd `export` reports the error, and the engine starts uncached.
             with contextlib.suppress(OSError):
                 return self._allocate(int(args[0]), kwargs["dtype"])
         return func(*args, **kwargs)
 
     @staticmethod
     def _is_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        device = torch.device(kwargs.get("device") or "cpu")
         return (
             len(args) == 1
             and isinstance(args[0], int)
             and args[0] > 0
             and kwargs.get("dtype") in (torch.int8, torch.uint8)
-            and device.type == "cpu"
+            and torch.device(kwargs.get("device") or "cpu").type == "cpu"
         )
 
     def _allocate(self, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        # Whole pages: the sidecar maps the descriptor, and a mapping has whole pages.
+        # Whole pages, as in the sidecar's mapping.
         mapped_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = sealed_memfd("kvlake-kv", mapped_bytes)
         try:
@@ -110,7 +108,7 @@ class MemfdAllocation(TorchFunctionMode):
 
 
 class ExportedMemory:
-    """KV memory with its layout, its description for the wire, and a descriptor if it has one."""
+    """KV memory with its layouts, its description for the wire, and a descriptor if it has one."""
 
     def __init__(
         self, fd: int, size_bytes: int, layout: KVLayout, others: Sequence[KVLayout] = ()
@@ -119,12 +117,12 @@ class ExportedMemory:
         self.size_bytes = size_bytes
         self.layout = layout
         self.layouts = (layout, *others)
-        """Of each KV cache group."""
+        """One of each KV cache group."""
         self.shared = Memory(KIND_MEMFD, size_bytes)
 
     @property
     def fds(self) -> list[int]:
-        """What travels beside the description, before the fence page."""
+        """Descriptors to send with the description, before that of the fence page."""
         return [self.fd] if self.fd >= 0 else []
 
     def new_fence(self) -> WorkerFence:
@@ -139,7 +137,7 @@ class ExportedMemory:
 
 
 class ExportedGpuMemory(ExportedMemory):
-    """KV memory on a GPU; `stream` is the handle of the stream that is current at a step."""
+    """KV memory on a GPU; `stream` returns the handle of the current CUDA stream."""
 
     def __init__(
         self, found: SharedAllocation, layouts: Sequence[KVLayout], stream: Callable[[], int]
@@ -151,7 +149,7 @@ class ExportedGpuMemory(ExportedMemory):
         self._stream = stream
 
     def new_fence(self) -> WorkerFence:
-        """A fence page that the stream writes."""
+        """A fence page that the stream writes to."""
         return StreamFence(self._context, self._stream)
 
 
@@ -161,10 +159,10 @@ def _current_stream() -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
-    """What a worker holds of one KV cache group.
+    """One KV cache group on a worker.
 
-    `tensors` have the shape [blocks, heads, tokens, content], in layer order; `encoding` is from
-    `namespace.encoding_of`. An entry of the third axis stands for `entry_tokens` tokens.
+    `tensors` have the shape [blocks, heads, tokens, content], in layer order. An entry of the third
+    axis stands for `entry_tokens` tokens. `encoding` is from `namespace.encoding_of`.
     """
 
     tensors: list[torch.Tensor]
@@ -182,12 +180,12 @@ def export(
     """Describe and share the KV cache that vLLM registered.
 
     Args:
-        groups: every KV cache group; their tensors may lie over each other.
+        groups: every KV cache group; their tensors may overlap.
         allocation: the context in which they were allocated, if there was one.
-        stream: handle of the CUDA stream that the engine's work is queued on, asked at each step.
+        stream: returns the handle of the CUDA stream that the engine's work is queued on.
 
     Raises:
-        ExportRefused: the memory is not one allocation, or cannot be shared where it is.
+        ExportRefused: the memory is not one allocation, or is of a kind that cannot be shared.
         LayoutError: the tensors do not form a layout.
     """
     tensors = [tensor for group in groups for tensor in group.tensors]
@@ -212,6 +210,19 @@ def export(
     return ExportedMemory(fd, size_bytes, layout, others)
 
 
+def require_block_tokens(memory: ExportedMemory, block_tokens: Sequence[int]) -> None:
+    """Raise `ExportRefused` if attention kernels divide the scheduler's blocks of any group."""
+    for layout, expected in zip(memory.layouts, block_tokens, strict=True):
+        if layout.block_tokens != expected:
+            memory.close()
+            raise ExportRefused(
+                f"its blocks of {expected} tokens lie in memory as blocks of "
+                f"{layout.block_tokens}; "
+                f"set --block-size {layout.block_tokens}, or choose an attention backend whose "
+                f"kernels take {expected}"
+            )
+
+
 def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> ExportedMemory:
     tensors = groups[0].tensors
     storage = tensors[0].untyped_storage()
@@ -230,15 +241,21 @@ def _export_gpu(groups: Sequence[GroupTensors], stream: Callable[[], int]) -> Ex
 
 def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
     tensors = group.tensors
-    # With MLA there may be no axis for its one head.
+    # With MLA there may be no axis for the single head.
     shaped = [tensor.unsqueeze(1) if len(tensor.shape) == 3 else tensor for tensor in tensors]
+    itemsize = tensors[0].element_size()
     views = [
-        (tensor.data_ptr() - base, tuple(tensor.shape), _strides_bytes(tensor)) for tensor in shaped
+        (
+            tensor.data_ptr() - base,
+            tuple(tensor.shape),
+            tuple(stride * itemsize for stride in tensor.stride()),
+        )
+        for tensor in shaped
     ]
     return KVLayout.from_views(
         group.segment,
         views,
-        itemsize=tensors[0].element_size(),
+        itemsize=itemsize,
         dtype=str(tensors[0].dtype).removeprefix("torch."),
         encoding=group.encoding,
         size_bytes=size_bytes,
@@ -246,16 +263,11 @@ def _layout(group: GroupTensors, base: int, size_bytes: int) -> KVLayout:
     )
 
 
-def _strides_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(stride * tensor.element_size() for stride in tensor.stride())
-
-
 def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Move a storage, and with it every tensor over it, to shared memory; one copy, at start."""
+    """Move a storage, and with it every tensor over it, to shared memory. Copies once, at start."""
     storage = tensor.untyped_storage()
-    # torch moves it to a mapping of its own, of a file in /dev/shm. That file takes no seals, and
-    # unsealed memory is refused by the sidecar: so a memfd with the same bytes is mapped over it,
-    # at the same address, where torch neither sees it nor has to.
+    # torch moves it to a file in /dev/shm, which cannot be sealed, and the sidecar refuses unsealed
+    # memory. So a memfd with the same bytes is mapped over it, at the same address.
     storage._share_fd_cpu_()  # pyright: ignore[reportPrivateUsage]
     address, num_bytes = storage.data_ptr(), storage.nbytes()
     mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -271,7 +283,7 @@ def _move_to_shared(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _map_over(address: int, size_bytes: int, fd: int) -> None:
-    """Replace the mapping at `address` by one of `fd` (mmap with MAP_FIXED)."""
+    """Replace the mapping at `address` with one of `fd` (mmap with MAP_FIXED)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_SHARED | _MAP_FIXED
@@ -286,5 +298,5 @@ def _map_over(address: int, size_bytes: int, fd: int) -> None:
     if mapped != address:
         code = ctypes.get_errno()
         raise OSError(code, f"KV memory cannot be mapped again: {os.strerror(code)}")
-    # As `keep_out_of_dumps`, of a mapping that is no Python object.
+    # As `keep_out_of_dumps`, for a mapping that is no Python object.
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), mmap.MADV_DONTDUMP)

@@ -1,15 +1,16 @@
-"""The connector's extra configuration: how its values are read, and what is taken without them.
+"""Options of the connector: `kv_connector_extra_config` of vLLM's configuration.
 
-Raises `ValueError` with the field, the value and what it must be, so a wrong option ends the
-engine at its start and not its cache later. An option that nobody here knows is told of only: a
-later release of vLLM may know it.
+An invalid value raises `ValueError` with the field, the value and what it must be, so it ends the
+engine at its start. An unknown option is only logged: a later release of vLLM may know it.
 """
 
 from __future__ import annotations
 
 import logging
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -23,12 +24,9 @@ CONNECTOR_OPTIONS: Final = (
     "attach_seconds",
     "weights_digest",
 )
-"""What `KVLakeConnector` takes."""
-
+"""Options of `KVLakeConnector`."""
 CHUNK_TOKENS_FROM: Final = "chunk_tokens_from"
-"""Given by `kvlake run`, and by nobody else: the setting of the sidecar's configuration that it
-took `chunk_tokens` from. Messages name that."""
-
+"""Set by `kvlake run` alone: the setting of the sidecar that `chunk_tokens` is from, for errors."""
 VLLM_OFFLOADING_OPTIONS: Final = (
     "spec_name",
     "spec_module_path",
@@ -48,7 +46,7 @@ VLLM_OFFLOADING_OPTIONS: Final = (
     "tier_poll_interval_s",
     "sync_load_budget_bytes",
 )
-"""What vLLM's own offloading takes, of the same configuration as ours."""
+"""Options of vLLM's own offloading, in the same configuration."""
 
 OFFLOADING_OPTIONS: Final = (
     *VLLM_OFFLOADING_OPTIONS,
@@ -57,64 +55,53 @@ OFFLOADING_OPTIONS: Final = (
     "weights_digest",
     "adapters_by_path",
 )
-"""What an engine of `KVLakeOffloadingSpec` takes."""
+"""Options of an engine with `KVLakeOffloadingSpec`."""
+
+_COUNT: Final = (Annotated[int, msgspec.Meta(gt=0)], "a positive integer")
+_TYPES: Final[dict[str, tuple[Any, str]]] = {
+    "chunk_tokens": _COUNT,
+    "load_tokens_min": _COUNT,
+    "attach_seconds": (Annotated[float, msgspec.Meta(ge=0)], "seconds, 0 or more"),
+    "adapters_by_path": (bool, "true or false"),
+    "weights_digest": (Literal["full", "sampled"], "'full' or 'sampled'"),
+}
 
 
-def complain_of_unknown(extra: Mapping[str, Any], known: Collection[str]) -> None:
-    """Tell of options that do nothing, which are most often another's name misspelt."""
+def option(extra: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of an option. Raises `ValueError` if it is invalid."""
+    value = extra.get(name, default)
+    kind, allowed = _TYPES[name]
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ValueError(
+            f"kv_connector_extra_config[{name!r}]={value!r}: must be {allowed}"
+        ) from None
+
+
+def log_unknown_options(extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """Log options that have no effect, which are most often misspelt."""
     for name, value in extra.items():
         if name in known or name == CHUNK_TOKENS_FROM:
             continue
         near = get_close_matches(str(name), known, n=1)
         logger.warning(
-            "kvlake: kv_connector_extra_config[%r]=%r is not known and does nothing; %s",
+            "kvlake: kv_connector_extra_config[%r]=%r is unknown and has no effect; %s",
             name,
             value,
-            f"did you mean {near[0]!r}?" if near else f"it may hold {', '.join(sorted(known))}",
+            f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}",
         )
 
 
-def count_of(extra: dict[str, Any], name: str, default: int) -> int:
-    """A positive integer of the extra configuration."""
-    value = extra.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r}: must be a positive integer"
-        )
-    return value
-
-
-def chunk_tokens_told(extra: Mapping[str, Any]) -> str:
-    """`chunk_tokens` and its value, as the operator gave it."""
+def chunk_tokens_source(extra: Mapping[str, Any]) -> str:
+    """`chunk_tokens` and its value, as the operator configured it."""
     value = extra.get("chunk_tokens")
     if setting := extra.get(CHUNK_TOKENS_FROM):
         return f"{setting}={value} of the sidecar's configuration"
     return f"kv_connector_extra_config['chunk_tokens']={value}"
 
 
-def flag_of(extra: dict[str, Any], name: str) -> bool:
-    """A switch of the extra configuration, which is off where it is left out."""
-    value = extra.get(name, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"kv_connector_extra_config[{name!r}]={value!r}: must be true or false")  # noqa: TRY004 (as of all options)
-    return value
-
-
 def samples_weights(vllm_config: Any) -> bool:
-    """Whether the operator has weights told apart by samples of them: `weights_digest`."""
-    value = vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_digest", "full")
-    if value not in ("full", "sampled"):
-        raise ValueError(
-            f"kv_connector_extra_config['weights_digest']={value!r}: must be 'full' or 'sampled'"
-        )
-    return bool(value == "sampled")
-
-
-def seconds_of(extra: dict[str, Any], name: str, default: float) -> float:
-    """Seconds, 0 or more, of the extra configuration."""
-    value = extra.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r}: must be seconds, 0 or more"
-        )
-    return float(value)
+    """Whether weights are identified by samples instead of full digests."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return bool(option(extra, "weights_digest", "full") == "sampled")

@@ -1,8 +1,7 @@
-"""Whose packages `sidecar` and `tiers` are. Imported first; raises `ImportError` if not kvlake's.
+"""Checks that `sidecar` and `tiers` are packages of kvlake; the import raises `ImportError` if not.
 
-Their names are not kvlake's alone: a registry has another `sidecar`. Where both are installed, one
-of them has replaced files of the other, and what imports it fails somewhere in the middle. Nothing
-of a package is run to find out.
+Another distribution has a package `sidecar`, too. Where both are installed, one has overwritten
+files of the other, and imports fail somewhere in the middle. The check runs nothing of a package.
 """
 
 from __future__ import annotations
@@ -13,25 +12,24 @@ from typing import Final
 
 PACKAGES: Final = ("sidecar", "tiers")
 MARK: Final = "kvlake"
-"""The first line of each package's `__init__.py` has it."""
+"""In the first line of each package's `__init__.py`."""
 
 
-def complaint() -> str:
-    """What is wrong, with the remedy; empty where nothing is."""
+def fault() -> str:
+    """What is wrong, with the remedy; empty if nothing is."""
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
-        place = spec.origin if spec is not None else None
-        if place is None:
+        if spec is None or spec.origin is None:
             return f"kvlake's package `{package}` is not installed; install kvlake again"
-        first, _, _ = Path(place).read_text(errors="replace").partition("\n")
-        if MARK not in first:
+        path = Path(spec.origin)
+        if MARK not in path.read_text(errors="replace").partition("\n")[0]:
             return (
-                f"{Path(place).parent} is not kvlake's: another distribution has a package of "
-                f"this name. Run `pip uninstall {package}`, then install kvlake again, or give "
-                "each an environment of its own"
+                f"{path.parent} is not kvlake's: another distribution has a package of this name. "
+                f"Run `pip uninstall {package}`, then install kvlake again, or use separate "
+                "environments"
             )
     return ""
 
 
-if _found := complaint():
-    raise ImportError(_found)
+if _fault := fault():
+    raise ImportError(_fault)

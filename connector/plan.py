@@ -1,74 +1,52 @@
-"""What the scheduler role tells the workers each step, and what they tell it back.
+"""What the scheduler role and the workers of one engine exchange in each step.
 
-Plain records without vLLM in them; `vllm.py` wraps them in vLLM's own classes. They travel by
-pickle between vLLM's own processes, never to the sidecar.
+Owns plain records without vLLM in them, which travel by pickle between vLLM's own processes;
+`vllm.py` wraps them in vLLM's classes. Jobs are already as a worker sends them to its sidecar.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-PIECE_BYTES: Final = 128
-"""What a piece takes of a message, at most, beside its tokens and blocks."""
-BLOCK_ID_BYTES: Final = 5
+if TYPE_CHECKING:
+    from sidecar.protocol import LoadJob, StoreJob
 
-
-@dataclass(slots=True)
-class LoadPiece:
-    """Blocks `first_block …` of one chunk go to `block_ids`."""
-
-    key: bytes
-    first_block: int
-    block_ids: list[int]
-    group: int = 0
-
-
-@dataclass(slots=True)
-class StorePiece:
-    """`block_ids` hold the chunk `key` after `parent`; `token_ids` are int32 bytes."""
-
-    key: bytes
-    parent: bytes
-    token_ids: bytes
-    block_ids: list[int]
-    group: int = 0
+OVERHEAD_BYTES_MAX: Final = 128
+"""Of an encoded job or chunk of a job, without its tokens and block ids."""
+BLOCK_ID_BYTES_MAX: Final = 5
 
 
 @dataclass(slots=True)
 class Load:
-    """Everything that one request loads."""
+    """All chunks that a request loads."""
 
-    job_id: int
     request_id: str
-    pieces: list[LoadPiece]
+    job: LoadJob
 
     @property
     def bytes_max(self) -> int:
-        """No less than it takes of a message."""
-        blocks = sum(len(piece.block_ids) for piece in self.pieces)
-        return PIECE_BYTES * (1 + len(self.pieces)) + BLOCK_ID_BYTES * blocks
+        """An upper bound for the size of the encoded job."""
+        blocks = sum(len(chunk.block_ids) for chunk in self.job.chunks)
+        return OVERHEAD_BYTES_MAX * (1 + len(self.job.chunks)) + BLOCK_ID_BYTES_MAX * blocks
 
 
 @dataclass(slots=True)
 class Store:
-    """Chunks of one request that became complete in one step."""
+    """Chunks of one request that a step completes."""
 
-    job_id: int
-    pieces: list[StorePiece]
-    tenant: bytes = b""
-    ttl_ms: int = 0
-    stays: bool = False
-    adapter: int = 0
-    """The number of the request's LoRA adapter, and the files that it must be of."""
+    job: StoreJob
+    adapter_id: int = 0
+    """vLLM's number for the request's LoRA adapter; 0 without one."""
     adapter_files: str = ""
+    """The files that a worker must have loaded for that number, or the job fails."""
 
     @property
     def bytes_max(self) -> int:
-        """No less than it takes of a message."""
-        return PIECE_BYTES + sum(
-            PIECE_BYTES + len(piece.token_ids) + BLOCK_ID_BYTES * len(piece.block_ids)
-            for piece in self.pieces
+        """An upper bound for the size of the encoded job."""
+        return OVERHEAD_BYTES_MAX + sum(
+            OVERHEAD_BYTES_MAX + len(chunk.token_ids) + BLOCK_ID_BYTES_MAX * len(chunk.block_ids)
+            for chunk in self.job.chunks
         )
 
 
@@ -81,41 +59,34 @@ class StepPlan:
     idle: bool = False
     """The step computes nothing."""
     waiting: bool = False
-    """Something that the sidecar does for any rank, a lookup included, has not ended."""
+    """A job of any rank, or a lookup, is still open at the sidecar."""
     retired: bool = False
-    """A rank can never share its memory: the others leave the sidecar. Told from then on."""
+    """A rank can never share its memory, so all ranks detach. Set in every later plan, too."""
     weight_changes: int = 0
     """How often the engine's weights were replaced, as far as the scheduler knows."""
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Stores that ended on a rank: job id to the number of ranks, and how many of them failed.
-
-    Those that failed because their deadline passed are counted again on their own, as are loads.
-    """
+    """What ended on a rank since its last report; `add` sums the reports of several ranks."""
 
     ended: dict[int, int] = field(default_factory=dict)
+    """Ended store jobs: job id to the number of ranks."""
     failed: int = 0
+    """How many of them failed, each rank counted; expired ones included."""
     stores_expired: int = 0
     loads_expired: int = 0
     refusal: str = ""
-    """Why a rank can never share its memory, told once."""
+    """Why a rank can never share its memory. Reported once."""
     adapters: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     """LoRA adapters that were loaded: number, files, whether in place, to the number of ranks."""
     weights_changed: bool = False
-    """Weights were replaced, and the scheduler did not know of it."""
+    """Weights were replaced without the scheduler's knowledge."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not (
-            self.ended
-            or self.loads_expired
-            or self.refusal
-            or self.adapters
-            or self.weights_changed
-        )
+        """Whether there is nothing to report."""
+        return self == StepReport()
 
     def add(self, other: StepReport) -> StepReport:
         """Sum of two ranks' reports."""

@@ -1,7 +1,6 @@
-"""Entry point of the group `vllm.general_plugins`: makes `KVLakeConnector` known by name.
+"""Entry point `vllm.general_plugins`: makes `KVLakeConnector` known to vLLM by name.
 
-vLLM runs every plugin in each of its processes, before anything else, so this must stay light:
-the connector itself is imported only when an engine asks for it.
+vLLM calls it first in each of its processes, so it does not import the connector itself.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ NAME = "KVLakeConnector"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory; calling it again changes nothing."""
+    """Register the connector with vLLM's factory. May be called again."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(NAME, "connector.vllm", NAME)
     except ValueError:
-        # vLLM loads plugins in every process and may do so twice; the name is ours already.
+        # Registered already: vLLM may load plugins twice.
         return

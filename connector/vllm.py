@@ -1,8 +1,8 @@
-"""`KVLakeConnector`: the class that vLLM loads. Each of vLLM's calls goes to a role or a module.
+"""`KVLakeConnector`, the class that vLLM loads.
 
-Delegates by role to `SchedulerRole` or `WorkerRole`. Where an engine cannot be cached safely
-(`identity/eligibility.py`), it serves without the cache and says so once. No method raises for a
-fault of the cache.
+Passes vLLM's calls to the role of this process, and wraps what the roles exchange in classes of
+vLLM. Where an engine cannot be cached safely (`identity/eligibility.py`), it serves without the
+cache and logs that once. No method raises for a fault of the cache.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
-from connector.client import Attempt, Client
-from connector.declining import Declining
-from connector.events import events_endpoints, events_of, hits_are_told
+from connector.client import Attempt, Client, UncachedNotice
+from connector.events import events_endpoints, hits_event, vllm_events
 from connector.export import (
     EXPORT_FAULTS,
     ExportedMemory,
-    ExportRefused,
     GroupTensors,
     MemfdAllocation,
     export,
-    fault_told,
+    fault_reason,
+    require_block_tokens,
 )
 from connector.identity.adapters import LoadedAdapters
 from connector.identity.fingerprint import adapter_settings
@@ -41,10 +40,9 @@ from connector.identity.groups import CachedGroup
 from connector.identity.mamba import states_of
 from connector.identity.namespace import digest_of
 from connector.identity.parallelism import this_place
-from connector.identity.profile import EngineGroup, EngineProfile
-from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
+from connector.identity.profile import EngineProfile
 from connector.metrics import KVLakePromMetrics, KVLakeStats
-from connector.options import CONNECTOR_OPTIONS, complain_of_unknown
+from connector.options import CONNECTOR_OPTIONS, log_unknown_options
 from connector.plan import StepPlan, StepReport
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
@@ -74,9 +72,28 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from connector.declining import Reason
+    from connector.client import UncachedReason
 
 logger = logging.getLogger("vllm.kvlake")
+
+
+class KVLakeMetadata(KVConnectorMetadata):
+    """A step's plan, from the scheduler to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class KVLakeWorkerMetadata(KVConnectorWorkerMetadata):
+    """A worker's report, from the workers to the scheduler."""
+
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Sum of two ranks' reports."""
+        assert isinstance(other, KVLakeWorkerMetadata)
+        return KVLakeWorkerMetadata(self.report.add(other.report))
 
 
 class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -94,17 +111,17 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         self._sleep_mode: SleepMode | None = None
         self._allocation: MemfdAllocation | None = None
         self._transfers: TransferResults | None = None
-        self._untold_refusal = ""
-        self._declining: Declining | None = None
+        self._unreported_refusal = ""
+        self._notice: UncachedNotice | None = None
         self._uncached_requests = 0
-        self._hits_are_told = False
+        self._publishes_hits = False
         self._adapters = LoadedAdapters()
         self._weights = WeightChanges()
         if role == KVConnectorRole.WORKER and vllm_config.lora_config is not None:
             watch_adapter_loads(self._adapters)
         if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config is not None:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-            complain_of_unknown(extra, CONNECTOR_OPTIONS)
+            log_unknown_options(extra, CONNECTOR_OPTIONS)
         self._engine = EngineProfile(vllm_config, kv_cache_config)
         if self._engine.refusal:
             if role == KVConnectorRole.SCHEDULER:
@@ -112,15 +129,15 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvlake: this engine is served without the cache, because %s",
                     self._engine.refusal,
                 )
-                self._decline(self._engine.reason, self._engine.refusal)
+                self._notify_uncached(self._engine.reason, self._engine.refusal)
         elif role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler(vllm_config)
 
-    def _decline(self, reason: Reason, message: str) -> None:
-        """Have the sidecar tell, for as long as this process lives, that it is not cached."""
-        if self._declining is None:
+    def _notify_uncached(self, reason: UncachedReason, message: str) -> None:
+        """Tell the sidecar, for as long as this process lives, that it is not cached."""
+        if self._notice is None:
             engine, role = self._engine, Role(self.role.name.lower())
-            self._declining = Declining(engine.sockets, role, engine.engine_id, reason, message)
+            self._notice = UncachedNotice(engine.sockets, role, engine.engine_id, reason, message)
 
     def _make_scheduler(self, vllm_config: Any) -> SchedulerRole:
         transfer = vllm_config.kv_transfer_config
@@ -129,21 +146,17 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         engine = self._engine
         events = vllm_config.kv_events_config
         self._wants_events = bool(events is not None and events.enable_kv_cache_events)
-        # As vLLM's publisher counts: ranks of a dense model, each for itself, are all rank 0.
+        # As in vLLM's publisher: data parallel ranks of a dense model are all rank 0.
         index = vllm_config.parallel_config.data_parallel_index
         endpoint, replay = events_endpoints(events, index)
-        attempt = Attempt(
-            engine.attach(
-                Role.SCHEDULER,
-                0,
-                want_events=self._wants_events,
-                events_endpoint=endpoint,
-                events_replay=replay,
-            )
+        attach = engine.attach(
+            Role.SCHEDULER,
+            0,
+            want_events=self._wants_events,
+            events_endpoint=endpoint,
+            events_replay=replay,
         )
-        client = Client(engine.sockets, lambda: attempt)
-        # Before the first request: a sidecar that is there should serve the first one too.
-        client.wait_attached(engine.attach_seconds)
+        client = self._attached(Client(engine.sockets, lambda: Attempt(attach)))
         if engine.media_refusal:
             logger.warning(
                 "kvlake: requests with images, audio or video are not cached, because %s",
@@ -172,15 +185,14 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a dropped store is a later miss, nothing is handed over."""
+        """No: a dropped store is a later miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:  # noqa: ARG003
-        """All of a block in one run, where a GPU's attention backend can; vLLM falls back.
+        """On a GPU, each block in one piece, which is faster; vLLM falls back where it cannot.
 
-        Of several connectors it asks for none: that is faster, not needed, and NIXL and others need
-        another one.
+        Nothing as one of several connectors: NIXL and others need another layout.
         """
         from vllm.platforms import current_platform
 
@@ -202,9 +214,9 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe and share the cache; without it the worker serves uncached."""
         engine = self._engine
         if engine.refusal:
-            # The scheduler may be shown less: of a group of unlike layers, one.
-            self._untold_refusal = engine.refusal
-            self._decline(engine.reason, engine.refusal)
+            # The scheduler may see less: of a group of unlike layers, one.
+            self._unreported_refusal = engine.refusal
+            self._notify_uncached(engine.reason, engine.refusal)
             return
         self._weights.watch()
         place = this_place()
@@ -220,7 +232,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 for group in engine.groups
             ]
             exported = export(groups, self._allocation)
-            _require_blocks(exported, engine.groups)
+            require_block_tokens(exported, [one.geometry.block_tokens for one in engine.groups])
             return exported
 
         def describe(exported: ExportedMemory, shared: Memory) -> Attach:
@@ -233,10 +245,10 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
                 describe,
             )
         except EXPORT_FAULTS as error:
-            # The scheduler says it, once for all ranks.
-            self._untold_refusal = fault_told(error)
-            logger.debug("kvlake: this worker cannot be served: %s", self._untold_refusal)
-            self._decline("memory", self._untold_refusal)
+            # The scheduler logs it, once for all ranks.
+            self._unreported_refusal = fault_reason(error)
+            logger.debug("kvlake: this worker cannot be served: %s", self._unreported_refusal)
+            self._notify_uncached("memory", self._unreported_refusal)
             return
         self._sleep_mode = SleepMode(self._worker, share)
 
@@ -255,17 +267,17 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sleep_mode is not None:
             self._sleep_mode.restore()
             if self._sleep_mode.failure:
-                self._decline("memory", self._sleep_mode.failure)
+                self._notify_uncached("memory", self._sleep_mode.failure)
 
     def _attached(self, client: Client) -> Client:
         client.wait_attached(self._engine.attach_seconds)
         return client
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: loads go out with the step's stores in `wait_for_save`."""
+        """Nothing: loads are sent with the step's stores in `wait_for_save`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous, requests are scheduled once theirs has ended."""
+        """Nothing: a request is scheduled after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -273,7 +285,7 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whole chunks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Send this step's jobs. Their blocks are held until the answer, so nothing waits here."""
+        """Send this step's jobs. Does not wait: their blocks are held until the answer."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVLakeMetadata)
         stale = self._weights.unknown_to(metadata.plan.weight_changes)
@@ -296,16 +308,16 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Stores that ended on this rank, and once why it is not served, if it is not."""
+        """Stores that ended on this rank; and once, why it is not served."""
         transfers, self._transfers = self._transfers, None
         report = StepReport() if transfers is None else transfers.report
         if self._weights.take():
             report = report.add(StepReport(weights_changed=True))
         if loaded := self._adapters.take():
             report = report.add(StepReport(adapters=loaded))
-        if self._untold_refusal:
-            report = report.add(StepReport(refusal=self._untold_refusal))
-            self._untold_refusal = ""
+        if self._unreported_refusal:
+            report = report.add(StepReport(refusal=self._unreported_refusal))
+            self._unreported_refusal = ""
         return None if report.empty else KVLakeWorkerMetadata(report)
 
     # --- scheduler -----------------------------------------------------------------------------
@@ -316,12 +328,12 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Hash the prompt once, and start to read what only the object store holds."""
+        """Hash the prompt once, and start to read what only the object store has."""
         if self._scheduler is None:
             self._uncached_requests += 1
             return
         if getattr(request, "kv_cache_report_mode", "") == "full":
-            self._hits_are_told = True
+            self._publishes_hits = True
         self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
@@ -393,20 +405,20 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.request_finished(request, block_ids, failed=failed)
 
     def has_pending_block_frees(self) -> bool:
-        """Blocks of stored chunks come back in milliseconds: rather wait than preempt."""
-        return self._scheduler is not None and self._scheduler.blocks_coming_back()
+        """Whether to wait for blocks of open stores, for milliseconds, rather than preempt."""
+        return self._scheduler is not None and self._scheduler.stores.blocks_coming_back()
 
     def has_pending_push_work(self) -> bool:
-        """Keep stepping until the blocks of outstanding stores were given back."""
+        """Whether to keep stepping: blocks of open stores are not free yet."""
         return self._scheduler is not None and self._scheduler.stores_outstanding > 0
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Host memory, or the object store (vLLM's name for tiers below host memory: disk)."""
+        """Tokens from host memory, and from the object store, which vLLM counts as disk."""
         if self._scheduler is None or not num_external_tokens:
             return {}
-        # Not at import: vLLM 0.31 has no such module, and does not ask.
+        # Not at import: vLLM 0.31 has no such module, and does not call this.
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         host, store = self._scheduler.hit_sources(request)
@@ -414,14 +426,15 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: count for source, count in sources.items() if count}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the tiers gained and lost, as the sidecar's own stream calls it, less the tokens."""
+        """Changes of the tiers, as in the sidecar's own stream but without tokens."""
         if self._scheduler is None or not self._wants_events:
             return ()
         several = len(self._engine.groups) > 1
-        events = events_of(self._scheduler.take_events(), self._engine.owner, several=several)
-        if self._hits_are_told:
-            self._hits_are_told = False
-            events.append(hits_are_told())
+        taken = self._scheduler.take_events()
+        events = vllm_events(taken, self._engine.owner, several_groups=several)
+        if self._publishes_hits:
+            self._publishes_hits = False
+            events.append(hits_event())
         return events
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -450,43 +463,30 @@ class KVLakeConnector(KVConnectorBase_V1, SupportsHMA):
         return KVLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Nothing cached before this call is found by this engine again."""
+        """Hide everything cached so far from this engine."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:
-        """Detach; vLLM does not always call this, so the sidecar relies on end of file."""
+        """Detach. vLLM does not always call this, so the sidecar relies on end of file."""
         unwatch_weights(self._weights)
         if self._scheduler is not None:
             unwatch_weights(self._scheduler)
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-        if self._declining is not None:
-            self._declining.close()
-
-
-def _require_blocks(memory: ExportedMemory, groups: list[EngineGroup]) -> None:
-    """Raise `ExportRefused` where attention kernels divide the scheduler's blocks."""
-    for layout, group in zip(memory.layouts, groups, strict=True):
-        if layout.block_tokens != group.geometry.block_tokens:
-            memory.close()
-            raise ExportRefused(
-                f"its blocks of {group.geometry.block_tokens} tokens lie in memory as blocks of "
-                f"{layout.block_tokens}; set --block-size {layout.block_tokens}, or choose an "
-                f"attention backend whose kernels take {group.geometry.block_tokens}"
-            )
+        if self._notice is not None:
+            self._notice.close()
 
 
 def _unserved(plan: StepPlan, earlier: TransferResults | None) -> TransferResults:
-    """Every job of a step fails on a rank whose memory could not be shared.
+    """Fail every job of a step, on a rank whose memory could not be shared.
 
-    With drafts, vLLM takes a step's results before it comes here: then the `earlier` ones are not
-    told yet.
+    With drafts, vLLM takes a step's results before this, so `earlier` ones may be unreported.
     """
     loads = {load.request_id for load in plan.loads}
-    ended = {store.job_id: 1 for store in plan.stores}
+    ended = {store.job.job_id: 1 for store in plan.stores}
     report = StepReport(ended, len(ended))
     if earlier is not None:
         loads |= earlier.loaded

@@ -1,11 +1,10 @@
-"""Worker role: shares the KV memory once, then sends a message per step that has jobs.
+"""Worker role: shares one rank's KV memory and submits its jobs, a step at a time.
 
-What is too much for one message goes out in several, loads first: each of them may fail by itself.
-
-Owns the jobs of this rank between their submission and their answer. Each ends exactly once:
-answered by the sidecar, failed because there is none, or revoked after its deadline. A job that
-may still touch this engine's memory is never ended (see `tiers.kv.fence`): after a deadline, or
-when the sidecar is gone, it ends only once the fence page says that no copy of it can run.
+Owns the jobs of this rank between submission and answer. Each ends exactly once: answered by the
+sidecar, failed because there is none, or revoked after its deadline. A job that may still touch
+this engine's memory never ends (see `tiers.kv.fence`): after its deadline, or without a sidecar, it
+ends once the fence page shows that no copy of it can run. Also owns sleep mode. Does not own the
+export of memory (`export.py`) nor what is loaded and stored (`scheduler/`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from connector.client import Attempt, Client, SidecarSession
-from connector.export import EXPORT_FAULTS, fault_told
+from connector.export import EXPORT_FAULTS, fault_reason
 from connector.plan import Load, StepPlan, StepReport, Store
 from sidecar.protocol import (
     FRAME_BYTES_MAX,
@@ -25,28 +24,23 @@ from sidecar.protocol import (
     Done,
     Error,
     JobOutcome,
-    LoadChunk,
-    LoadJob,
     Memory,
     Outcome,
-    StoreChunk,
-    StoreJob,
     Submit,
 )
 from tiers.errors import TierError
 from tiers.kv.fence import WorkerFence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from connector.export import ExportedMemory
 
 logger = logging.getLogger("vllm.kvlake")
 
-
 JOBS_BYTES_MAX: Final = FRAME_BYTES_MAX - 64 * 1024
 IDLE_WAIT_MS: Final = 2
-"""vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends it early."""
+"""vLLM itself sleeps for 1 ms between two steps with nothing to do. An answer ends the wait."""
 RELEASE_SECONDS_MAX: Final = 10.0
 """How long `SleepMode` waits for the sidecar to unmap; it takes milliseconds unless a copy runs."""
 
@@ -55,7 +49,7 @@ RELEASE_SECONDS_MAX: Final = 10.0
 class _Outstanding:
     job_id: int
     request_id: str | None
-    """The request that waits for a load; None for a store."""
+    """The request of a load; None for a store."""
     deadline: float
     fence: WorkerFence
 
@@ -64,18 +58,19 @@ class _Outstanding:
 class TransferResults:
     """What this rank finished since the last step."""
 
-    loaded: set[str]
-    failed: set[str]
-    report: StepReport
+    loaded: set[str] = field(default_factory=set[str])
+    """Requests whose loads ended, those that failed included."""
+    failed: set[str] = field(default_factory=set[str])
+    report: StepReport = field(default_factory=StepReport)
     failed_stores: set[int] = field(default_factory=set[int])
-    """Jobs among the report's ended ones of which nothing was kept."""
+    """Jobs among the ended ones of the report that failed."""
 
 
 class WorkerRole:
     """One rank's end of the connector.
 
     Args:
-        make_client: builds the client around `attach_message`; called once memory is registered.
+        make_client: builds the client around a function that makes an `Attempt`.
         describe: builds the `Attach` of this rank from its memory.
     """
 
@@ -97,14 +92,15 @@ class WorkerRole:
         self.fence: WorkerFence | None = None
         self._session: SidecarSession | None = None
         self.retired: list[WorkerFence] = []
+        """Fences of lost sessions that may still have open jobs."""
         self.outstanding: dict[int, _Outstanding] = {}
-        self._results = TransferResults(set(), set(), StepReport())
+        self._results = TransferResults()
         self._make_client = make_client
         self.client = make_client(self._make_attempt)
 
     def _make_attempt(self) -> Attempt:
-        # Runs on the client's thread. A new fence page per attempt: a sidecar of an earlier life
-        # that still runs must not read what is meant for its successor.
+        # Runs on the client's thread. A new fence page per attempt: an earlier sidecar that still
+        # runs must not read what is meant for its successor.
         fence = self._memory.new_fence()
         message = self._describe(self._memory, self._memory.shared)
         return Attempt(message, [*self._memory.fds, fence.fd], fence)
@@ -125,30 +121,31 @@ class WorkerRole:
     def submit(
         self,
         plan: StepPlan,
-        holds: Callable[[int, str], bool] = lambda _number, _files: True,
+        has_adapter: Callable[[int, str], bool] = lambda _number, _files: True,
         *,
         stale: bool = False,
     ) -> None:
-        """Send this step's jobs; called after the step's forward pass was executed.
+        """Send this step's jobs. Call after the step's forward pass was queued or executed.
 
-        `holds` says whether this worker computes with an adapter's number what these files hold.
-        What is stored of another would be found under its name by every engine, so it is not.
+        `has_adapter` says whether this worker loaded these files for an adapter's number. KV of
+        other files must not be stored: every engine would find it under this adapter's name.
         All jobs of a `stale` plan fail: it was made for other weights.
         """
         if plan.retired:
-            # In the middle of a step, so nothing is waited for. What is open ends as when a sidecar
-            # dies. The memory stays until `close`: the client's thread may be handing it over.
+            # In the middle of a step, so do not wait. Open jobs end as when a sidecar dies. The
+            # memory stays until `close`: the client's thread may be sending its descriptor.
             self.client.close(wait_seconds_max=0.0)
         self._idle = plan.idle
         self._waiting = plan.waiting
         if stale:
             self._fail(plan.loads, plan.stores)
             return
-        stores = [one for one in plan.stores if holds(one.adapter, one.adapter_files)]
-        if len(stores) < len(plan.stores):
-            kept = {one.job_id for one in stores}
-            self._fail([], [one for one in plan.stores if one.job_id not in kept])
-            plan = replace(plan, stores=stores)
+        foreign = [
+            store for store in plan.stores if not has_adapter(store.adapter_id, store.adapter_files)
+        ]
+        if foreign:
+            self._fail([], foreign)
+            plan = replace(plan, stores=[store for store in plan.stores if store not in foreign])
         if not plan.loads and not plan.stores:
             return
         session = self._refresh_session()
@@ -161,38 +158,35 @@ class WorkerRole:
         load_deadline = now + session.limits.load_deadline_ms_max / 1000
         store_deadline = now + session.limits.store_deadline_ms_max / 1000
         for loads, stores in _in_messages(plan):
-            sent = self.client.send(
-                session,
-                Submit(
-                    epoch=session.epoch,
-                    fence=self._step,
-                    loads=[_load_job(load) for load in loads],
-                    stores=[_store_job(store) for store in stores],
-                ),
+            message = Submit(
+                session.epoch,
+                self._step,
+                [load.job for load in loads],
+                [store.job for store in stores],
             )
-            if not sent:
+            if not self.client.send(session, message):
                 self._fail(loads, stores)
                 continue
             for load in loads:
-                self.outstanding[load.job_id] = _Outstanding(
-                    load.job_id, load.request_id, load_deadline, fence
+                job_id = load.job.job_id
+                self.outstanding[job_id] = _Outstanding(
+                    job_id, load.request_id, load_deadline, fence
                 )
             for store in stores:
-                self.outstanding[store.job_id] = _Outstanding(
-                    store.job_id, None, store_deadline, fence
-                )
+                job_id = store.job.job_id
+                self.outstanding[job_id] = _Outstanding(job_id, None, store_deadline, fence)
 
-    def _fail(self, loads: list[Load], stores: list[Store]) -> None:
+    def _fail(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:
         for load in loads:
-            self._end(load.job_id, load.request_id, Outcome.FAILED)
+            self._end(load.job.job_id, load.request_id, Outcome.FAILED)
         for store in stores:
-            self._end(store.job_id, None, Outcome.FAILED)
+            self._end(store.job.job_id, None, Outcome.FAILED)
 
     def _signal(self, fence: WorkerFence) -> bool:
-        """Let the page say when this step's work is done; False where it never will.
+        """Have the page show when this step's work is done; False where it never will.
 
-        On a CPU the forward pass is over when we get here; on a GPU the stream writes the word
-        after it. Loads too wait for that: what it still reads may be where they go.
+        On a CPU the forward pass is already over; on a GPU the stream writes the word after it.
+        Loads wait for that as well: the step may still read the blocks that they overwrite.
         """
         try:
             fence.signal(self._step)
@@ -204,12 +198,12 @@ class WorkerRole:
         return True
 
     def collect(self) -> TransferResults:
-        """Everything that ended since the last call. Called once per step.
+        """Everything that ended since the last call. Call once per step.
 
-        A step that computes nothing may wait for an answer, for a moment: it would be repeated
-        at once, and spinning on it takes the core that the sidecar needs. So does a rank that has
-        nothing outstanding itself while the engine waits for another rank or for a lookup: vLLM's
-        workers spin between steps, and two on two cores kept a sidecar from running for seconds.
+        In a step that computes nothing this may wait a moment for an answer: vLLM would repeat the
+        step at once, and spinning takes the core that the sidecar needs. That holds for a rank
+        without open jobs, too, while the engine waits for another rank or a lookup: two spinning
+        workers on two cores kept a sidecar from running for seconds.
         """
         self._refresh_session()
         if self._idle and (self.outstanding or self._waiting):
@@ -221,49 +215,40 @@ class WorkerRole:
                 elif isinstance(message, Error):
                     self._refused(message)
             self._expire()
-        results, self._results = self._results, TransferResults(set(), set(), StepReport())
+        results, self._results = self._results, TransferResults()
         return results
 
     def _answered(self, jobs: list[JobOutcome]) -> None:
         for job in jobs:
-            waiting = self.outstanding.pop(job.job_id, None)
-            if waiting is not None:
-                self._end(job.job_id, waiting.request_id, job.outcome)
+            outstanding = self.outstanding.pop(job.job_id, None)
+            if outstanding is not None:
+                self._end(job.job_id, outstanding.request_id, job.outcome)
 
     def _refused(self, error: Error) -> None:
-        """A frame was refused, so its jobs get no answer. Which ones is not said: end them all."""
+        """End all jobs: those of the refused message get no answer, and which is not known."""
         logger.warning("kvlake: the sidecar refused jobs (%s): %s", error.code, error.message)
         for job in self.outstanding.values():
             job.deadline = 0.0
 
     def _expire(self) -> None:
-        """End jobs that will not be answered: past their deadline, or of a session that is gone."""
+        """End jobs that get no answer: past their deadline, or of a lost session."""
         now = self._clock()
-        overdue = [
-            job
-            for job in self.outstanding.values()
-            if job.fence is not self.fence or now >= job.deadline
-        ]
-        if overdue:
-            limits: dict[int, tuple[WorkerFence, int]] = {}
-            for job in overdue:
-                _, below = limits.get(id(job.fence), (job.fence, 0))
-                limits[id(job.fence)] = (job.fence, max(below, job.job_id + 1))
-            for fence, below in limits.values():
-                # A running copy refuses this: then the jobs stay until it is over, and no other
-                # copy starts meanwhile.
-                if fence.try_revoke(below):
-                    self._void(fence, below, now)
-        waiting = {id(job.fence) for job in overdue}
+        revoke_below: dict[WorkerFence, int] = {}
+        for job in self.outstanding.values():
+            if job.fence is not self.fence or now >= job.deadline:
+                revoke_below[job.fence] = max(revoke_below.get(job.fence, 0), job.job_id + 1)
+        for fence, below in revoke_below.items():
+            # False while a copy runs: its jobs stay until it ends, and no other copy starts.
+            if fence.try_revoke(below):
+                self._void(fence, below, now)
         for page in (self.fence, *self.retired):
-            if page is not None and page.revoking and id(page) not in waiting:
-                # What was to be revoked was answered in time.
+            if page is not None and page.revoking and page not in revoke_below:
+                # The jobs that were to be revoked were answered in time.
                 page.give_up_revoking()
-        busy = {id(job.fence) for job in self.outstanding.values()}
-        idle = [page for page in self.retired if page.quiet and id(page) not in busy]
-        for fence in idle:
-            self.retired.remove(fence)
-            fence.close()
+        busy = {job.fence for job in self.outstanding.values()}
+        for page in [page for page in self.retired if page.quiet and page not in busy]:
+            self.retired.remove(page)
+            page.close()
 
     def _void(self, fence: WorkerFence, below: int, now: float) -> None:
         for job in list(self.outstanding.values()):
@@ -287,10 +272,9 @@ class WorkerRole:
             results.failed.add(request_id)
 
     def suspend(self, seconds_max: float) -> bool:
-        """Detach before the engine's memory goes; whether the sidecar has unmapped it by now.
+        """Detach before the engine's memory is freed. Returns whether the sidecar unmapped it.
 
-        Jobs that are still open end, as when a sidecar dies: one whose copy may yet run when it is
-        seen to be over. Until `resume` every job fails at once.
+        Open jobs end as when a sidecar dies. Until `resume` every new job fails at once.
         """
         unmapped = self.client.close(seconds_max)
         self._refresh_session()
@@ -299,16 +283,16 @@ class WorkerRole:
         return unmapped
 
     def resume(self, memory: ExportedMemory) -> None:
-        """Attach again after `suspend`, with memory that was shared anew."""
+        """Attach again after `suspend`, with newly exported memory."""
         self._memory = memory
         self.client = self._make_client(self._make_attempt)
 
-    def give_up(self, reason: str) -> None:
-        """Say with the next report that this rank can never be served again, so that all leave."""
+    def refuse(self, reason: str) -> None:
+        """Report that this rank can never be served again, so that all ranks detach."""
         self._results.report.refusal = reason
 
     def close(self) -> None:
-        """Detach. Jobs that are still open end with the session."""
+        """Detach. Open jobs end with the session."""
         self.client.close()
         self._memory.close()
 
@@ -352,14 +336,14 @@ class SleepMode:
             self._role.resume(memory)
         except EXPORT_FAULTS as error:
             # Not tried again: the other ranks and the scheduler leave too, and nothing calls them.
-            self.failure = f"after sleep mode {fault_told(error)}; restart the engine"
-            self._role.give_up(self.failure)
+            self.failure = f"after sleep mode {fault_reason(error)}; restart the engine"
+            self._role.refuse(self.failure)
             return
         self._shared = True
 
 
 def _in_messages(plan: StepPlan) -> Iterator[tuple[list[Load], list[Store]]]:
-    """A step's jobs, as many together as the sidecar takes in one message."""
+    """A step's jobs in as few messages as the sidecar accepts, loads first."""
     loads: list[Load] = []
     stores: list[Store] = []
     size_bytes = 0
@@ -376,21 +360,3 @@ def _in_messages(plan: StepPlan) -> Iterator[tuple[list[Load], list[Store]]]:
             stores.append(job)
         size_bytes += job_bytes
     yield loads, stores
-
-
-def _load_job(load: Load) -> LoadJob:
-    chunks = [
-        LoadChunk(piece.key, piece.first_block, piece.block_ids, piece.group)
-        for piece in load.pieces
-    ]
-    return LoadJob(load.job_id, chunks)
-
-
-def _store_job(store: Store) -> StoreJob:
-    chunks = [
-        StoreChunk(
-            piece.key, piece.parent, piece.token_ids, piece.block_ids, store.tenant, piece.group
-        )
-        for piece in store.pieces
-    ]
-    return StoreJob(store.job_id, chunks, store.ttl_ms, store.stays)

@@ -19,11 +19,10 @@ MODULES_MAX: Final = 16
 CORE_MODULES_MAX: Final = 21
 
 LONGER: Final = {
-    "connector/scheduler/role.py": 668,
     "sidecar/core/engine.py": 521,
 }
 """Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"connector": 18, "sidecar/core": 22, "tiers/catalog": 21}
+WIDER: Final = {"sidecar/core": 22, "tiers/catalog": 21}
 """Folders with more modules than they should have, and how many until then."""
 
 

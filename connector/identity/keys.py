@@ -1,17 +1,15 @@
-"""Chunk keys of one request: a sha256 chain over token ids and whatever else shapes the KV.
+"""Keys of one request's chunks: a sha256 chain over token ids and all else that shapes their KV.
 
-Owns the definition of a key. A key says: these tokens, after that parent, under this namespace,
-with these extras. Two requests share KV exactly as far as their keys are equal.
+Owns the definition of a key: these tokens, after that parent, under this namespace, with these
+extras. Two requests share KV exactly as far as their keys are equal.
 
-* The root is a hash of the namespace and of what holds for the whole request: cache salt and
-  LoRA adapter. So tenants with different salts never share a key, not even the first.
-* Multimodal items enter the chunk that they overlap, with their offset relative to the chunk.
-* Where KV depends on tokens behind its own (`identity/speculative.py`), the key of a chunk is over
-  those too.
+* The root is a hash of the namespace, the cache salt and the LoRA adapter: tenants with different
+  salts never share a key, not even the first.
+* Multimodal items enter each chunk that they overlap, with their offset relative to the chunk.
+* Where KV depends on later tokens (`identity/speculative.py`), the key of a chunk covers those too.
+* A partial chunk (the tail of a prompt or of a finished request) has the same kind of key over
+  fewer tokens. The token count is hashed, too, so it never equals the key of a full chunk.
 * Nothing depends on PYTHONHASHSEED, on the machine, or on vLLM's own block hashes.
-
-A partial chunk (the tail of a prompt or of a finished request) has the same kind of key over
-fewer tokens; the token count is hashed too, so a partial key never equals a full one.
 
 Cost: one conversion of the tokens to int32 bytes and one sha256 per chunk, once per request.
 """
@@ -33,7 +31,7 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A multimodal input: what it is, and which positions `[offset, offset+length)` it fills."""
+    """A multimodal input that fills the positions `[offset, offset+length)`."""
 
     identifier: str
     offset: int
@@ -48,10 +46,7 @@ def _framed(*parts: bytes) -> bytes:
 def root_key(
     namespace_digest: bytes, *, salt: str = "", lora: str = "", generation: bytes = b""
 ) -> bytes:
-    """The key above the first chunk of a request.
-
-    `generation` is random after a reset of the cache, so that nothing from before it is found.
-    """
+    """The parent of a request's first chunk; `generation` is random after a reset of the cache."""
     parts = _framed(namespace_digest, salt.encode(), lora.encode(), generation)
     return hashlib.sha256(_DOMAIN + b"root" + parts).digest()
 
@@ -72,11 +67,11 @@ class KeyChain:
         "_ahead_tokens",
         "_block_tokens",
         "_chunk_tokens",
-        "_keys",
         "_media",
         "_partials",
         "_root",
         "_tokens",
+        "keys",
     )
 
     def __init__(
@@ -95,7 +90,8 @@ class KeyChain:
         self._block_tokens = block_tokens
         self._media = tuple(media)
         self._tokens: bytearray = bytearray() if beside is None else beside._tokens  # noqa: SLF001 (a chain too)
-        self._keys: list[bytes] = []
+        self.keys: list[bytes] = []
+        """Keys of the full chunks, first to last. Do not change the list."""
         self._partials: dict[tuple[int, int], bytes] = {}
 
     @property
@@ -105,13 +101,8 @@ class KeyChain:
 
     @property
     def decided_tokens(self) -> int:
-        """Leading tokens whose KV is decided by the tokens hashed so far."""
+        """Leading tokens whose KV is determined by the tokens hashed so far."""
         return max(0, self.num_tokens - self._ahead_tokens)
-
-    @property
-    def keys(self) -> list[bytes]:
-        """Keys of the full chunks, first to last. Do not change the list."""
-        return self._keys
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append token ids (int32 range) and hash the chunks that they complete."""
@@ -119,13 +110,13 @@ class KeyChain:
         self.follow()
 
     def follow(self) -> None:
-        """Hash the chunks that were completed since, in this chain or the one that it is beside."""
-        for index in range(len(self._keys), self.decided_tokens // self._chunk_tokens):
-            self._keys.append(self._key(index, self._chunk_tokens))
+        """Hash the chunks that were completed since in this chain or the one beside it."""
+        for index in range(len(self.keys), self.decided_tokens // self._chunk_tokens):
+            self.keys.append(self._key(index, self._chunk_tokens))
 
     def parent(self, index: int) -> bytes:
         """Key of the chunk before chunk `index`, or 32 zero bytes for the first."""
-        return self._keys[index - 1] if index else NO_PARENT
+        return self.keys[index - 1] if index else NO_PARENT
 
     def tokens(self, index: int, num_blocks: int) -> bytes:
         """Little-endian int32 bytes of the first `num_blocks` blocks of chunk `index`."""
@@ -143,18 +134,18 @@ class KeyChain:
     def key_of(self, index: int, num_blocks: int) -> bytes:
         """Key of the first `num_blocks` blocks of chunk `index`, which may be all of them."""
         if num_blocks * self._block_tokens == self._chunk_tokens:
-            return self._keys[index]
+            return self.keys[index]
         return self.partial(index, num_blocks)
 
     def partial_blocks(self, index: int) -> int:
-        """Whole blocks of chunk `index` that are decided, if it is not full (else all of them)."""
+        """Whole blocks of chunk `index` that are determined; all of them if it is full."""
         tokens = min(self.decided_tokens - index * self._chunk_tokens, self._chunk_tokens)
         return max(tokens, 0) // self._block_tokens
 
     def _key(self, index: int, num_tokens: int) -> bytes:
         start = index * self._chunk_tokens
         end = start + num_tokens + self._ahead_tokens
-        parent = self._keys[index - 1] if index else self._root
+        parent = self.keys[index - 1] if index else self._root
         hasher = hashlib.sha256(_DOMAIN)
         hasher.update(parent)
         hasher.update(num_tokens.to_bytes(4, "little"))

@@ -1,7 +1,7 @@
-"""An engine as both roles must see it: its groups, their namespaces, and how it attaches.
+"""What both roles must agree on about their engine: its groups, their namespaces, how it attaches.
 
-Read from vLLM's configuration once. Where the engine is refused (`identity/eligibility.py`), only
-`refusal`, its `reason`, and what comes before them is there.
+Read once from vLLM's configuration. Of an engine that is refused (`identity/eligibility.py`), only
+`refusal`, `reason` and what is set before them is there.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from connector.identity.groups import Geometry, chunk_tokens_of, whole_blocks
 from connector.identity.namespace import digest_of, encoding_of, namespace_of, served_as
 from connector.identity.speculative import speculation_of
 from connector.identity.weights import WeightsUnknown
-from connector.options import chunk_tokens_told, count_of, seconds_of
+from connector.options import chunk_tokens_source, option
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role, sockets_of, tiers_owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from connector.declining import Reason
+    from connector.client import UncachedReason
     from connector.export import ExportedMemory
     from connector.identity.parallelism import ParallelLayout, Place
     from tiers.kv.layout import KVLayout, Segment
 
 
 CHUNK_TOKENS: Final = 256
-"""Of a chunk, where the operator says nothing and blocks divide it."""
+"""The default, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """One KV cache group, as both roles must see it."""
+    """One KV cache group."""
 
     layer_names: list[str]
     geometry: Geometry
@@ -50,11 +50,11 @@ class EngineGroup:
     encoding: str
     namespace: bytes
     latent: bool = False
-    """MLA: one vector per token instead of heads, and every rank holds all of it."""
+    """MLA: one vector per token instead of heads, which every rank holds."""
 
     @property
     def entry_tokens(self) -> int:
-        """Tokens that an entry of a block stands for."""
+        """Tokens per entry of a block."""
         return self.geometry.block_tokens if self.geometry.attention.recurrent else 1
 
     def segment(self, cut: ParallelLayout, place: Place) -> Segment:
@@ -63,29 +63,29 @@ class EngineGroup:
 
 
 class EngineProfile:
-    """What both roles must agree on, read from vLLM's configuration once."""
+    """An engine as vLLM's configuration describes it."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
         self.sockets = sockets_of(extra.get("socket"))
-        self.attach_seconds = seconds_of(extra, "attach_seconds", 2.0)
-        self.load_tokens_min = count_of(extra, "load_tokens_min", 64)
+        self.attach_seconds = option(extra, "attach_seconds", 2.0)
+        self.load_tokens_min = option(extra, "load_tokens_min", 64)
         block_sizes = [
             int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups
         ]
-        chunk_tokens = count_of(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
+        chunk_tokens = option(extra, "chunk_tokens", whole_blocks(CHUNK_TOKENS, block_sizes))
         parallel = vllm_config.parallel_config
         self.engine_id = str(transfer.engine_id)
         self.cut = cut_of(vllm_config)
         self.world_size = int(parallel.world_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
-        self.reason: Reason = "unsupported"
-        """Of a refusal: in a word, as the sidecar counts it."""
+        self.reason: UncachedReason = "unsupported"
+        """The label of a refusal in the sidecar's metrics."""
         self.refusal = unsupported_reason(vllm_config, kv_cache_config)
         if self.refusal:
             return
-        self.refusal = chunk_refusal(chunk_tokens, block_sizes, chunk_tokens_told(extra))
+        self.refusal = chunk_refusal(chunk_tokens, block_sizes, chunk_tokens_source(extra))
         if self.refusal:
             self.reason = "chunk_tokens"
             return
@@ -111,7 +111,7 @@ class EngineProfile:
         spec = group.kv_cache_spec
         layer_names: list[str] = list(group.layer_names)
         attention = attention_of(spec)
-        assert attention is not None, "refused before"
+        assert attention is not None, "refused by unsupported_reason"
         block_tokens = int(spec.block_size)
         own_tokens = chunk_tokens_of(chunk_tokens, block_tokens, attention)
         geometry = Geometry(block_tokens, own_tokens, attention)
@@ -121,7 +121,7 @@ class EngineProfile:
             block_tokens=block_tokens,
             blocks_per_chunk=geometry.blocks_per_chunk,
             spec=spec,
-            # Of a group that is the whole model, the model says it all.
+            # A single group is the whole model, which the namespace names already.
             layer_names=() if alone else layer_names,
             kv_heads=num_heads,
             drafter=self.speculation.drafter,
@@ -131,13 +131,13 @@ class EngineProfile:
         return EngineGroup(layer_names, geometry, num_heads, encoding, namespace, latent)
 
     def owner(self, group: int) -> str:
-        """Whose chunks are told of in events."""
+        """Owner of a group's chunks in KV cache events."""
         return tiers_owner(digest_of(self.groups[group].namespace), self.topology)
 
     def attach(
         self, role: Role, rank: int, exported: ExportedMemory | None = None, **parts: Any
     ) -> Attach:
-        """The attach message of one role of this engine; of a worker, with its memory."""
+        """The attach message of a role of this engine; a worker passes its exported memory."""
         first, *others = self.groups
         layouts: Sequence[KVLayout | None] = [None] * len(self.groups)
         if exported is not None:

@@ -2,7 +2,7 @@
 
 Owns which chunks of vLLM's names were told of and still hold, and the chunks that hold and have no
 name yet: those of other engines, and of an earlier life of this one, until a request here asks for
-them. Does not own the names (`keys.py`) nor what the tiers hold (`tier_events.py`).
+them. Does not own the names (`keys.py`) nor what the tiers hold (`connector/events.py`).
 
 Invariants:
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_offload.base import OffloadKey
 
-    from connector.tier_events import TierEvent
+    from connector.events import TierEvent
 
 
 class NamedEvents:

@@ -40,7 +40,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
-from connector.declining import Declining
+from connector.client import UncachedNotice
 from connector.events import events_endpoints
 from connector.identity.eligibility import (
     chunks_refusal,
@@ -55,7 +55,7 @@ from connector.identity.speculative import speculation_of, speculation_unsupport
 from connector.identity.weights import WeightsUnknown
 from connector.offloading.cpu_worker import HostCopyWorker
 from connector.offloading.workarounds import disown_region, guard_tiers, unlink_region
-from connector.options import OFFLOADING_OPTIONS, complain_of_unknown, flag_of
+from connector.options import OFFLOADING_OPTIONS, log_unknown_options, option
 from connector.vllm_workarounds import watch_engine_weights
 from sidecar.protocol import Role, sockets_of
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    from connector.declining import Reason
+    from connector.client import UncachedReason
 
 logger = logging.getLogger("vllm.kvlake")
 
@@ -149,7 +149,7 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The manager of tiers, which is vLLM's, with ours as the last."""
         if self._manager is None:
-            complain_of_unknown(self.config.extra_config, OFFLOADING_OPTIONS)
+            log_unknown_options(self.config.extra_config, OFFLOADING_OPTIONS)
             note = take_note(self.config.engine_id)
             self._manager = self._make_manager(note)
             if refusal := note.get("refusal"):
@@ -190,11 +190,11 @@ class KVLakeOffloadingSpec(TieringOffloadingSpec):
         disown_region(self._scheduler_mmap)
         return manager
 
-    def _decline(self, manager: OffloadingManager, reason: Reason, refusal: str) -> None:
+    def _decline(self, manager: OffloadingManager, reason: UncachedReason, refusal: str) -> None:
         """Have the sidecar tell that it is not used, for as long as the manager is there."""
         sockets = sockets_of(self.config.extra_config.get("socket"))
         engine_id = str(self.config.engine_id)
-        declining = Declining(sockets, Role.SCHEDULER, engine_id, reason, refusal)
+        declining = UncachedNotice(sockets, Role.SCHEDULER, engine_id, reason, refusal)
         # vLLM ends neither, and forgets the spec at once.
         weakref.finalize(manager, declining.close)
 
@@ -256,7 +256,7 @@ def identity_note(vllm_config: Any, block_tokens: int) -> dict[str, Any]:
         # A request's blocks are all that is seen here, and not which of them hold an image.
         return {"refusal": f"it takes images, audio or video, and {reason}"}
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if vllm_config.lora_config is not None and not flag_of(extra, "adapters_by_path"):
+    if vllm_config.lora_config is not None and not option(extra, "adapters_by_path", False):
         return {
             "refusal": "it serves LoRA adapters, which vLLM's block hashes know by name and path "
             "only; where a path never comes to mean another adapter, set adapters_by_path to true"

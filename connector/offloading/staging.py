@@ -31,8 +31,8 @@ import numpy.typing as npt
 
 from connector.export import ExportedMemory
 from connector.identity.keys import NO_PARENT
-from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
-from sidecar.protocol import JOBS_PER_MESSAGE_MAX
+from connector.plan import Load, StepPlan, Store
+from sidecar.protocol import JOBS_PER_MESSAGE_MAX, LoadChunk, LoadJob, StoreChunk, StoreJob
 from tiers.kv.layout import CONTENT_BYTES_MAX, ROW_ENCODING, KVLayout, Segment
 from tiers.kv.memfd import keep_out_of_dumps, sealed_memfd
 
@@ -270,12 +270,12 @@ class Staging:
             ]
             sent = alike[:STORES_PER_JOB_MAX]
             self._copied = [one for one in self._copied if one not in sent]
-            pieces = [
-                StorePiece(one.chunk.key, one.chunk.parent, TOKEN_IDS, [one.row]) for one in sent
+            chunks = [
+                StoreChunk(one.chunk.key, one.chunk.parent, TOKEN_IDS, [one.row]) for one in sent
             ]
             job_id = self._new_id()
             self._stores[job_id] = sent
-            plan.stores.append(Store(job_id, pieces, b"", first.ttl_ms, first.stays))
+            plan.stores.append(Store(StoreJob(job_id, chunks, first.ttl_ms, first.stays)))
 
     def _start_loads(self, plan: StepPlan, inflight_max: int) -> None:
         queued = self._queued[True]
@@ -285,8 +285,8 @@ class Staging:
             job_id = self._new_id()
             self._loads[job_id] = transfer
             # A job for each, so that one that fails takes no other with it.
-            piece = LoadPiece(transfer.chunk.key, 0, [transfer.row])
-            plan.loads.append(Load(job_id, str(job_id), [piece]))
+            chunk = LoadChunk(transfer.chunk.key, 0, [transfer.row])
+            plan.loads.append(Load(str(job_id), LoadJob(job_id, [chunk])))
 
     def _start_stores(self) -> None:
         queued = self._queued[False]

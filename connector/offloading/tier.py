@@ -28,15 +28,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import connector.ownership  # noqa: F401 # pyright: ignore[reportUnusedImport] (looks first)
 from connector.client import Attempt, Client
+from connector.events import TierEvents
 from connector.identity.keys import NO_PARENT
 from connector.identity.namespace import served_as
 from connector.offloading.events import NamedEvents
 from connector.offloading.keys import ChunkNames, namespace_of
 from connector.offloading.staging import BLOCK_TOKENS, StagedRow, Staging
 from connector.offloading.workarounds import OffloadedRequests
-from connector.options import seconds_of
-from connector.request_params import OF_THE_CONNECTOR, RequestParams, RequestParamsReader
-from connector.tier_events import TierEvents
+from connector.options import option
+from connector.request_params import CONNECTOR_ONLY, RequestParams, RequestParamsReader
 from connector.worker import WorkerRole
 from sidecar.protocol import (
     KEYS_PER_MESSAGE_MAX,
@@ -194,7 +194,7 @@ class KVLakeTier(SecondaryTierManager):
         self._wants_events = bool(config.enable_kv_cache_events)
         self.names = ChunkNames(self._namespace, remembers=self._wants_events)
         self._clock = time.monotonic
-        self._request_params = RequestParamsReader(cannot=OF_THE_CONNECTOR)
+        self._request_params = RequestParamsReader(unsupported=CONNECTOR_ONLY)
         self._requests: dict[str, _Request] = {}
         self._offloaded = OffloadedRequests(preempted_are_new=preempted_are_new)
         self._jobs: dict[int, _Job] = {}
@@ -204,7 +204,7 @@ class KVLakeTier(SecondaryTierManager):
         self._next_id = 1
         self._sockets = sockets_of(socket)
         # Before the first request: a sidecar that is there should serve the first one too.
-        wait_seconds = seconds_of({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
+        wait_seconds = option({"attach_seconds": attach_seconds}, "attach_seconds", 2.0)
         attempt = Attempt(
             self._attach(
                 Role.SCHEDULER,
@@ -250,7 +250,7 @@ class KVLakeTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Note what the request wants of us."""
-        request_params = self._request_params.wishes_of(req_context)
+        request_params = self._request_params.read(req_context)
         self._requests[req_context.req_id] = _Request(request_params)
         self._offloaded.added(req_context.req_id)
         return RequestOffloadingContext()

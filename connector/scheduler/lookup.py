@@ -1,8 +1,8 @@
-"""Reading the shared index for one request: how far a hit reaches, and under which keys.
+"""How far a hit of one request reaches, and under which keys its chunks are found.
 
-Owns the arithmetic between tokens, chunks and pieces of a chunk, in every KV cache group; what a
-hit needs of each is in `identity/groups.py`. Sends nothing and decides nothing; every method costs
-microseconds and reads the index as it is at that moment.
+Owns the arithmetic of tokens, chunks and pieces of chunks in every KV cache group; what a hit needs
+of each group is in `identity/groups.py`. Sends nothing and changes nothing that others see. Every
+method takes microseconds and reads the shared index as it is at that moment.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from connector.identity.groups import Geometry
     from connector.scheduler.requests import GroupState, RequestState
 
-    Under = Callable[[bytes], bool]
+    _Storing = Callable[[bytes], bool]
 
 
-class WantedChunks(NamedTuple):
-    """A chunk that only the store holds, or that is behind one."""
+class WantedChunk(NamedTuple):
+    """A chunk that only the store has, or one behind it."""
 
     group: int
     key: bytes
@@ -35,10 +35,11 @@ class WantedChunks(NamedTuple):
 
 @dataclass(slots=True)
 class Hit:
-    """The external run beyond the engine's own hit, as the index shows it now."""
+    """The external run behind vLLM's own hit, as the index shows it now."""
 
     end_tokens: int
-    wanted: list[WantedChunks]
+    """Where the run in host memory ends."""
+    wanted: list[WantedChunk]
     """What the run lacks in host memory to reach further, of each group in order."""
     first_wanted_tokens: int
     """Where the first of them begins."""
@@ -54,15 +55,17 @@ class HitFinder:
         self._full = [one for one, each in enumerate(geometries) if each.attention.full]
         self._windowed = len(self._full) < len(geometries)
         self._recurrent = any(each.attention.recurrent for each in geometries)
+        # The group whose run says what a hit is worth: one that reads all tokens, if any does.
+        self.main_group = self._full[0] if self._full else 0
 
     def hit(self, state: RequestState, session: SidecarSession, local_tokens: int) -> Hit | None:
-        """The run that can be loaded behind `local_tokens`, and the one that the store adds."""
+        """The run that can be loaded behind `local_tokens`, and how the store extends it."""
         index = session.index
         if index is None:
             return None
         found = [
-            index.lookup(self._tags(group, session)[first:])
-            for group, first in zip(state.groups, self._first_chunks(local_tokens), strict=True)
+            index.lookup(_tags(group, session)[local_tokens // group.geometry.chunk_tokens :])
+            for group in state.groups
         ]
         host = [flags & np.uint8(FLAG_HOST) for flags in found]
         end_tokens = self._reach(state, session, local_tokens, host, FLAG_HOST)
@@ -74,40 +77,41 @@ class HitFinder:
         return Hit(end_tokens, wanted, first_wanted_tokens, wanted_tokens)
 
     def found_tokens(
-        self, state: RequestState, session: SidecarSession, end_tokens: int, under_way: Under
+        self, state: RequestState, session: SidecarSession, end_tokens: int, storing: _Storing
     ) -> int:
-        """How much of so many tokens can be loaded, with what is on its way."""
-        assert session.index is not None
+        """How many of the first `end_tokens` can be loaded, once open stores have ended."""
         reached, ends = 0, end_tokens
-        for group, geometry in zip(state.groups, self._geometries, strict=True):
+        for group in state.groups:
+            geometry = group.geometry
             pieces = pieces_kept(geometry, end_tokens)
             if geometry.attention.recurrent:
-                # The request that it is for is this prompt itself, or one that goes on: of a
-                # prompt of whole blocks there need be no state behind the last one.
+                # The next request has this prompt, or continues it: a prompt of whole blocks needs
+                # no state behind its last one.
                 del pieces[1:]
                 if pieces:
                     ends = min(ends, (pieces[0].chunk + 1) * geometry.chunk_tokens)
             keys = [group.chain.key_of(piece.chunk, piece.end) for piece in pieces]
-            held = session.index.lookup(tags_of(keys, session.index_salt)) if keys else ()
+            held = _flags(session, keys) if keys else ()
             there = 0
-            while there < len(keys) and (held[there] or under_way(keys[there])):
+            while there < len(keys) and (held[there] or storing(keys[there])):
                 there += 1
-            if group.group == (self._full[0] if self._full else 0):
+            if group.group == self.main_group:
                 last = pieces[there - 1] if there else Piece(0, 0, 0)
                 reached = last.chunk * geometry.chunk_tokens + last.end * geometry.block_tokens
             elif there < len(keys):
-                # Of a window its tail is wanted, wherever the run ends.
+                # The tail of a window is needed, wherever the run ends.
                 return 0
             if self._recurrent and there < len(keys):
-                # The state is wanted where the run ends, and there may be none before it.
+                # The state is needed where the run ends, and there may be none before it.
                 return 0
         return min(reached, ends)
 
     def longest(self, state: RequestState) -> int:
-        """Where the longest hit of a request ends, were everything of it there."""
+        """Where the longest possible hit of a request ends, if everything were there."""
         ends: list[int] = []
-        for number in self._full or range(len(self._geometries)):
-            group, geometry = state.groups[number], self._geometries[number]
+        for number in self._full or range(len(state.groups)):
+            group = state.groups[number]
+            geometry = group.geometry
             last = len(group.chain.keys)
             blocks = min(group.chain.partial_blocks(last), geometry.blocks_per_chunk - 1)
             ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
@@ -116,16 +120,36 @@ class HitFinder:
         return aligned(self._geometries, min(ends))
 
     def lacks(self, state: RequestState, local_tokens: int) -> int:
-        """Tokens behind the engine's own hit that a load could bring, were everything there.
+        """Tokens behind vLLM's own hit that a load could bring, if everything were there.
 
-        None where that hit ends as far as the engine's own hits do: the last token is computed.
+        0 where that hit ends as late as vLLM's own hits can: the last token is always computed.
         """
         if local_tokens >= aligned(self._geometries, state.request.num_tokens - 1):
             return 0
         return max(0, self.longest(state) - local_tokens)
 
-    def _first_chunks(self, local_tokens: int) -> list[int]:
-        return [local_tokens // geometry.chunk_tokens for geometry in self._geometries]
+    def loaded_key(
+        self,
+        group: GroupState,
+        session: SidecarSession | None,
+        chunk: int,
+        blocks: int,
+        *,
+        tiers: int = FLAG_HOST,
+    ) -> bytes:
+        """Key under which the first `blocks` blocks of a chunk were found."""
+        keys = group.chain.keys
+        if blocks == group.geometry.blocks_per_chunk:
+            return keys[chunk]
+        if session is not None and session.index is not None:
+            # vLLM may take fewer tokens than were offered. Then a piece is loaded from the full or
+            # longer chunk that has it.
+            if chunk < len(keys) and _flags(session, [keys[chunk]])[0] & tiers:
+                return keys[chunk]
+            longest, key = _partial(group, session, chunk, tiers)
+            if key is not None and longest >= blocks:
+                return key
+        return group.chain.partial(chunk, blocks)
 
     def _reach(
         self,
@@ -135,13 +159,13 @@ class HitFinder:
         flags: list[npt.NDArray[np.uint8]],
         tiers: int,
     ) -> int:
-        """How far `tiers` reach, where `flags` are those of the full chunks."""
-        firsts = self._first_chunks(local_tokens)
+        """Where the run in `tiers` ends; `flags` are those of the full chunks."""
         ends: list[int] = []
         for number in self._full:
-            group, geometry = state.groups[number], self._geometries[number]
-            last = firsts[number] + _leading(flags[number])
-            blocks, _ = self._partial(group, session, last, tiers)
+            group = state.groups[number]
+            geometry = group.geometry
+            last = local_tokens // geometry.chunk_tokens + _leading(flags[number])
+            blocks, _ = _partial(group, session, last, tiers)
             ends.append(last * geometry.chunk_tokens + blocks * geometry.block_tokens)
         if not self._windowed:
             return max(local_tokens, aligned(self._geometries, min(ends)))
@@ -166,10 +190,10 @@ class HitFinder:
     ) -> npt.NDArray[np.bool_]:
         """Which blocks of a group can be loaded, from the one at `local_tokens` on.
 
-        A chunk that is not held whole may be in pieces: looked for where the run ends, or, of a
-        group that alone decides where that is, behind the last chunk that is held.
+        A chunk that is not held whole may be held in part: where the run ends, or, if no group
+        attends fully, behind the last chunk that is held.
         """
-        geometry = self._geometries[group.group]
+        geometry = group.geometry
         per_chunk = geometry.blocks_per_chunk
         first = local_tokens // geometry.chunk_tokens
         whole = flags != 0
@@ -180,91 +204,33 @@ class HitFinder:
         blocks = np.zeros((max(len(whole), chunk - first + 1), per_chunk), dtype=np.bool_)
         blocks[: len(whole)] = whole[:, np.newaxis]
         if not blocks[chunk - first, 0]:
-            blocks[chunk - first, : self._partial(group, session, chunk, tiers)[0]] = True
+            blocks[chunk - first, : _partial(group, session, chunk, tiers)[0]] = True
         held: npt.NDArray[np.bool_] = blocks.ravel()
         return held[local_tokens // geometry.block_tokens - first * per_chunk :]
 
     def _wanted(
         self, state: RequestState, session: SidecarSession, local_tokens: int, end_tokens: int
-    ) -> tuple[list[WantedChunks], int]:
-        """Keys that a hit of `end_tokens` needs, and the token where the first of them begins.
+    ) -> tuple[list[WantedChunk], int]:
+        """Chunks that a hit of `end_tokens` needs, and the token where the first of them begins.
 
-        Of each group those from the first on that is not in host memory.
+        Of each group all from the first one on that is not in host memory.
         """
-        assert session.index is not None
-        wanted: list[WantedChunks] = []
+        wanted: list[WantedChunk] = []
         begins = end_tokens
         # A window is of no use without the run that it is the tail of: full attention first.
-        order = sorted(range(len(self._geometries)), key=lambda one: one not in self._full)
-        for number in order:
-            group, geometry = state.groups[number], self._geometries[number]
+        for group in sorted(state.groups, key=lambda group: group.group not in self._full):
+            geometry = group.geometry
             pieces = list(pieces_of(geometry, local_tokens, end_tokens))
             anywhere = FLAG_HOST | FLAG_STORE
             keys = [
                 self.loaded_key(group, session, piece.chunk, piece.end, tiers=anywhere)
                 for piece in pieces
             ]
-            in_host = session.index.lookup(tags_of(keys, session.index_salt)) & FLAG_HOST
-            there = _leading(in_host)
+            there = _leading(_flags(session, keys) & FLAG_HOST)
             if there < len(keys):
                 begins = min(begins, pieces[there].chunk * geometry.chunk_tokens)
-            wanted += [WantedChunks(number, key) for key in keys[there:]]
+            wanted += [WantedChunk(group.group, key) for key in keys[there:]]
         return wanted, begins
-
-    def _partial(
-        self, group: GroupState, session: SidecarSession, index: int, tiers: int
-    ) -> tuple[int, bytes | None]:
-        """The longest piece of chunk `index` that one of `tiers` holds under a key of its own."""
-        assert session.index is not None
-        geometry = self._geometries[group.group]
-        blocks = min(group.chain.partial_blocks(index), geometry.blocks_per_chunk - 1)
-        if blocks < 1:
-            return 0, None
-        tags = group.partial_tags.get(index)
-        if tags is None or len(tags) != blocks:
-            keys = [group.chain.partial(index, count) for count in range(blocks, 0, -1)]
-            tags = group.partial_tags[index] = tags_of(keys, session.index_salt)
-        found = np.flatnonzero(session.index.lookup(tags) & tiers)
-        if not len(found):
-            return 0, None
-        best = blocks - int(found[0])
-        return best, group.chain.partial(index, best)
-
-    def loaded_key(
-        self,
-        group: GroupState,
-        session: SidecarSession | None,
-        chunk: int,
-        blocks: int,
-        *,
-        tiers: int = FLAG_HOST,
-    ) -> bytes:
-        """Key under which the first `blocks` blocks of a chunk were found."""
-        keys = group.chain.keys
-        if blocks == self._geometries[group.group].blocks_per_chunk:
-            return keys[chunk]
-        if session is not None and session.index is not None:
-            # vLLM may take fewer tokens than were offered; then a piece that lies within a full
-            # or longer partial chunk is loaded from there.
-            if chunk < len(keys):
-                tag = tags_of([keys[chunk]], session.index_salt)
-                if session.index.lookup(tag)[0] & tiers:
-                    return keys[chunk]
-            longest, key = self._partial(group, session, chunk, tiers)
-            if key is not None and longest >= blocks:
-                return key
-        return group.chain.partial(chunk, blocks)
-
-    def _tags(self, group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
-        keys = group.chain.keys
-        if group.tags_salt != session.index_salt:
-            group.tags_salt = session.index_salt
-            group.tags = tags_of(keys, session.index_salt)
-            group.partial_tags.clear()
-        elif len(group.tags) < len(keys):
-            fresh = tags_of(keys[len(group.tags) :], session.index_salt)
-            group.tags = np.concatenate([group.tags, fresh])
-        return group.tags
 
 
 class Piece(NamedTuple):
@@ -276,7 +242,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterator[Piece]:
-    """What a hit of `end_tokens` loads of one group, where `local_tokens` are there already."""
+    """What a hit of `end_tokens` loads of one group beyond vLLM's own hit of `local_tokens`."""
     per_chunk = geometry.blocks_per_chunk
     block = max(local_tokens // geometry.block_tokens, geometry.first_block(end_tokens))
     last = end_tokens // geometry.block_tokens
@@ -287,15 +253,52 @@ def pieces_of(geometry: Geometry, local_tokens: int, end_tokens: int) -> Iterato
 
 
 def pieces_kept(geometry: Geometry, end_tokens: int) -> list[Piece]:
-    """What of one group a prompt of `end_tokens` tokens leaves to a hit of all of it.
+    """What hits of a whole prompt of `end_tokens` need of one group.
 
-    Of recurrent layers, first the state that the same prompt again needs, whose last token is
-    always computed, and then the one that a longer prompt needs.
+    Of recurrent layers, first the state for the same prompt, whose last token is always computed,
+    and then the one for a longer prompt.
     """
     if not geometry.attention.recurrent:
         return list(pieces_of(geometry, 0, end_tokens))
     blocks = [max(0, end_tokens - 1) // geometry.block_tokens, end_tokens // geometry.block_tokens]
     return [Piece(block - 1, 0, 1) for block in dict.fromkeys(blocks) if block]
+
+
+def _flags(session: SidecarSession, keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    assert session.index is not None
+    return session.index.lookup(tags_of(keys, session.index_salt))
+
+
+def _tags(group: GroupState, session: SidecarSession) -> npt.NDArray[np.uint64]:
+    """Index tags of a group's full chunks."""
+    keys = group.chain.keys
+    if group.tags_salt != session.index_salt:
+        group.tags_salt = session.index_salt
+        group.tags = tags_of(keys, session.index_salt)
+        group.partial_tags.clear()
+    elif len(group.tags) < len(keys):
+        new = tags_of(keys[len(group.tags) :], session.index_salt)
+        group.tags = np.concatenate([group.tags, new])
+    return group.tags
+
+
+def _partial(
+    group: GroupState, session: SidecarSession, chunk: int, tiers: int
+) -> tuple[int, bytes | None]:
+    """Blocks and key of the longest piece of a chunk that `tiers` hold under its own key."""
+    assert session.index is not None
+    blocks = min(group.chain.partial_blocks(chunk), group.geometry.blocks_per_chunk - 1)
+    if blocks < 1:
+        return 0, None
+    tags = group.partial_tags.get(chunk)
+    if tags is None or len(tags) != blocks:
+        keys = [group.chain.partial(chunk, count) for count in range(blocks, 0, -1)]
+        tags = group.partial_tags[chunk] = tags_of(keys, session.index_salt)
+    found = np.flatnonzero(session.index.lookup(tags) & tiers)
+    if not len(found):
+        return 0, None
+    best = blocks - int(found[0])
+    return best, group.chain.partial(chunk, best)
 
 
 def _leading(flags: npt.NDArray[np.integer[Any]]) -> int:

@@ -1,39 +1,68 @@
-"""What requests wait for before they are scheduled: the object store, and other engines.
+"""Requests that wait before they are scheduled: for the object store, or for another engine.
 
-Owns the lookups that the sidecar was sent, until they are given back, and which requests wait for
-chunks that another engine has stored, or is storing. Does not own what a hit is (`lookup.py`), nor
-which requests are read for at all (`scheduler.py`).
+Owns the lookups that the sidecar was sent until their release, the requests that expect chunks of
+another engine, and the measured speed of this engine, which the sidecar weighs reads against. Does
+not own what a hit is (`lookup.py`), nor which requests may read (`role.py`).
 
-Invariants: a request waits until its deadline at most, and for no answer of a session that is over;
-of a request that is over nothing is left here, nor in the sidecar.
+Invariants: no request waits beyond its deadline, or for an answer of a lost session. A request that
+ended leaves nothing here and no pins in the sidecar.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from connector.scheduler.requests import PendingRead
+from connector.scheduler.requests import SentLookup
 from sidecar.protocol import Lookup, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from connector.client import Client, SidecarSession
-    from connector.rate import PrefillRate
     from connector.scheduler.lookup import HitFinder
-    from connector.scheduler.requests import RequestState, Stats
+    from connector.scheduler.requests import RequestState
+    from connector.scheduler.stats import Stats
     from sidecar.protocol import LookupDone
 
 SESSIONS_ASKED_MAX: Final = 4
-"""Sessions that one request asks in turn: a sidecar that comes and goes holds no request up."""
+"""Sessions that one request asks in turn, so that a restarting sidecar cannot delay it for ever."""
+STEPS_MAX: Final = 16
+PREFILL_TOKENS_MIN: Final = 128
+"""Steps with fewer tokens mostly decode, which says nothing about the speed of prompts."""
+
+
+class PrefillRate:
+    """How many prompt tokens the engine computes per second.
+
+    A step lasts until the next one is planned, so a step before a pause looks slow. Therefore the
+    fastest of the last steps counts. This is optimistic for long prompts, whose later tokens attend
+    to more: then something is computed that could have been read a little sooner.
+    """
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=STEPS_MAX)
+        self._planned = 0.0
+        self._num_tokens = 0
+
+    def step(self, now: float, num_tokens: int) -> None:
+        """Note that a step with `num_tokens` is planned, so that the one before it has ended."""
+        seconds = now - self._planned
+        if self._num_tokens >= PREFILL_TOKENS_MIN and seconds > 0:
+            self._rates.append(self._num_tokens / seconds)
+        self._planned, self._num_tokens = now, num_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 before the first measurement."""
+        return max(self._rates, default=0.0)
 
 
 class PendingLookups:
     """The requests that wait.
 
     Args:
-        rate: how fast the engine computes what is not read.
-        load_tokens_min: what would add less to a hit is not asked for.
+        load_tokens_min: a read that adds less to a hit is not asked for.
     """
 
     def __init__(
@@ -41,6 +70,7 @@ class PendingLookups:
         client: Client,
         finder: HitFinder,
         rate: PrefillRate,
+        stats: Stats,
         new_id: Callable[[], int],
         *,
         load_tokens_min: int,
@@ -49,6 +79,7 @@ class PendingLookups:
         self._client = client
         self._finder = finder
         self._rate = rate
+        self._stats = stats
         self._new_id = new_id
         self._load_tokens_min = load_tokens_min
         self.clock = clock
@@ -60,20 +91,18 @@ class PendingLookups:
         """Whether any request waits."""
         return bool(self.lookups or self._expecting)
 
-    # --- other engines -------------------------------------------------------------------------
+    # --- chunks of another engine --------------------------------------------------------------
 
     def expect(self, state: RequestState, session: SidecarSession) -> None:
-        """Wait from now on for what another engine has stored, or is storing."""
+        """Start to wait for chunks that another engine has stored or is storing."""
         wait_ms = state.request_params.wait_ms
         if wait_ms < 0:
             wait_ms = session.limits.lookup_wait_ms_max
         state.expects_until = self.clock() + wait_ms / 1000
         self._expecting.add(state.request.request_id)
 
-    def expecting(
-        self, state: RequestState, session: SidecarSession, local_tokens: int, stats: Stats
-    ) -> bool:
-        """Whether a request still waits for what another engine has."""
+    def expecting(self, state: RequestState, session: SidecarSession, local_tokens: int) -> bool:
+        """Whether a request still waits for another engine's chunks."""
         if state.expects_until is None:
             return False
         wanted = min(state.request_params.expects_tokens, self._finder.longest(state))
@@ -82,20 +111,17 @@ class PendingLookups:
             hit = self._finder.hit(state, session, local_tokens)
             if hit is not None:
                 found = hit.wanted_tokens if state.request_params.asks_store else hit.end_tokens
-        late = self.clock() >= state.expects_until
-        if found < wanted and not late:
+        if found < wanted and self.clock() < state.expects_until:
             return True
-        stats.expected_late += found < wanted
+        self._stats.expected_late += found < wanted
         state.expects_until = None
         self._expecting.discard(state.request.request_id)
         return False
 
-    # --- the object store ----------------------------------------------------------------------
+    # --- chunks of the object store ------------------------------------------------------------
 
-    def ask_store(
-        self, state: RequestState, session: SidecarSession, local_tokens: int, stats: Stats
-    ) -> None:
-        """Have the sidecar read what lies behind the hit and in the store alone, if it pays."""
+    def ask_store(self, state: RequestState, session: SidecarSession, local_tokens: int) -> None:
+        """Have the sidecar read what the hit lacks and only the store has, if that pays."""
         if not state.request_params.asks_store:
             return
         if state.asked_session is not session:
@@ -109,7 +135,7 @@ class PendingLookups:
         hit = self._finder.hit(state, session, local_tokens)
         if hit is None or not hit.wanted:
             return
-        # What counts is what it adds to what can be loaded at once.
+        # A read must pay by what it adds to what can be loaded at once.
         if hit.wanted_tokens - hit.end_tokens < self._load_tokens_min:
             return
         lookup_id = self._new_id()
@@ -121,57 +147,51 @@ class PendingLookups:
             keys,
             wait_ms,
             state.tenant,
-            # A state that is missing costs all that is behind the run without it.
+            # A missing state costs everything behind the run without it.
             hit.wanted_tokens - min(hit.first_wanted_tokens, hit.end_tokens),
             self._rate.tokens_per_second,
             groups if any(groups) else [],
         )
         if self._client.send(session, lookup):
-            stats.lookups_sent += 1
+            self._stats.lookups_sent += 1
             state.from_store_keys.update(keys)
-            deadline = self.clock() + wait_ms / 1000
-            state.lookup = PendingRead(lookup_id, deadline, session)
+            state.lookup = SentLookup(lookup_id, self.clock() + wait_ms / 1000, session)
             self.lookups[lookup_id] = state
 
-    def leave_others(self, state: RequestState, session: SidecarSession) -> None:
-        """Wait for no answer of another session than this one."""
+    def drop_other_sessions(self, state: RequestState, session: SidecarSession) -> None:
+        """Forget a lookup of another session: that sidecar is gone, or has forgotten us."""
         if state.lookup is not None and state.lookup.session is not session:
-            # Nobody will answer: that sidecar is gone, or has forgotten us. The new one is asked.
             self._forget(state)
 
     def answered(self, message: LookupDone) -> None:
-        """The sidecar has done what it was asked."""
+        """Take the sidecar's answer to a lookup."""
         state = self.lookups.get(message.lookup_id)
         if state is not None and message.ready:
             self._over(state)
         elif state is not None:
-            # The sidecar keeps nothing for it.
+            # The sidecar pins nothing for it.
             self._forget(state)
 
-    def reading(self, state: RequestState, stats: Stats) -> bool:
-        """Whether a request still waits for what it asked of the store."""
-        lookup = state.lookup
-        if lookup is None:
+    def reading(self, state: RequestState) -> bool:
+        """Whether a request still waits for its lookup."""
+        if state.lookup is None:
             return False
-        if self.clock() >= lookup.deadline:
-            stats.lookups_expired += 1
+        if self.clock() >= state.lookup.deadline:
+            self._stats.lookups_expired += 1
             self._over(state)
             return False
         return True
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- release -------------------------------------------------------------------------------
 
     def finished(self, state: RequestState) -> None:
-        """A request is over, and what it asked for is given back."""
+        """Release everything of a request that ended."""
         self._expecting.discard(state.request.request_id)
         self._over(state)
-        self.give_back(state)
+        self.release(state)
 
-    def give_back(self, state: RequestState) -> None:
-        """A request needs no lookup's pins any more: a lease has its load's, or it loads nothing.
-
-        Only lookups are given back: a load that runs on keeps its lease, which ends with it.
-        """
+    def release(self, state: RequestState) -> None:
+        """Release the pins of ended lookups: the load has a lease by now, or there is no load."""
         if not state.lookups_over:
             return
         session = self._client.session
@@ -181,7 +201,7 @@ class PendingLookups:
             self._client.send(session, Release(session.epoch, [], ids))
 
     def _over(self, state: RequestState) -> None:
-        """Wait no longer, and keep what there is until it is known what of it is loaded."""
+        """Stop waiting, but keep the pins until the load is known."""
         if state.lookup is not None:
             state.lookups_over.append(state.lookup)
         self._forget(state)

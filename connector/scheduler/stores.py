@@ -1,8 +1,9 @@
-"""Stores of one engine on their way: their jobs, and the block references that they hold.
+"""Open stores of one engine, and the block references that they hold.
 
-Owns the invariant that a block whose store is outstanding has one reference of ours in vLLM's
-block pool, whatever becomes of its request (finished, aborted, preempted), and loses it when all
-ranks reported. So a block is never reused while a copy of it may still be read.
+Owns the invariant that a block with an open store has one reference of ours in vLLM's block pool,
+whatever happens to its request (finished, aborted, preempted), and loses it when all ranks have
+reported. So no block is reused while it may still be copied. Does not own what is stored
+(`store_planner.py`).
 """
 
 from __future__ import annotations
@@ -11,130 +12,70 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from connector.plan import BLOCK_ID_BYTES, PIECE_BYTES, Store, StorePiece
-from sidecar.protocol import FRAME_BYTES_MAX
+from connector.plan import Store
+from sidecar.protocol import StoreChunk, StoreJob
 from tiers.kv.index import FLAG_HOST, tags_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from connector.client import SidecarSession
-    from connector.identity.groups import Geometry
-    from connector.identity.mamba import State
     from connector.plan import StepReport
-    from connector.scheduler.requests import GroupState, RequestState, Stats
+    from connector.scheduler.requests import GroupState, RequestState
+    from connector.scheduler.stats import Stats
 
-JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
-"""How much of a message a job takes: it cannot be cut later, and fails with its message."""
-TOKEN_ID_BYTES: Final = 4
 BLOCKS_WAIT_SECONDS_MAX: Final = 0.5
-"""How long the engine waits, without any store ending, for blocks rather than preempt."""
+"""How long the engine waits for blocks, without any store ending, before it preempts."""
 
 
 class Part(NamedTuple):
-    """The first `blocks` blocks of a chunk, in one KV cache group, and the key they have."""
+    """The first `blocks` blocks of a chunk in one KV cache group, and their key."""
 
     group: int
     chunk: int
     blocks: int
     key: bytes
     block_id: int | None = None
-    """Of a state, its block; of other parts the request's block table says which these are."""
+    """Of a state, its block; blocks of other parts are in the request's block table."""
 
-    def tokens_of(self, groups: Sequence[GroupState]) -> int:
-        """How many tokens there are up to its end."""
+    def end_tokens(self, groups: Sequence[GroupState]) -> int:
+        """Where it ends."""
         geometry = groups[self.group].geometry
         return self.chunk * geometry.chunk_tokens + self.blocks * geometry.block_tokens
 
 
-def in_jobs(geometries: Sequence[Geometry], parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts of a request in as few jobs as messages can hold."""
-    job: list[Part] = []
-    size_bytes = 0
-    for part in parts:
-        tokens = part.blocks * geometries[part.group].block_tokens
-        part_bytes = PIECE_BYTES + TOKEN_ID_BYTES * tokens + BLOCK_ID_BYTES * part.blocks
-        if job and size_bytes + part_bytes > JOB_BYTES_MAX:
-            yield job
-            job, size_bytes = [], 0
-        job.append(part)
-        size_bytes += part_bytes
-    if job:
-        yield job
-
-
-def state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
-    """The parts that a request's states are, in its groups."""
-    parts: list[Part] = []
-    for number, block_id, num_tokens in states:
-        chain = groups[number].chain
-        blocks, rest = divmod(num_tokens, groups[number].geometry.block_tokens)
-        # One within a block is behind no chunk, and keys of tokens to come are not known yet.
-        if rest == 0 and 0 < blocks <= len(chain.keys):
-            parts.append(Part(number, blocks - 1, 1, chain.keys[blocks - 1], block_id))
-    return parts
-
-
-def blocks_cached(
-    block_pool: Any, request: Any, num_tokens: int, groups: Sequence[int]
-) -> Sequence[Any] | None:
-    """The block that ends behind so many tokens in the engine's own prefix cache, of each group.
-
-    Nothing where it lacks one of them.
-    """
-    if block_pool is None:
-        return None
-    # Hashes may be of smaller blocks: of a block it is that of its last part.
-    last = num_tokens // block_pool.hash_block_size - 1
-    hashes = request.block_hashes
-    if not 0 <= last < len(hashes):
-        return None
-    blocks: Sequence[Any] | None = block_pool.get_cached_block(hashes[last], list(groups))
-    return blocks
-
-
-def states_held(
-    block_pool: Any, request: Any, num_tokens: int, groups: Sequence[int]
-) -> list[State]:
-    """States behind so many tokens that the engine itself has kept, of groups of states.
-
-    A cached block is not written again; it is kept only if a reference is taken at once.
-    """
-    blocks = blocks_cached(block_pool, request, num_tokens, groups) if groups else None
-    return [
-        (group, block.block_id, num_tokens)
-        for group, block in zip(groups, blocks or (), strict=blocks is not None)
-    ]
-
-
 @dataclass(slots=True)
-class _StoreJob:
+class _OpenStore:
     blocks: list[Any]
     keys: list[bytes]
     ranks_left: int
 
 
 class Stores:
-    """Plans stores, and keeps their blocks until they ended.
+    """Makes store jobs, and keeps their blocks until they have ended.
 
     Args:
         world_size: ranks that report each store.
+        new_id: gives the id of the next job.
     """
 
     def __init__(
         self,
-        geometries: Sequence[Geometry],
         world_size: int,
+        stats: Stats,
+        new_id: Callable[[], int],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._geometries = geometries
         self._world_size = world_size
+        self._stats = stats
+        self._new_id = new_id
         self.clock = clock
-        self.jobs: dict[int, _StoreJob] = {}
+        self.jobs: dict[int, _OpenStore] = {}
         self.keys: set[bytes] = set()
         self._block_pool: Any = None
         self._distrusted: dict[int, Any] = {}
+        """Block id to the hash of what failed to load into it."""
         self._blocks_awaited_since: float | None = None
 
     def bind(self, block_pool: Any) -> None:
@@ -147,10 +88,8 @@ class Stores:
         state: RequestState,
         parts: list[Part],
         block_ids: Callable[[], Sequence[Sequence[int]]],
-        stats: Stats,
-        new_id: Callable[[], int],
     ) -> Store | None:
-        """A job for those parts of chunks that nobody holds or is storing.
+        """A job for those parts that are neither in host memory nor being stored.
 
         `block_ids` gives the request's block table of each group.
         """
@@ -166,54 +105,54 @@ class Stores:
         if not wanted:
             return None
         if len(self.jobs) >= session.limits.jobs_inflight_max:
-            stats.stores_skipped += len(wanted)
+            self._stats.stores_skipped += len(wanted)
             return None
         tables = block_ids()
         if self._distrusted and self._distrusts(tables):
             return None
-        stores = self._pieces(state, wanted, tables)
-        if not stores:
+        chunks = self._chunks(state, wanted, tables)
+        if not chunks:
             return None
-        job_id = new_id()
+        job_id = self._new_id()
         held_blocks = [
-            self._block_pool.blocks[block_id] for piece in stores for block_id in piece.block_ids
+            self._block_pool.blocks[block_id] for chunk in chunks for block_id in chunk.block_ids
         ]
         self._block_pool.touch(held_blocks)
-        keys = [piece.key for piece in stores]
+        keys = [chunk.key for chunk in chunks]
         self.keys.update(keys)
-        self.jobs[job_id] = _StoreJob(held_blocks, keys, self._world_size)
-        stats.chunks_stored += len(stores)
-        request_params = state.request_params
-        return Store(job_id, stores, state.tenant, request_params.ttl_ms, request_params.stays)
+        self.jobs[job_id] = _OpenStore(held_blocks, keys, self._world_size)
+        self._stats.chunks_stored += len(chunks)
+        params = state.request_params
+        job = StoreJob(job_id, chunks, params.ttl_ms, params.stays)
+        return Store(job, state.adapter_id, state.adapter.files)
 
-    def _pieces(
+    def _chunks(
         self, state: RequestState, parts: list[Part], tables: Sequence[Sequence[int]]
-    ) -> list[StorePiece]:
+    ) -> list[StoreChunk]:
         """The parts of which all blocks are there."""
-        pieces: list[StorePiece] = []
+        chunks: list[StoreChunk] = []
         for part in parts:
-            first = part.chunk * self._geometries[part.group].blocks_per_chunk
+            group = state.groups[part.group]
+            first = part.chunk * group.geometry.blocks_per_chunk
             if part.block_id is None:
                 ids = list(tables[part.group][first : first + part.blocks])
             else:
                 ids = [part.block_id]
-            # What no token to come reads any more has lost its block to vLLM's null block.
+            # vLLM puts its null block in place of blocks that no later token reads.
             gone = any(self._block_pool.blocks[block_id].is_null for block_id in ids)
             if len(ids) < part.blocks or gone:
                 continue
-            chain = state.groups[part.group].chain
-            tokens = chain.tokens(part.chunk, part.blocks)
-            parent = chain.parent(part.chunk)
-            pieces.append(StorePiece(part.key, parent, tokens, ids, part.group))
-        return pieces
+            tokens = group.chain.tokens(part.chunk, part.blocks)
+            parent = group.chain.parent(part.chunk)
+            chunks.append(StoreChunk(part.key, parent, tokens, ids, state.tenant, part.group))
+        return chunks
 
     def distrust(self, block_ids: Iterable[int]) -> None:
-        """Store nothing of a request that has one of these in its table.
+        """Store nothing of a request that has one of these blocks in its table.
 
-        They were shared through the engine's prefix cache before it was known that they hold
-        nothing, and stay in it while one of the requests computes them again, maybe in several
-        steps: what others compute on top of them meanwhile is as worthless. So until they are
-        given up or filled with something else.
+        Their load failed after vLLM's prefix cache had shared them, and they stay in that cache
+        while one request computes them again, maybe in several steps. Until they are freed or
+        filled with something else, KV that other requests compute on top of them is wrong, too.
         """
         if self._block_pool is None:
             return
@@ -230,7 +169,7 @@ class Stores:
         return any(not self._distrusted.keys().isdisjoint(table) for table in tables)
 
     def ended(self, report: StepReport) -> None:
-        """Ranks reported ended stores: give the blocks back when the last rank did."""
+        """Take the stores that ended on ranks; after the last rank, free a job's blocks."""
         for job_id, ranks in report.ended.items():
             job = self.jobs.get(job_id)
             if job is None:
@@ -240,22 +179,17 @@ class Stores:
                 del self.jobs[job_id]
                 self._blocks_awaited_since = None
                 self.keys.difference_update(job.keys)
-                # Tail first, as vLLM frees a request: the head of a prefix is the more useful.
+                # Tail first, as vLLM frees a request: the head of a prefix is more useful.
                 self._block_pool.free_blocks(reversed(job.blocks))
 
-    def under_way(self, key: bytes) -> bool:
-        """Whether a store of this chunk was begun and has not ended."""
+    def storing(self, key: bytes) -> bool:
+        """Whether a chunk has an open store."""
         return key in self.keys
 
-    @property
-    def outstanding(self) -> int:
-        """Store jobs whose blocks are still held."""
-        return len(self.jobs)
-
     def blocks_coming_back(self) -> bool:
-        """Whether to wait for blocks of outstanding stores rather than preempt a request for some.
+        """Whether to wait for blocks of open stores rather than preempt a request.
 
-        They come back in milliseconds, except from a sidecar that is stuck.
+        They come back in milliseconds, unless the sidecar is stuck.
         """
         if not self.jobs:
             return False

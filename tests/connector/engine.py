@@ -79,7 +79,7 @@ class Engine:
         self.connector = ours_of(self.scheduler.connector)
         assert isinstance(self.connector._scheduler, SchedulerRole), self.connector._engine.refusal  # noqa: SLF001 (its public names are vLLM's)
         self.role = self.connector._scheduler  # noqa: SLF001 (its public names are vLLM's)
-        self.role.clock = self.role.stores.clock = self.role.waits.clock = self.clock
+        self.role.clock = self.role.stores.clock = self.role.pending.clock = self.clock
         world = range(ranks * stages)
         self.ranks = [Rank(config, num_blocks, rank, self.clock, specs, stages) for rank in world]
         loaded: Any = self.scheduler.connector
@@ -271,7 +271,7 @@ class Engine:
         assert role.stores_outstanding == 0
         assert not role.stores.keys
         assert not role.requests
-        assert not role.waits.pending
+        assert not role.pending.pending
         assert not self.sidecar.lookups_pinning()
         assert not role.loading
         assert not self.scheduler.requests

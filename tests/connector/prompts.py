@@ -6,7 +6,7 @@ from typing import Any
 
 from connector.identity.keys import KeyChain, root_key
 from connector.identity.namespace import digest_of
-from connector.scheduler.requests import Stats
+from connector.scheduler.stats import Stats
 from sidecar.protocol import Limits, Submit
 from tests.connector.configurations import BLOCK_TOKENS, CHUNK_TOKENS, request_of
 from tests.connector.engine import Engine

@@ -38,11 +38,11 @@ from vllm.v1.request import Request
 
 from connector import plugin
 from connector.identity.eligibility import SLEEP_IS_TOLD, unsupported_reason
-from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
-from connector.metrics import HELP, KVLakeStats
-from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store, StorePiece
-from connector.scheduler.requests import Stats
-from connector.vllm import KVLakeConnector
+from connector.metrics import KVLakeStats
+from connector.plan import Load, StepPlan, StepReport, Store
+from connector.scheduler.stats import Stats
+from connector.vllm import KVLakeConnector, KVLakeMetadata, KVLakeWorkerMetadata
+from sidecar.protocol import LoadChunk, LoadJob, StoreChunk, StoreJob
 from tests import places
 from tests.connector.configurations import kv_cache_config, vllm_config
 from tests.contract.base import OVERRIDDEN
@@ -208,8 +208,9 @@ class TestAggregation:
         assert not KVConnectorOutput(kv_connector_worker_meta=metadata).is_empty()
 
     def test_what_travels_between_processes_can(self) -> None:
-        piece = StorePiece(b"k" * 32, b"p" * 32, bytes(8), [1])
-        plan = StepPlan([Load(1, "r", [LoadPiece(b"k" * 32, 0, [2])])], [Store(2, [piece])])
+        load = Load("r", LoadJob(1, [LoadChunk(b"k" * 32, 0, [2])]))
+        store = Store(StoreJob(2, [StoreChunk(b"k" * 32, b"p" * 32, bytes(8), [1])]))
+        plan = StepPlan([load], [store])
         assert pickle.loads(pickle.dumps(KVLakeMetadata(plan))).plan == plan
         report = StepReport({3: 1}, 1)
         assert pickle.loads(pickle.dumps(KVLakeWorkerMetadata(report))).report == report
@@ -225,8 +226,9 @@ class TestAggregation:
         assert stats.is_empty()
 
     def test_each_count_says_what_it_is_of(self) -> None:
-        assert list(HELP) == [field.name for field in dataclasses.fields(Stats)]
-        assert len(set(HELP.values())) == len(HELP)
+        texts = [field.metadata["help"] for field in dataclasses.fields(Stats)]
+        assert len(set(texts)) == len(texts)
+        assert all(texts)
 
 
 def modules_of_the_connector() -> set[str]:

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from connector.events import events_endpoints
 from connector.identity.profile import EngineProfile
-from connector.scheduler.requests import Stats
+from connector.scheduler.stats import Stats
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import Lookup, Pin, Release, Submit
 from tests import places
@@ -106,7 +106,7 @@ def test_blocks_that_were_not_computed_are_not_hit(
         with (
             patch.object(engine.role.uncomputed_blocks, "step", step),
             # Where stores are under way it waits for their blocks rather.
-            patch.object(engine.role, "blocks_coming_back", return_value=False),
+            patch.object(engine.role.stores, "blocks_coming_back", return_value=False),
         ):
             # It runs first, and takes several steps for its prompt.
             low = engine.add(request_of("low", PROMPT[:150], max_tokens=4, priority=9))
@@ -372,7 +372,7 @@ class TestHandingOver:
         engine.forget()
         engine.run(wishing("b", told["kvlake"]))
         assert engine.computed["b"] == len(PROMPT) - CACHED
-        assert not engine.role.waits.pending
+        assert not engine.role.pending.pending
 
     def missing_some(self, engine: Engine) -> dict[bytes, Any]:
         """A prompt of which the last chunks are still on their way; those."""
@@ -429,7 +429,7 @@ class TestHandingOver:
         engine.abort(request)
         engine.settle()
         engine.check_idle()
-        assert not engine.role.waits.pending
+        assert not engine.role.pending.pending
 
 
 @pytest.mark.promise("layer-by-layer")

@@ -485,9 +485,9 @@ def test_settings_that_nobody_reads(model: Path, caplog: pytest.LogCaptureFixtur
     }
     engine = Engine(model, "/nowhere/attach.sock", attach_seconds=0, block_sizes=64, **known)
     engine.close()
-    (line,) = [one.getMessage() for one in caplog.records if "does nothing" in one.message]
+    (line,) = [one.getMessage() for one in caplog.records if "has no effect" in one.message]
     assert line == (
-        "kvlake: kv_connector_extra_config['block_sizes']=64 is not known and does nothing; "
+        "kvlake: kv_connector_extra_config['block_sizes']=64 is unknown and has no effect; "
         "did you mean 'block_size'?"
     )
 

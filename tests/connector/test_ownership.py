@@ -52,8 +52,8 @@ def test_the_connector_does_so_in_vllms_processes(environment: dict[str, str]) -
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "PACKAGES", ("no_such_package",))
-    assert "`no_such_package` is not installed" in ownership.complaint()
+    assert "`no_such_package` is not installed" in ownership.fault()
 
 
 def test_kvlakes_own_are_found() -> None:
-    assert ownership.complaint() == ""
+    assert ownership.fault() == ""

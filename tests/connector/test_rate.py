@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.rate import STEPS_MAX, TOKENS_MIN, PrefillRate
+from connector.scheduler.pending import PREFILL_TOKENS_MIN, STEPS_MAX, PrefillRate
 
 
 def test_nothing_is_said_before_a_step_was_measured() -> None:
@@ -17,7 +17,7 @@ def test_nothing_is_said_before_a_step_was_measured() -> None:
 def test_steps_that_decode_say_nothing() -> None:
     rate = PrefillRate()
     for number in range(10):
-        rate.step(number * 0.001, TOKENS_MIN - 1)
+        rate.step(number * 0.001, PREFILL_TOKENS_MIN - 1)
     assert rate.tokens_per_second == 0.0
 
 

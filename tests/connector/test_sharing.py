@@ -177,7 +177,7 @@ class TestWhoShares:
         engine.finish(short)
         engine.sidecar.run_all()
         stored = set(engine.sidecar.parts)
-        assert engine.role.plan.stores, "its last blocks, which are not sent yet"
+        assert engine.role.planner.planned, "its last blocks, which are not sent yet"
         beside = engine.add(request_of("beside", PROMPT, max_tokens=1, lora_request=new))
         states = engine.role.requests
         assert states["running"].void

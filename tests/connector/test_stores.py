@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.metadata import KVLakeMetadata, KVLakeWorkerMetadata
 from connector.plan import Load, StepPlan, StepReport, Store
 from connector.scheduler.stores import BLOCKS_WAIT_SECONDS_MAX
-from connector.vllm import KVLakeConnector
+from connector.vllm import KVLakeConnector, KVLakeMetadata, KVLakeWorkerMetadata
 from sidecar.protocol import (
     Limits,
+    LoadJob,
     Outcome,
+    StoreJob,
     Submit,
 )
 from tests import places
@@ -188,9 +189,9 @@ def test_a_rank_that_is_not_served_ends_every_job(model: Path) -> None:
         assert metadata is None or isinstance(metadata, KVLakeWorkerMetadata)
         return set(failed), set() if metadata is None else set(metadata.report.ended)
 
-    first = StepPlan([Load(1, "a", [])], [Store(2, [])])
+    first = StepPlan([Load("a", LoadJob(1, []))], [Store(StoreJob(2, []))])
     assert told(first, late=True) == (set(), set())
     # One that computes nothing tells in the usual order.
-    second = StepPlan([Load(3, "b", [])], [Store(4, [])])
+    second = StepPlan([Load("b", LoadJob(3, []))], [Store(StoreJob(4, []))])
     assert told(second, late=False) == ({"a", "b"}, {2, 4})
     assert told(StepPlan(), late=False) == (set(), set())

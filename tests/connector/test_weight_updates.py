@@ -93,7 +93,7 @@ def test_calls_through_the_engine_core(
     core.collective_rpc(method)
     engine.forget()
     assert cached(engine, "third") == 0
-    assert caplog.text.count("are replaced while it runs") == 1
+    assert caplog.text.count("finds only what it stored since the last change") == 1
 
 
 def test_a_version_that_somebody_sets(engine: Engine) -> None:

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 import pytest
 
 from connector.export import ExportedMemory
-from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
+from connector.plan import Load, StepPlan, Store
 from connector.worker import IDLE_WAIT_MS, WorkerRole
 from sidecar.protocol import (
     Done,
     Error,
     JobOutcome,
+    LoadChunk,
+    LoadJob,
     Outcome,
+    StoreChunk,
+    StoreJob,
     Submit,
     decode_client,
     encode,
@@ -40,11 +44,12 @@ STORE_SECONDS = LIMITS.store_deadline_ms_max / 1000
 
 
 def load(job_id: int, request_id: str = "") -> Load:
-    return Load(job_id, request_id or f"request-{job_id}", [LoadPiece(KEY, 1, [3, 4])])
+    job = LoadJob(job_id, [LoadChunk(KEY, 1, [3, 4])])
+    return Load(request_id or f"request-{job_id}", job)
 
 
 def store(job_id: int) -> Store:
-    return Store(job_id, [StorePiece(KEY, PARENT, bytes(32), [5, 6])])
+    return Store(StoreJob(job_id, [StoreChunk(KEY, PARENT, bytes(32), [5, 6])]))
 
 
 class Rank(WorkerSession):
@@ -97,14 +102,8 @@ class TestSubmit:
 
     def test_what_is_too_much_for_one_goes_out_in_several(self, rank: Rank) -> None:
         """As where a sidecar that starts empty is beside an engine with a warm cache."""
-        stores = [
-            Store(
-                job_id,
-                [StorePiece(KEY, PARENT, bytes(8 * 1024), [2**31] * 128) for _ in range(64)],
-                b"t" * 8,
-            )
-            for job_id in range(3, 13)
-        ]
+        chunk = StoreChunk(KEY, PARENT, bytes(8 * 1024), [2**31] * 128, b"t" * 8)
+        stores = [Store(StoreJob(job_id, [chunk] * 64)) for job_id in range(3, 13)]
         rank.role.submit(StepPlan([load(2)], stores))
         messages = rank.client.sent_of(Submit)
         assert len(messages) > 1

@@ -15,9 +15,19 @@ import numpy as np
 
 from connector.client import Client, SidecarSession
 from connector.export import ExportedMemory
-from connector.plan import Load, LoadPiece, StepPlan, Store, StorePiece
+from connector.plan import Load, StepPlan, Store
 from connector.worker import WorkerRole
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Memory, Outcome, Role
+from sidecar.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    LoadChunk,
+    LoadJob,
+    Memory,
+    Outcome,
+    Role,
+    StoreChunk,
+    StoreJob,
+)
 from tests.sidecar.client import NAMESPACE
 from tiers.kv.fence import WorkerFence
 from tiers.kv.layout import KVLayout
@@ -111,17 +121,17 @@ class Steps:
 
     def store_job(self, job_id: int, chunks: list[tuple[bytes, list[int]]]) -> Store:
         """A job that stores chunks, each with its key and its blocks."""
-        pieces: list[StorePiece] = []
+        stored: list[StoreChunk] = []
         for key, blocks in chunks:
             tokens = np.arange(len(blocks) * self.layout.block_tokens, dtype="<i4").tobytes()
-            pieces.append(StorePiece(key, bytes(32), tokens, blocks))
-        return Store(job_id, pieces)
+            stored.append(StoreChunk(key, bytes(32), tokens, blocks))
+        return Store(StoreJob(job_id, stored))
 
     def load_job(self, job_id: int, chunks: list[tuple[bytes, list[int]]], first: int = 0) -> Load:
         """A job that loads chunks, from block `first` of each on."""
         self._requests[f"request-{job_id}"] = job_id
-        pieces = [LoadPiece(key, first, blocks) for key, blocks in chunks]
-        return Load(job_id, f"request-{job_id}", pieces)
+        loaded = [LoadChunk(key, first, blocks) for key, blocks in chunks]
+        return Load(f"request-{job_id}", LoadJob(job_id, loaded))
 
     def outcome(self, job_id: int) -> bool:
         """Step until a job has ended; whether it went well."""

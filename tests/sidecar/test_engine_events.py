@@ -302,13 +302,13 @@ def test_a_block_goes_with_its_last_copy() -> None:
 def test_where_vllm_tells_of_hits_nothing_is_counted() -> None:
     """What is told too often would be there for ever."""
     # Not above: what it imports of vLLM warns, and is there by now.
-    from connector.events import hits_are_told
+    from connector.events import hits_event
 
-    assert hits_are_told().ownership == HITS_OWNER
+    assert hits_event().ownership == HITS_OWNER
     blocks = EngineBlocks("e")
     applied(blocks, stored(1, 2), stored(1, 2))
     # The request's hits, before the connector's word for them in the same batch.
-    (_, told) = applied(blocks, stored(1, 2), removed(1), hits_are_told())
+    (_, told) = applied(blocks, stored(1, 2), removed(1), hits_event())
     assert told.block_hashes == [1]
     applied(blocks, stored(2), stored(2))
     (told,) = applied(blocks, removed(2))

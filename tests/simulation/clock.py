@@ -336,7 +336,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         "PIECE_BYTES_MAX": PIECE_BYTES,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
         "SWEEP_PAUSE_SECONDS": SWEEP_PAUSE_SECONDS,
-        "TOKENS_MIN": RATE_TOKENS_MIN,
+        "PREFILL_TOKENS_MIN": RATE_TOKENS_MIN,
         "CREDIT_COMPUTE_SECONDS": CREDIT_COMPUTE_SECONDS,
     }
     with contextlib.ExitStack() as stack:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from connector.client import Attempt
 from connector.identity.groups import CachedGroup
-from connector.plan import Load, LoadPiece, StepPlan, StepReport, Store
+from connector.plan import Load, StepPlan, StepReport, Store
 from connector.scheduler.requests import Settings
 from connector.scheduler.role import SchedulerRole
 from connector.scheduler.stores import Part
 from connector.worker import TransferResults
-from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, Role
+from sidecar.protocol import PROTOCOL_VERSION, Attach, Group, LoadChunk, LoadJob, Role
 from tests.simulation.blocks import Block, BlockPool, Request
 from tests.simulation.clock import Violation, World
 from tests.simulation.content import (
@@ -273,7 +273,7 @@ class SimEngine:
                 scheduled[request] = count
                 budget -= count
                 index += 1
-            elif self.role.blocks_coming_back():
+            elif self.role.stores.blocks_coming_back():
                 self.world.saw("waits for blocks of stores")
                 index += 1
             else:
@@ -327,13 +327,13 @@ class SimEngine:
             return None
         request: Request = state.request
         places = {part.key: part for part in parts}
-        for piece in store.pieces:
-            part, model = places[piece.key], self.groups[piece.group]
+        for chunk in store.job.chunks:
+            part, model = places[chunk.key], self.groups[chunk.group]
             owner = owner_of(model, request.cache_salt or "", self.weights)
-            digests = request.digests[piece.group](request.all_token_ids)
+            digests = request.digests[chunk.group](request.all_token_ids)
             start = part.chunk * model.geometry.chunk_tokens
             held = digests[start : start + part.blocks * BLOCK_TOKENS]
-            self.checks.truth.learn(piece.key, owner, piece.parent, piece.token_ids, held)
+            self.checks.truth.learn(chunk.key, owner, chunk.parent, chunk.token_ids, held)
         return store
 
     # --- the model -----------------------------------------------------------------------------
@@ -427,7 +427,7 @@ class SimEngine:
     def _is_forgotten(self, request: Request) -> None:
         """Nothing waits for an answer on behalf of a request that is over."""
         role: Any = self.role
-        lookups = role.waits.lookups
+        lookups = role.pending.lookups
         asked = [number for number, state in lookups.items() if state.request is request]
         if asked or role.requests.get(request.request_id) is not None:
             raise Violation("a request is forgotten at its end", f"{request.request_id}: {asked}")
@@ -452,8 +452,8 @@ class SimEngine:
             self.checks.copying.blocks_taken(self, ids)
             job_id = self.role.new_id()
             self._freed_late[f"load {job_id}"] = blocks
-            piece = LoadPiece(key, 0, ids, group)
-            self.role.plan.loads.append(Load(job_id, f"load {job_id}", [piece]))
+            job = LoadJob(job_id, [LoadChunk(key, 0, ids, group)])
+            self.role.plan.loads.append(Load(f"load {job_id}", job))
         self._wake()
 
     def can_reset(self) -> bool:
@@ -500,7 +500,7 @@ class SimEngine:
             role.stores.jobs,
             role.stores.keys,
             role.requests,
-            role.waits.lookups,
+            role.pending.lookups,
             role.loading,
         )
         if any(left) or self._waiting or self._running or self._freed_late:

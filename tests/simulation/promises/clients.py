@@ -138,7 +138,7 @@ CLIENTS = (
     # Several KV cache groups.
     Mutation(
         "a store takes blocks that a window gave back",
-        "Stores._pieces",
+        "Stores._chunks",
         " or gone",
         "",
         ("several groups",),

@@ -1,4 +1,4 @@
-"""What a request's `kv_transfer_params` are taken for."""
+"""How the parameters of a request are read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from connector.request_params import NOTHING, OF_THE_CONNECTOR, RequestParams, RequestParamsReader
+from connector.request_params import CONNECTOR_ONLY, NOTHING, RequestParams, RequestParamsReader
 
 
-def wishes_of(params: Any) -> RequestParams:
-    return RequestParamsReader().wishes_of(SimpleNamespace(kv_transfer_params=params))
+def params_of(params: Any) -> RequestParams:
+    return RequestParamsReader().read(SimpleNamespace(kv_transfer_params=params))
 
 
 @pytest.mark.parametrize("params", [None, {}, {"kvlake": {}}, {"do_remote_decode": True}, "odd"])
-def test_who_says_nothing_gets_everything(params: Any) -> None:
-    assert wishes_of(params) == RequestParams()
+def test_the_defaults_are_full_caching(params: Any) -> None:
+    assert params_of(params) == RequestParams()
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_who_says_nothing_gets_everything(params: Any) -> None:
         ({"wait_seconds": 0}, RequestParams(wait_ms=0)),
     ],
 )
-def test_each_word(given: dict[str, Any], request_params: RequestParams) -> None:
-    assert wishes_of({"kvlake": given}) == request_params
+def test_each_parameter(given: dict[str, Any], request_params: RequestParams) -> None:
+    assert params_of({"kvlake": given}) == request_params
 
 
 @pytest.mark.parametrize(
-    ("given", "in_vain"),
+    ("given", "ignored"),
     [
         ({"pin_seconds": 60}, "pin_seconds"),
         ({"hand_over": True, "ttl_seconds": 60}, "hand_over"),
@@ -53,16 +53,16 @@ def test_each_word(given: dict[str, Any], request_params: RequestParams) -> None
         ({}, ""),
     ],
 )
-def test_what_cannot_be_done_is_told_once(
-    given: dict[str, Any], in_vain: str, caplog: pytest.LogCaptureFixture
+def test_an_unsupported_parameter_is_logged_once(
+    given: dict[str, Any], ignored: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And costs nothing of what can."""
-    reader = RequestParamsReader(cannot=OF_THE_CONNECTOR)
+    """The others hold."""
+    reader = RequestParamsReader(unsupported=CONNECTOR_ONLY)
     for _ in range(2):
         request = SimpleNamespace(kv_transfer_params={"kvlake": given})
-        assert reader.wishes_of(request) == wishes_of({"kvlake": given})
-    assert caplog.text.count("in vain") == bool(in_vain)
-    assert f"asks in vain for {in_vain}" in caplog.text or not in_vain
+        assert reader.read(request) == params_of({"kvlake": given})
+    assert caplog.text.count("is ignored") == bool(ignored)
+    assert f"{ignored} is ignored" in caplog.text or not ignored
 
 
 @pytest.mark.promise("malformed-params")
@@ -94,11 +94,11 @@ def test_what_cannot_be_done_is_told_once(
         ({"pin_seconds": 1e6, "write": "host"}, RequestParams(stays=True)),
     ],
 )
-def test_what_is_not_understood_is_taken_as_less(
+def test_what_is_not_understood_means_less_caching(
     given: Any, request_params: RequestParams, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = RequestParamsReader()
     for _ in range(2):
         request = SimpleNamespace(kv_transfer_params={"kvlake": given})
-        assert reader.wishes_of(request) == request_params
+        assert reader.read(request) == request_params
     assert caplog.text.count("is not understood") == 1

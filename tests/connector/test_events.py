@@ -1,11 +1,10 @@
-"""What vLLM's publisher is told of the tiers, of any sequence of messages."""
+"""Events of the tiers for vLLM's publisher, after any sequence of messages."""
 
 from __future__ import annotations
 
 import random
 
-from connector.events import events_of
-from connector.tier_events import TierEvents
+from connector.events import TierEvents, vllm_events
 from sidecar.protocol import EVENT_NAME_BYTES, Events, RemovedEvent, StoredEvent
 
 NOWHERE = bytes(32)
@@ -25,64 +24,64 @@ def removed(number: int, *, tier: str = "host", group: int = 0) -> RemovedEvent:
 
 def test_the_last_change_counts() -> None:
     tiers = TierEvents()
-    tiers.follow("session")
-    tiers.heard(Events(1, [stored(1), stored(2)], []))
+    tiers.set_session("session")
+    tiers.receive(Events(1, [stored(1), stored(2)], []))
     assert tiers.take() == [stored(1), stored(2)]
-    tiers.heard(Events(1, [], [removed(1), removed(2)]))
-    tiers.heard(Events(1, [stored(1)], []))
+    tiers.receive(Events(1, [], [removed(1), removed(2)]))
+    tiers.receive(Events(1, [stored(1)], []))
     assert tiers.take() == [removed(2), stored(1)]
 
 
-def test_what_was_never_told_is_not_removed() -> None:
+def test_an_unpublished_block_is_not_removed() -> None:
     tiers = TierEvents()
-    tiers.follow("session")
-    tiers.heard(Events(1, [stored(1)], [removed(1), removed(7)]))
+    tiers.set_session("session")
+    tiers.receive(Events(1, [stored(1)], [removed(1), removed(7)]))
     assert tiers.take() == []
 
 
 def test_the_end_of_a_session_removes_what_the_next_does_not_have() -> None:
     tiers = TierEvents()
-    tiers.follow("first")
-    tiers.heard(Events(1, [stored(1), stored(2, tier="store", group=1)], []))
+    tiers.set_session("first")
+    tiers.receive(Events(1, [stored(1), stored(2, tier="store", group=1)], []))
     assert len(tiers.take()) == 2
-    tiers.follow("second")
-    tiers.heard(Events(2, [stored(1)], []))
+    tiers.set_session("second")
+    tiers.receive(Events(2, [stored(1)], []))
     assert tiers.take() == [removed(2, tier="store", group=1), stored(1)]
 
 
 def test_it_is_bounded_and_forgets_the_oldest() -> None:
-    tiers = TierEvents(told_max=4)
-    tiers.follow("session")
+    tiers = TierEvents(blocks_max=4)
+    tiers.set_session("session")
     for number in range(20):
-        tiers.heard(Events(1, [stored(number)], []))
+        tiers.receive(Events(1, [stored(number)], []))
     assert tiers.take() == [stored(number) for number in range(16, 20)]
-    tiers.heard(Events(1, [stored(20)], []))
+    tiers.receive(Events(1, [stored(20)], []))
     assert tiers.take() == [stored(20), removed(16)]
-    tiers.heard(Events(1, [], [removed(16), removed(17)]))
+    tiers.receive(Events(1, [], [removed(16), removed(17)]))
     assert tiers.take() == [removed(17)]
 
 
-def test_whoever_applies_them_has_what_is_there() -> None:
+def test_a_subscriber_has_exactly_the_blocks_that_hold() -> None:
     chooser = random.Random(1)
     tiers = TierEvents()
-    tiers.follow(0)
+    tiers.set_session(0)
     there: set[bytes] = set()
-    told: set[bytes] = set()
+    published: set[bytes] = set()
     for step in range(3000):
         number = chooser.randrange(12)
         if chooser.random() < 0.01:
-            tiers.follow(step)
+            tiers.set_session(step)
             there.clear()
         elif key_of(number) in there:
             there.discard(key_of(number))
-            tiers.heard(Events(1, [], [removed(number)]))
+            tiers.receive(Events(1, [], [removed(number)]))
         else:
             there.add(key_of(number))
-            tiers.heard(Events(1, [stored(number)], []))
+            tiers.receive(Events(1, [stored(number)], []))
         if chooser.random() < 0.2:
             for event in tiers.take():
-                (told.add if isinstance(event, StoredEvent) else told.remove)(event.key)
-            assert told == there
+                (published.add if isinstance(event, StoredEvent) else published.remove)(event.key)
+            assert published == there
 
 
 def test_runs_are_one_event() -> None:
@@ -91,7 +90,9 @@ def test_runs_are_one_event() -> None:
     named = [StoredEvent(key_of(n)[:EVENT_NAME_BYTES], b"", 64, "store") for n in (4, 5)]
     gone = [removed(6), removed(7), removed(8, tier="store")]
     apart = [stored(9), StoredEvent(key_of(10), key_of(9), 16, "host")]
-    events = events_of([*chain, *named, *gone, *apart], lambda group: f"o{group}", several=False)
+    events = vllm_events(
+        [*chain, *named, *gone, *apart], lambda group: f"o{group}", several_groups=False
+    )
     assert [len(event.block_hashes) for event in events] == [3, 2, 2, 1, 1, 1]
     assert events[0].parent_block_hash is None
     assert events[-1].parent_block_hash == key_of(9)[:EVENT_NAME_BYTES]

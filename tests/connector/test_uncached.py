@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connector.declining import Declining
+from connector.client import UncachedNotice
 from connector.identity.parallelism import Place
 from connector.vllm import KVLakeConnector
 from sidecar.protocol import (
@@ -49,37 +49,37 @@ def at_end(peer: Peer) -> bool:
     return peer.connection.recv(1) == b""
 
 
-class TestDeclining:
+class TestUncachedNotice:
     def test_it_is_said_to_each_sidecar_until_it_is_closed(self, sidecar: Sidecar) -> None:
-        declining = Declining((sidecar.path,), Role.WORKER, "e", "memory", "why")
+        notice = UncachedNotice((sidecar.path,), Role.WORKER, "e", "memory", "why")
         assert declined(sidecar.accept()).message == "why"
         sidecar.stop()
         sidecar.listen()
         peer = sidecar.accept()
         assert (declined(peer).role, declined(peer).reason) == (Role.WORKER, "memory")
-        declining.close()
-        declining.close()
+        notice.close()
+        notice.close()
         assert at_end(peer)
 
     def test_a_sidecar_of_before_is_not_asked_again_at_once(
         self, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It knows no such message and logs each one."""
-        places.patch(monkeypatch, "REFUSED_SECONDS", 0.02, package="connector")
-        declining = Declining((sidecar.path,), Role.WORKER, "e", "memory", "why")
+        places.patch(monkeypatch, "NOTICE_REFUSED_SECONDS", 0.02)
+        notice = UncachedNotice((sidecar.path,), Role.WORKER, "e", "memory", "why")
         first = sidecar.accept()
         first.reply(frame_stream(encode(Refused("unknown_tag", "Invalid value 'declined'"))))
         again = sidecar.accept()
-        assert declining.pause_seconds == 0.02
-        declining.close()
+        assert notice.pause_seconds == 0.02
+        notice.close()
         assert at_end(again)
 
     def test_what_does_not_fit_is_cut_off(self, sidecar: Sidecar) -> None:
-        declining = Declining((sidecar.path,), Role.WORKER, "e", "weights", "a\nb" + "c" * 5_000)
+        notice = UncachedNotice((sidecar.path,), Role.WORKER, "e", "weights", "a\nb" + "c" * 5_000)
         told = declined(sidecar.accept()).message
         assert told.startswith("a bcc")
         assert len(told) == DECLINED_CHARS_MAX
-        declining.close()
+        notice.close()
 
 
 class TestEngine:

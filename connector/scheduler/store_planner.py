@@ -1,0 +1,285 @@
+"""What is stored of each request, and when.
+
+Owns the choice of chunks: full ones when a step completes them, the tail of a prompt, states of
+recurrent layers with the attention up to them, and the rest when a request ends. Does not own jobs
+and their blocks (`stores.py`), nor which blocks are stale (`prefix_cache.py`).
+
+Invariants:
+
+* Tokens that were to be loaded but were not are never stored, whichever connector was to load them.
+* Draft tokens are not stored before they are accepted.
+* Nothing of a void request is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from connector.plan import BLOCK_ID_BYTES_MAX, OVERHEAD_BYTES_MAX, StepReport, Store
+from connector.scheduler.lookup import pieces_kept
+from connector.scheduler.stores import Part, Stores
+from sidecar.protocol import FRAME_BYTES_MAX, KEYS_PER_MESSAGE_MAX, Pin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from connector.client import Client
+    from connector.identity.mamba import State
+    from connector.identity.speculative import Speculation
+    from connector.scheduler.prefix_cache import PrefixCache
+    from connector.scheduler.requests import GroupState, Requests, RequestState, Settings
+    from connector.scheduler.stats import Stats
+
+JOB_BYTES_MAX: Final = FRAME_BYTES_MAX // 4
+"""Upper bound of one job: it cannot be split later, and fails with its message."""
+TOKEN_ID_BYTES: Final = 4
+
+
+class StorePlanner:
+    """Plans the stores of an engine's requests.
+
+    Args:
+        world_size: ranks that report each store.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        requests: Requests,
+        stores: Stores,
+        prefix_cache: PrefixCache,
+        settings: Settings,
+        speculation: Speculation,
+        stats: Stats,
+        world_size: int,
+    ) -> None:
+        self._client = client
+        self._requests = requests
+        self._stores = stores
+        self._prefix_cache = prefix_cache
+        self._writes = settings.writes
+        self._speculation = speculation
+        self._stats = stats
+        self._world_size = world_size
+        self.beside_others = settings.beside_others
+        """Whether another connector may load, too."""
+        self.planned: list[tuple[RequestState, Store]] = []
+        """Stores that were not sent yet."""
+
+    def take(self) -> list[Store]:
+        """The planned stores, to be sent now; those of requests that became void are dropped."""
+        planned, self.planned = self.planned, []
+        void = [store.job.job_id for state, store in planned if state.void]
+        if void:
+            self._stores.ended(StepReport(dict.fromkeys(void, self._world_size)))
+        return [store for state, store in planned if not state.void]
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        states: Mapping[str, Sequence[State]],
+    ) -> None:
+        """Plan the stores of a step; see `SchedulerRole.build_plan`."""
+        if not self._writes:
+            return
+        requests = [
+            (state, num_tokens)
+            for request_id, num_tokens in scheduled.items()
+            if (state := self._requests.get(request_id)) is not None
+        ]
+        if self._speculation.leaves_out(one.request.num_computed_tokens + n for one, n in requests):
+            for state, _ in requests:
+                state.undrafted = True
+        # Before the first of them is stored: requests of one step may share blocks.
+        unknown = [
+            state
+            for state, _ in requests
+            if not state.scheduled_tokens and state.request.num_computed_tokens > state.known_tokens
+        ]
+        self.beside_others |= bool(unknown)
+        for state in unknown:
+            # For example, a block that vLLM's own cache has only in part.
+            state.void |= self._prefix_cache.stale(state.request.lora_request)
+        for state, num_tokens in requests:
+            begun = state.step_taken
+            state.scheduled_tokens += num_tokens
+            if self._waits_for_others(state) and not begun:
+                continue
+            if state.request_params.writes and not (state.void or state.undrafted):
+                handed = [*states.get(state.request.request_id, ()), *self._states_held(state)]
+                self._store_scheduled(state, num_tokens, block_ids_of, handed)
+
+    def _waits_for_others(self, state: RequestState) -> bool:
+        """Whether to store of a request only after its first step, when all loads are known.
+
+        Another connector may load while a step computes, into blocks that vLLM's prefix cache
+        shares at once. The step's output says which of them failed. For an engine with several
+        groups vLLM does not support that.
+        """
+        return self.beside_others and len(state.groups) == 1
+
+    def _states_held(self, state: RequestState) -> list[State]:
+        """States that a request begins with, which vLLM never hands over again.
+
+        Without this a sidecar that lost them would not get them back; attention is stored again
+        with every request that has it.
+        """
+        end_tokens, state.begins_tokens = state.begins_tokens, 0
+        if not end_tokens:
+            return []
+        recurrent = [one.group for one in state.groups if one.geometry.attention.recurrent]
+        return self._prefix_cache.states_at(state.request, end_tokens, recurrent)
+
+    def _store_scheduled(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        handed: Sequence[State],
+    ) -> None:
+        request = state.request
+        # Draft tokens and placeholders are not known yet, so they do not count as computed.
+        ahead_tokens = self._speculation.ahead_tokens
+        computed = min(request.num_computed_tokens + num_tokens, request.num_tokens - ahead_tokens)
+        prompt_tokens = request.num_prompt_tokens - ahead_tokens
+        prompt_done = not state.prompt_tail_done and computed >= prompt_tokens
+        groups = state.attending
+        if not (prompt_done or handed) and all(
+            computed // group.geometry.chunk_tokens <= group.next_chunk for group in groups
+        ):
+            return
+        self._requests.track(request)
+        parts = _state_parts(state.groups, handed)
+        # A state is of use to another prompt only with the attention up to it. Behind generated
+        # tokens, the end of the request stores that.
+        ends = sorted({part.end_tokens(state.groups) for part in parts})
+        for group in groups:
+            parts += _full_parts(group, computed)
+            tails = [_tail_part(group, end) for end in ends if end <= prompt_tokens]
+            if prompt_done:
+                tail = _tail_part(group, prompt_tokens)
+                # A later token of the same step may have completed its chunk.
+                if tail is not None and tail.chunk >= group.next_chunk:
+                    tails.append(tail)
+            parts += dict.fromkeys(tail for tail in tails if tail is not None)
+        state.prompt_tail_done |= prompt_done
+        self._plan(state, parts, lambda: block_ids_of(request.request_id))
+
+    # --- the end of a request ------------------------------------------------------------------
+
+    def finished(
+        self, request: Any, state: RequestState, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Plan to store what a request computed beyond its last full chunk, and pin its prompt.
+
+        `block_ids` cover its computed tokens in each KV cache group.
+        """
+        if state.request_params.pin_ms and not state.void:
+            self._pin_prompt(state)
+        writes = self._writes and state.request_params.writes and not state.undrafted
+        # Before its first step vLLM counts tokens as computed that are yet to be loaded.
+        begun = state.step_taken if self._waits_for_others(state) else bool(state.scheduled_tokens)
+        if not begun or state.load is not None or state.void or not writes:
+            return
+        state.extend()
+        computed = max(0, request.num_computed_tokens - state.in_flight_tokens)
+        computed = min(computed, state.chain.decided_tokens)
+        parts: list[Part] = []
+        for group in state.attending:
+            parts += _full_parts(group, computed)
+            tail = _tail_part(group, computed)
+            if tail is not None:
+                parts.append(tail)
+        self._plan(state, parts, lambda: block_ids)
+
+    def _pin_prompt(self, state: RequestState) -> None:
+        """Ask the sidecar to keep everything in host memory that a hit of the prompt would load."""
+        state.extend()
+        keys: list[bytes] = []
+        groups: list[int] = []
+        end_tokens = max(0, state.request.num_prompt_tokens - self._speculation.ahead_tokens)
+        for group in state.groups:
+            for piece in pieces_kept(group.geometry, end_tokens):
+                keys.append(group.chain.key_of(piece.chunk, piece.end))
+                groups.append(group.group)
+        del keys[KEYS_PER_MESSAGE_MAX:], groups[KEYS_PER_MESSAGE_MAX:]
+        if not keys:
+            return
+        session = self._client.session
+        sent = session is not None and self._client.send(
+            session,
+            Pin(
+                session.epoch,
+                keys,
+                state.request_params.pin_ms,
+                state.tenant,
+                groups if any(groups) else [],
+            ),
+        )
+        if not sent:
+            self._stats.pins_skipped += len(keys)
+
+    def _plan(
+        self,
+        state: RequestState,
+        parts: list[Part],
+        block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> None:
+        session = self._client.session
+        if session is None:
+            return
+        for job_parts in _in_jobs(state.groups, parts):
+            store = self._stores.plan(session, state, job_parts, block_ids)
+            if store is not None:
+                self.planned.append((state, store))
+
+
+def _in_jobs(groups: Sequence[GroupState], parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Parts of a request in as few jobs as messages can hold."""
+    job: list[Part] = []
+    size_bytes = 0
+    for part in parts:
+        tokens = part.blocks * groups[part.group].geometry.block_tokens
+        part_bytes = OVERHEAD_BYTES_MAX + TOKEN_ID_BYTES * tokens + BLOCK_ID_BYTES_MAX * part.blocks
+        if job and size_bytes + part_bytes > JOB_BYTES_MAX:
+            yield job
+            job, size_bytes = [], 0
+        job.append(part)
+        size_bytes += part_bytes
+    if job:
+        yield job
+
+
+def _full_parts(group: GroupState, computed_tokens: int) -> list[Part]:
+    """The full chunks of a group that were not considered for storing yet; now they were."""
+    full = computed_tokens // group.geometry.chunk_tokens
+    parts = [
+        Part(group.group, chunk, group.geometry.blocks_per_chunk, group.chain.keys[chunk])
+        for chunk in range(group.next_chunk, full)
+    ]
+    group.next_chunk = max(group.next_chunk, full)
+    return parts
+
+
+def _tail_part(group: GroupState, num_tokens: int) -> Part | None:
+    """The whole blocks of `num_tokens` behind the last full chunk."""
+    chunk, tokens = divmod(num_tokens, group.geometry.chunk_tokens)
+    blocks = tokens // group.geometry.block_tokens
+    if not blocks:
+        return None
+    return Part(group.group, chunk, blocks, group.chain.partial(chunk, blocks))
+
+
+def _state_parts(groups: Sequence[GroupState], states: Sequence[State]) -> list[Part]:
+    """States as parts of their groups."""
+    parts: list[Part] = []
+    for number, block_id, num_tokens in states:
+        chain = groups[number].chain
+        blocks, rest = divmod(num_tokens, groups[number].geometry.block_tokens)
+        # A state within a block is behind no chunk, and keys of later tokens are not known yet.
+        if rest == 0 and 0 < blocks <= len(chain.keys):
+            parts.append(Part(number, blocks - 1, 1, chain.keys[blocks - 1], block_id))
+    return parts
