@@ -22,7 +22,7 @@ LONGER: Final = {
     "sidecar/core/engine.py": 521,
 }
 """Files that are still to be cut, with the lines that they may have until then."""
-WIDER: Final = {"sidecar/core": 22, "tiers/catalog": 21}
+WIDER: Final = {"sidecar/core": 22}
 """Folders with more modules than they should have, and how many until then."""
 
 

@@ -39,7 +39,8 @@ from sidecar.cli.du import usage_of
 from sidecar.cli.ls import ListingFilter, chunk_documents, chunk_line, list_chunks
 from sidecar.cli.store import TenantNames
 from sidecar.config.model import Config
-from tiers.catalog.compaction import CompactionPlan, CompactionReport, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
 from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.kv.index import IndexReader, tags_of
 
@@ -55,7 +56,7 @@ ROUNDS: Final = 1000
 IDLE_SECONDS: Final = 2.0
 SAMPLE_PER_FILE: Final = 1000
 SAMPLE_FILE: Final = "sample-{}"
-PLAN: Final = CompactionPlan(RetentionRules(), grace_seconds=300.0, keep_seconds=0.0, whole=True)
+PLAN: Final = CompactionPlan(RetentionRules(), grace_seconds=300.0, keep_seconds=0.0, major=True)
 MEMORY_MIB_MAX: Final = 512
 """Of a command that goes through the whole catalog, the interpreter and its packages included."""
 
@@ -213,7 +214,7 @@ async def gc(directory: Path, chunks: int) -> Report:
         tenant: RetentionLimits(None, None, chunks // TENANTS // 2) for tenant in world.tenants[4:6]
     }
     bounds = RetentionRules(DAYS * 0.9 * 86_400, None, chunks // 2, named=tenants)
-    plan = PLAN._replace(bounds=bounds, dry_run=True)
+    plan = PLAN._replace(retention=bounds, dry_run=True)
     reports: list[CompactionReport] = []
 
     async def collect() -> None:
@@ -224,7 +225,7 @@ async def gc(directory: Path, chunks: int) -> Report:
     [report] = reports
     return {
         "gc_withdrawn_by": {name: count for name, count in report.withdrawn_by().items() if count},
-        "gc_kept": report.census.whole.objects,
+        "gc_kept": report.usage.total.objects,
         "gc_seconds": round(took.wall, 1),
         "gc_cpu_us_per_row": round(took.cpu / chunks * 1e6, 2),
         "gc_lag_p99_ms": probe.lag(99),

@@ -25,12 +25,12 @@ from sidecar.core.engine import Engine
 from sidecar.data.index_writer import IndexUpdater
 from sidecar.protocol import PROTOCOL_VERSION, Attach, Role
 from sidecar.sessions.namespaces import Realms
-from tiers.catalog import manifest as manifests
+from tests.tiers.catalog.kit import encode_manifest
+from tiers.catalog.compaction_work import SNAPSHOT_ROWS
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Manifest
 from tiers.catalog.names import catalog_folder, manifest_name, namespace_prefix, snapshot_name
 from tiers.catalog.rows import Rows, digest_of, encode
-from tiers.catalog.snapshots import SNAPSHOT_ROWS
 from tiers.catalog.usage import Usage
 from tiers.kv.layout import ChunkLayout, Segment
 from tiers.policy import make
@@ -144,7 +144,7 @@ class World:
             held=Usage(self.chunks * SIZE_BYTES, self.chunks, WRITTEN_AT, self.chunks),
             tenants={tenant.hex(): held for tenant in self.tenants},
         )
-        await self.tier.write(manifest_name(self.folder, 0), manifests.encode(manifest))
+        await self.tier.write(manifest_name(self.folder, 0), encode_manifest(manifest))
         return kept
 
     async def announce(self, count: int, writer: str | None = None) -> Rows:

@@ -1,17 +1,16 @@
-"""The collector: has catalogs compacted and bounds kept, by one sidecar at a time.
+"""Has catalogs compacted and limits kept, by one sidecar at a time.
 
-Owns when a round is due, taking the lease for it, the plan made of the configuration, and what
-all rounds came to. Does not own a round (`tiers/catalog/compaction.py`) or the lease's rule
-(`tiers/catalog/lease.py`).
+Owns when a round of compactions is due, the lease for it, the plan made of the configuration, and
+the totals of all rounds. Does not own a compaction (`tiers/catalog/compaction.py`) or the lease's
+rule (`tiers/catalog/lease.py`).
 
-Every sidecar looks now and then. One that finds that the lease has moved on since its last look
-leaves it at that: somebody else has just done it, or is doing it. In the second case it looks again
-when that lease is over unless it was renewed: a collector that was killed in a round keeps nobody
-from it for longer than its lease.
+Every sidecar polls the lease now and then. Where the lease has moved since the last poll, another
+sidecar has just run a round or is running one, and this one runs none. It polls again when that
+lease expires unless renewed: a collector that was killed delays the others by no more than that.
 
 Invariants: nothing is done where the store cannot create without replacing; a round that fails is
-logged, counted and tried again at the next look, and keeps nothing else from being done; the lease
-is given back whatever happens, or runs out by itself.
+logged, counted and tried again at the next poll, and prevents nothing else; the lease is released
+whatever happens, or expires by itself.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from sidecar.logs import fields
-from tiers.catalog.compaction import CompactionPlan, CompactionReport, Superseded, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
 from tiers.catalog.lease import CatalogLease
-from tiers.catalog.leftovers import remove_leftovers
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import FORMAT, parse_namespace
+from tiers.catalog.orphans import remove_leftovers
 from tiers.catalog.retention import RetentionLimits, RetentionRules
+from tiers.catalog.scan import Superseded
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -41,32 +42,28 @@ if TYPE_CHECKING:
 
     from sidecar.catalog.sync import StoreHealth
     from sidecar.config.model import Config
-    from sidecar.config.store import StoreSettings
     from sidecar.core.tenants import Quota
     from tiers.store.object_tier import ObjectTier
 
 LEASE_SECONDS: Final = 60.0
-GIVE_BACK_SECONDS_MAX: Final = 5.0
+RELEASE_SECONDS_MAX: Final = 5.0
 KEEP_SECONDS_MIN: Final = 600.0
 KEEP_REFRESHES: Final = 20
 CROWDED_SECONDS: Final = 30.0
 CROWDED_FILES: Final = 500
-"""Log files to be merged, half of a listing's page, that make a round due at once.
-
-Those that were merged stay for a while, and looking more often would not end that.
-"""
+"""Unmerged log files, half of a listing's page, that make a round due at once."""
 
 _logger = logging.getLogger("kvlake.store")
 
 
 @dataclass(slots=True)
 class Collected:
-    """What all rounds of this sidecar came to. Never decreases."""
+    """Totals of all rounds of this sidecar. Never decreases."""
 
     rounds: int = 0
     rounds_failed: int = 0
     rounds_left: int = 0
-    """Looks at which another sidecar had the lease, or had just been at it."""
+    """Polls at which another sidecar had the lease, or had just had it."""
     logs_merged: int = 0
     withdrawn: int = 0
     withdrawn_bytes: int = 0
@@ -76,7 +73,7 @@ class Collected:
     """Damaged objects that were moved aside long ago, and probes of sidecars that died."""
 
     def add(self, report: CompactionReport) -> None:
-        """Count one round."""
+        """Count one compaction."""
         self.rounds += 1
         self.logs_merged += report.logs_merged
         self.withdrawn += report.withdrawn
@@ -85,41 +82,34 @@ class Collected:
         self.files_removed += report.files_removed
 
 
-def bounds_of(config: Config) -> RetentionRules:
-    """What a namespace may hold. The configuration must have a store."""
+def plan_of(config: Config, *, major: bool = False, dry_run: bool = False) -> CompactionPlan:
+    """The plan of a compaction under this configuration, which must have a store."""
     store, rules = config.store, config.tenants.rules()
-    assert store is not None, "only a store has bounds"
+    assert store is not None, "only a store is compacted"
 
     def limits(quota: Quota) -> RetentionLimits:
         return RetentionLimits(
             quota.store_ttl_seconds, quota.store_bytes_max, quota.store_objects_max
         )
 
-    return RetentionRules(
-        store.ttl,
-        store.size_max,
-        store.objects_max,
-        tenant=limits(rules.default),
-        named={tenant: limits(quota) for tenant, (_, quota) in rules.named.items()},
-    )
-
-
-def plan_of(config: Config, *, whole: bool = False, dry_run: bool = False) -> CompactionPlan:
-    """What a round is to do under this configuration, which must have a store."""
-    store = config.store
-    assert store is not None, "only a store has bounds"
     return CompactionPlan(
-        bounds=bounds_of(config),
+        retention=RetentionRules(
+            store.ttl,
+            store.size_max,
+            store.objects_max,
+            tenant=limits(rules.default),
+            named={tenant: limits(quota) for tenant, (_, quota) in rules.named.items()},
+        ),
         grace_seconds=store.gc.grace,
         keep_seconds=max(KEEP_SECONDS_MIN, KEEP_REFRESHES * store.refresh_seconds),
-        whole=whole,
+        major=major,
         reconcile_seconds=store.reconcile_every,
         dry_run=dry_run,
     )
 
 
 def holder_name(name: str) -> str:
-    """Who holds a lease, for people."""
+    """The holder of a lease, for people."""
     return f"{name} on {socket.gethostname()}, pid {os.getpid()}"
 
 
@@ -136,19 +126,19 @@ async def collect(
     prefixes: Sequence[str],
     counts: Counts,
 ) -> tuple[list[CompactionReport], TierError | None]:
-    """One round on each namespace, under a lease that is held. Raises `Superseded`.
+    """One round: a compaction of each namespace, under a lease that is held.
 
-    A namespace whose round fails does not keep the others from theirs. What all others came to is
-    returned, and the first error.
+    A namespace that fails does not stop the others. Returns their reports, and the first error.
+    Raises `Superseded`.
     """
     reports: list[CompactionReport] = []
     failure: TierError | None = None
     for prefix in prefixes:
-        if not await lease.renew(at_once=True):
-            raise Superseded("the lease is somebody else's")
+        if not await lease.renew(now=True):
+            raise Superseded("another process has the lease")
         try:
             report = await compact(
-                store, prefix, plan, lease.store_seconds, alive=lease.renew, counts=counts
+                store, prefix, plan, lease.store_seconds, renew_lease=lease.renew, counts=counts
             )
         except TierError as error:
             failure = failure or error
@@ -158,13 +148,13 @@ async def collect(
 
 
 class Collector:
-    """Looks, takes the lease, has rounds done.
+    """Polls the lease, acquires it, and runs rounds.
 
     Args:
         store: the store.
         config: of this sidecar; it has a store.
         health: whether the store can create.
-        crowd: log files to be merged that a catalog had at the last refresh, the one with most.
+        logs_unmerged: unmerged log files of the catalog with most, at the last refresh.
         clock: monotonic seconds.
     """
 
@@ -173,23 +163,23 @@ class Collector:
         store: ObjectTier,
         config: Config,
         health: StoreHealth,
-        crowd: Callable[[], int],
+        logs_unmerged: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.store is not None, "a store was opened"
         self._store = store
-        self._settings: StoreSettings = config.store
+        self._settings = config.store
         self._plan = plan_of(config)
         self._health = health
-        self._crowd = crowd
-        self._holder = holder_name(config.runtime.name)
-        self._lease = CatalogLease(store, self._holder, seconds=LEASE_SECONDS, clock=clock)
+        self._logs_unmerged = logs_unmerged
+        holder = holder_name(config.runtime.name)
+        self._lease = CatalogLease(store, holder, seconds=LEASE_SECONDS, clock=clock)
         self._failing = False
-        # The newest lease at the last look; None before the first.
         self._last_seen: int | None = None
+        """The newest lease at the last poll."""
         self.collected = Collected()
         self.withdrawn_by: Counter[str] = Counter()
-        """Objects that were withdrawn, by the setting that they fell to."""
+        """Objects that were withdrawn, by the setting that limits them."""
         self.counts = Counts()
         """What rounds read."""
 
@@ -207,62 +197,63 @@ class Collector:
         return "on"
 
     async def run(self) -> None:
-        """Look now and then, for ever."""
+        """Poll now and then, for ever."""
         every = self._settings.gc.every
-        # Spread, so that sidecars that were started together do not come together.
+        # Spread, so that sidecars that were started together do not poll together.
         due_in = every * secrets.randbelow(1000) / 1000
         while True:
             waited = 0.0
             while waited < due_in:
                 await anyio.sleep(min(CROWDED_SECONDS, due_in - waited))
                 waited += CROWDED_SECONDS
-                if self._crowd() >= CROWDED_FILES:
+                if self._logs_unmerged() >= CROWDED_FILES:
                     break
             due_in = every
             if self.state == "on":
-                due_in = await self.look()
+                due_in = await self.poll()
 
-    async def look(self) -> float:
-        """Look at the lease once, and collect where it is ours or free; seconds to the next look.
+    async def poll(self) -> float:
+        """Poll the lease once, and collect where it can be acquired. Returns seconds to the next.
 
-        Where somebody else holds it, that is when it is over unless it is renewed.
+        Where another sidecar holds the lease, that is when it expires unless renewed.
         """
-        await self._look()
-        # Where it is over and could not be taken, the store is asked again in its turn.
-        return min(self._settings.gc.every, self._lease.over_in or self._settings.gc.every)
+        await self._poll()
+        every = self._settings.gc.every
+        return min(every, self._lease.expires_in or every)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
-            before, self._last_seen = self._last_seen, await self._lease.look()
+            before, self._last_seen = self._last_seen, await self._lease.poll()
             moved = before is not None and before != self._last_seen
-            if moved or not await self._lease.take():
+            if moved or not await self._lease.acquire():
                 self.collected.rounds_left += 1
                 self._failing = False
                 return
             try:
-                await self._rounds()
+                await self._round()
                 self._failing = False
             finally:
-                with anyio.move_on_after(GIVE_BACK_SECONDS_MAX, shield=True):
-                    await self._lease.give_back()
-                    self._last_seen = await self._lease.look()
+                with anyio.move_on_after(RELEASE_SECONDS_MAX, shield=True):
+                    await self._lease.release()
+                    self._last_seen = await self._lease.poll()
         except Superseded as error:
             self.collected.rounds_left += 1
-            _logger.info("a round of collection is left to another", extra=fields(reason=error))
+            _logger.info("collection is left to another sidecar", extra=fields(reason=error))
         except TierError as error:
             self.collected.rounds_failed += 1
             if not self._failing:
-                _logger.warning("rounds of collection fail", extra=fields(reason=error))
+                _logger.warning("collection failed", extra=fields(reason=error))
             self._failing = True
 
-    async def _rounds(self) -> None:
+    async def _round(self) -> None:
         prefixes = await namespaces(self._store)
         reports, failure = await collect(
             self._store, self._lease, self._plan, prefixes, self.counts
         )
         for report in reports:
             self.collected.add(report)
-            self.withdrawn_by.update(report.withdrawn_by())
+            withdrawn_by = report.withdrawn_by()
+            self.withdrawn_by.update(withdrawn_by)
             if report.withdrawn or report.deleted:
                 _logger.info(
                     "collected",
@@ -270,11 +261,7 @@ class Collector:
                         namespace=report.prefix,
                         withdrawn=report.withdrawn,
                         withdrawn_bytes=report.withdrawn_bytes,
-                        withdrawn_by={
-                            setting: count
-                            for setting, count in report.withdrawn_by().items()
-                            if count
-                        },
+                        withdrawn_by={name: count for name, count in withdrawn_by.items() if count},
                         deleted=report.deleted,
                     ),
                 )
@@ -282,7 +269,7 @@ class Collector:
             self._store,
             self._lease.store_seconds,
             quarantine_seconds=self._settings.gc.quarantine_keep,
-            alive=self._lease.renew,
+            renew_lease=self._lease.renew,
         )
         removed = left.quarantined + left.probes
         self.collected.leftovers_removed += removed

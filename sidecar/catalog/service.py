@@ -1,21 +1,17 @@
 """The catalogs of this sidecar: one log that it writes per namespace, one reader per realm.
 
-Owns what waits to be announced, readers' positions, and what the tenants are known to hold in the
-store. Does not own when to refresh or flush (`sync.py`), nor what rows mean (the engine).
+Owns the rows that wait to be announced, readers' positions, and what tenants are known to have in
+the store. Does not own when to refresh or flush (`sync.py`), or what rows mean (the engine, which
+knows this sidecar's own writes at once).
 
-Own writes are known to the engine at once; here they wait to be told to others, and count as what
-their tenant holds from the moment that they are done.
-
-What a namespace is, is written beside its first rows, for people who look into the store.
-
-Invariants: each log has a writer's name of its own, and a log that was closed does not go on. When
-a namespace comes back after its realms were forgotten, its catalog is read from the start, and what
-was written here before counts as what others wrote. A realm has a reader of its own, because it may
-be opened when another of its namespace has read the catalog already. What a tenant holds is an
-estimate between two compactions: rows add to it as they come, and a manifest sets it right. Own
-rows count once, and never too little (`tiers/catalog/tally.py`); those of others from when they are
-read. What is noted costs in proportion to the tenants of the new rows, not to those that a manifest
-names: they may be 65,536, and the event loop does it.
+Invariants: each log has a writer's name of its own, and a closed log does not go on. When a
+namespace comes back after its realms were forgotten, its catalog is read from the start, and what
+was written here before counts as others' rows. A realm has a reader of its own, because it may be
+opened when another realm of its namespace has read the catalog already. A tenant's usage is an
+estimate between two compactions: rows add to it as they come, and a manifest corrects it. Own rows
+count once and never too little (`LogUsage`); those of others from when they are read. Counting
+costs in proportion to the tenants of the new rows, not to the up to 65,536 that a manifest names,
+because the event loop does it.
 """
 
 from __future__ import annotations
@@ -26,27 +22,25 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from sidecar.logs import fields
-from tiers.catalog.about import About, write_about
 from tiers.catalog.log import LogWriter, new_writer
-from tiers.catalog.manifest import NOTHING, Counts, Manifest
+from tiers.catalog.manifest import EMPTY_MANIFEST, Counts, Manifest
 from tiers.catalog.names import catalog_folder, namespace_prefix
+from tiers.catalog.namespace_info import NamespaceInfo, write_info
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import NO_TENANT
-from tiers.catalog.tally import LogUsage
-from tiers.catalog.usage import Usage
+from tiers.catalog.usage import NO_USAGE, LogUsage, Usage
 from tiers.errors import TierError, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from sidecar.sessions.namespaces import RealmLayout
     from tiers.catalog.names import LogName
     from tiers.catalog.rows import Row
     from tiers.store.object_tier import ObjectTier
 
-NOTHING_HELD: Final = Usage()
-HEARD_MAX: Final = 4096
-"""Files of others' logs that no manifest has merged, each with what its tenants have in it."""
+OTHERS_FILES_MAX: Final = 4096
+"""Files of others' logs that no manifest has merged, each with the usage of its tenants."""
 
 _logger = logging.getLogger("kvlake.store")
 
@@ -54,8 +48,7 @@ _logger = logging.getLogger("kvlake.store")
 class Catalogs:
     """Logs and readers, made when they are first needed.
 
-    Where `reads` is false nobody says when a manifest has counted what was written, or what was
-    collected since: then nothing is known to be held.
+    Without `reads` no manifest says when a row was counted or collected, so no usage is known.
     """
 
     def __init__(
@@ -66,11 +59,11 @@ class Catalogs:
         self._rows_max = rows_max
         self._flush_seconds = flush_seconds
         self._logs: dict[bytes, LogWriter] = {}
-        self._abouts: dict[bytes, About] = {}
-        """What is still to be written of namespaces that have rows."""
+        self._infos: dict[bytes, NamespaceInfo] = {}
+        """Of namespaces with rows, what is still to be written."""
         self._readers: dict[int, CatalogReader] = {}
-        self._usage: dict[bytes, _Usage] = {}
-        self._given_up: set[bytes] = set()
+        self._usage: dict[bytes, _NamespaceUsage] = {}
+        self._closing: set[bytes] = set()
         """Namespaces without a realm, whose log is closed when its last row is written."""
         self._files_before = 0
         self._rows_lost_before = 0
@@ -84,13 +77,8 @@ class Catalogs:
 
     @property
     def rows_waiting(self) -> int:
-        """Rows that nobody else can know yet."""
+        """Rows that are not announced yet."""
         return sum(len(log) for log in self._logs.values())
-
-    @property
-    def undescribed(self) -> bool:
-        """Whether it is still to be written what some namespace is."""
-        return bool(self._abouts)
 
     @property
     def rows_lost(self) -> int:
@@ -98,86 +86,86 @@ class Catalogs:
         return self._rows_lost_before + sum(log.rows_lost for log in self._logs.values())
 
     @property
-    def crowd(self) -> int:
-        """Log files of a catalog that wait to be merged, of the one that has most."""
+    def infos_waiting(self) -> bool:
+        """Whether the record of some namespace is not written yet."""
+        return bool(self._infos)
+
+    @property
+    def logs_unmerged_max(self) -> int:
+        """Unmerged log files of the catalog that has most."""
         return max((reader.logs_unmerged for reader in self._readers.values()), default=0)
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until something is to be flushed, or None while nothing waits."""
+        """Seconds until a flush is due; None without rows."""
         due = [log.due_in for log in self._logs.values()]
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def wrote(self, realm: RealmLayout, row: Row, *, later_than: int) -> int:
-        """Announce a segment that is in the store now; returns when, in microseconds."""
+    def announce(self, realm: RealmLayout, row: Row) -> None:
+        """Announce a segment that was found in the store, or withdraw one that is missing."""
+        self._log(realm).append(row)
+
+    def announce_written(self, realm: RealmLayout, row: Row, *, later_than: int) -> int:
+        """Announce a segment that was just written; returns when, in microseconds."""
         written_at = max(time.time_ns() // 1000, later_than + 1)
         self._log(realm).append(row._replace(written_at=written_at))
         return written_at
 
-    def lost(self, realm: RealmLayout, row: Row) -> None:
-        """Announce that a segment is not there any more."""
-        self._log(realm).append(row)
-
-    def found(self, realm: RealmLayout, row: Row) -> None:
-        """Announce a segment that is in the store, and of which no row was known."""
-        self._log(realm).append(row)
-
     async def flush(self) -> None:
-        """Write what waits. Raises the tier's errors; what is left then waits on."""
+        """Write what waits. Raises the tier's errors; the rest then stays."""
         try:
             for log in list(self._logs.values()):
                 await log.flush()
-            for digest in list(self._abouts):
-                await self._describe(digest)
+            for digest in list(self._infos):
+                await self._write_info(digest)
         finally:
             self._close_logs()
 
-    async def _describe(self, digest: bytes) -> None:
-        """Write what a namespace is, once. Where the store refuses, it is only less readable."""
-        about = self._abouts.get(digest)
-        if about is None:
+    async def _write_info(self, digest: bytes) -> None:
+        """Write a namespace's record, once. It is for people: a store may refuse it."""
+        info = self._infos.get(digest)
+        if info is None:
             # Another flush has written it meanwhile.
             return
         try:
-            await write_about(self._store, namespace_prefix(digest), about)
+            await write_info(self._store, namespace_prefix(digest), info)
         except TierError as error:
-            _logger.debug("a namespace is not described", extra=fields(error=error))
+            _logger.debug("the record of a namespace is not written", extra=fields(error=error))
             if isinstance(error, TierUnavailable) and error.retryable:
                 return
-        self._abouts.pop(digest, None)
+        self._infos.pop(digest, None)
 
     def reader(self, realm: RealmLayout) -> CatalogReader:
-        """The reader that feeds this realm."""
+        """The reader of this realm."""
         reader = self._readers.get(realm.realm_id)
         if reader is None:
-            self._given_up.discard(realm.namespace_digest)
+            self._closing.discard(realm.namespace_digest)
             folder = catalog_folder(namespace_prefix(realm.namespace_digest))
-            reader = CatalogReader(self._store, folder, self.counts)
-            self._readers[realm.realm_id] = reader
+            reader = self._readers[realm.realm_id] = CatalogReader(self._store, folder, self.counts)
         return reader
 
     def writer_of(self, realm: RealmLayout) -> str | None:
-        """The name of the log that this realm's rows go to; None where there was none yet."""
+        """The name of the log that this realm's rows go to; None before the first."""
         log = self._logs.get(realm.namespace_digest)
         return None if log is None else log.writer
 
     def forget(self, realm: RealmLayout, *, last: bool) -> None:
-        """A realm is forgotten; with `last`, no other one is of its namespace."""
+        """A realm is forgotten; with `last`, it was the last one of its namespace."""
         digest = realm.namespace_digest
         self._readers.pop(realm.realm_id, None)
         usage = self._usage.get(digest)
         if usage is not None and usage.realm_id == realm.realm_id:
-            # The next one that reads goes on. What both read counts twice until a manifest comes.
+            # The next realm that reads goes on. What both read counts twice until a manifest comes.
             usage.realm_id = None
         if last:
-            self._given_up.add(digest)
+            self._closing.add(digest)
             if usage is not None:
-                usage.go_by(NOTHING)
+                usage.start_from(EMPTY_MANIFEST)
             self._close_logs()
 
     def _close_logs(self) -> None:
-        """Forget namespaces without a realm of which nothing waits to be announced."""
-        for digest in list(self._given_up):
+        """Forget namespaces without a realm and without rows that wait."""
+        for digest in list(self._closing):
             log = self._logs.get(digest)
             if log is not None and len(log):
                 continue
@@ -186,123 +174,119 @@ class Catalogs:
                 self._files_before += log.files
                 self._rows_lost_before += log.rows_lost
             self._usage.pop(digest, None)
-            self._given_up.remove(digest)
+            self._closing.remove(digest)
 
-    def note(
-        self, realm: RealmLayout, held: Mapping[bytes, Usage], file: LogName | None = None
+    def count(
+        self, realm: RealmLayout, usage: Mapping[bytes, Usage], file: LogName | None = None
     ) -> None:
-        """Count what rows say of tenants; those of a namespace are counted for one realm only.
+        """Count the usage of others' rows by tenant. Only one realm of a namespace counts.
 
-        `file` is the log file that they are in: they count until a manifest has merged it.
+        `file` is the log file of the rows: they count until a manifest has merged it.
         """
-        usage = self._usage_in(realm)
-        if usage.realm_id is None:
-            usage.realm_id = realm.realm_id
-        if usage.realm_id != realm.realm_id:
+        known = self._usage_in(realm)
+        if known.realm_id is None:
+            known.realm_id = realm.realm_id
+        if known.realm_id != realm.realm_id:
             return
         manifest = self.reader(realm).manifest
-        if manifest.generation != usage.manifest.generation:
-            usage.go_by(manifest)
-            writer = self.writer_of(realm)
-            merged = None if writer is None else manifest.merged.get(writer)
+        if manifest.generation != known.manifest.generation:
+            known.start_from(manifest)
+            merged = manifest.merged.get(self.writer_of(realm) or "")
             if merged is not None:
-                usage.own.merged(merged.number)
-        if held:
-            usage.add(held, file)
+                known.own.merged(merged.number)
+        if usage:
+            known.add(usage, file)
 
     @property
-    def stored(self) -> Usage:
-        """What all tenants of the namespaces that are known here hold in the store."""
-        whole = NOTHING_HELD
-        for usage in self._usage.values():
-            whole = whole.plus(usage.whole)
-        return whole
+    def total_usage(self) -> Usage:
+        """The usage of all tenants of the namespaces that are known here."""
+        total = NO_USAGE
+        for known in self._usage.values():
+            total = total.plus(known.total)
+        return total
 
-    def held_in(self, namespace_digest: bytes) -> Usage:
-        """What all tenants of a namespace are known to hold in the store."""
-        usage = self._usage.get(namespace_digest)
-        return NOTHING_HELD if usage is None else usage.whole
+    def namespace_usage(self, namespace_digest: bytes) -> Usage:
+        """The known usage of all tenants of a namespace."""
+        known = self._usage.get(namespace_digest)
+        return NO_USAGE if known is None else known.total
 
-    def held(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
-        """What a tenant is known to hold in the store: in one namespace, or in all together."""
-        whole = NOTHING_HELD
-        for usage in self._of(namespace_digest):
-            whole = whole.plus(usage.held(tenant or NO_TENANT))
-        return whole
+    def usage(self, tenant: bytes, namespace_digest: bytes | None = None) -> Usage:
+        """The known usage of a tenant: in one namespace, or in all together."""
+        total = NO_USAGE
+        for digest, known in self._usage.items():
+            if namespace_digest in (None, digest):
+                total = total.plus(known.of(tenant or NO_TENANT))
+        return total
 
-    def _of(self, namespace_digest: bytes | None) -> Iterator[_Usage]:
-        if namespace_digest is None:
-            yield from self._usage.values()
-        elif namespace_digest in self._usage:
-            yield self._usage[namespace_digest]
-
-    def _usage_in(self, realm: RealmLayout) -> _Usage:
-        self._given_up.discard(realm.namespace_digest)
-        return self._usage.setdefault(realm.namespace_digest, _Usage())
+    def _usage_in(self, realm: RealmLayout) -> _NamespaceUsage:
+        self._closing.discard(realm.namespace_digest)
+        return self._usage.setdefault(realm.namespace_digest, _NamespaceUsage())
 
     def _log(self, realm: RealmLayout) -> LogWriter:
-        self._given_up.discard(realm.namespace_digest)
-        log = self._logs.get(realm.namespace_digest)
+        digest = realm.namespace_digest
+        self._closing.discard(digest)
+        log = self._logs.get(digest)
         if log is None:
-            log = LogWriter(
+            log = self._logs[digest] = LogWriter(
                 self._store,
-                catalog_folder(namespace_prefix(realm.namespace_digest)),
+                catalog_folder(namespace_prefix(digest)),
                 new_writer(),
                 rows_max=self._rows_max,
                 seconds_max=self._flush_seconds,
-                tally=self._usage_in(realm).own if self._reads else None,
+                usage=self._usage_in(realm).own if self._reads else None,
             )
-            self._logs[realm.namespace_digest] = log
-            self._abouts[realm.namespace_digest] = About(realm.namespace, realm.model)
+            self._infos[digest] = NamespaceInfo(realm.namespace, realm.model)
         return log
 
 
-class _Usage:
-    """What the tenants of one namespace hold, as told to one realm."""
+class _NamespaceUsage:
+    """The usage of the tenants of one namespace, as one realm counts it."""
 
     def __init__(self) -> None:
         self.realm_id: int | None = None
-        """The one that is told."""
-        self.manifest: Manifest = NOTHING
+        """The realm that counts."""
+        self.manifest: Manifest = EMPTY_MANIFEST
         self.own = LogUsage()
         """What was written here and no manifest counts yet."""
-        self._since = NOTHING_HELD
-        self._since_by: dict[bytes, Usage] = {}
-        """What rows of others added to what the manifest says, in all and by tenant."""
-        self._heard: deque[tuple[LogName, Mapping[bytes, Usage]]] = deque()
-        """The same by the file that they are in, the newest."""
+        self._others = NO_USAGE
+        self._others_by_tenant: dict[bytes, Usage] = {}
+        """What others' rows added to the manifest, in total and by tenant."""
+        self._files: deque[tuple[LogName, Mapping[bytes, Usage]]] = deque()
+        """The same by log file, the newest."""
 
-    def go_by(self, manifest: Manifest) -> None:
-        """Start again from what a manifest says. It is looked at where it is, tenant by tenant.
+    def start_from(self, manifest: Manifest) -> None:
+        """Count from a manifest, and the files that it has not merged.
 
-        A round takes its time: what was written meanwhile is in no manifest, and counts on.
+        The manifest's tenants are not copied.
         """
         self.manifest = manifest
-        self._since, self._since_by = NOTHING_HELD, {}
-        heard, self._heard = self._heard, deque()
-        for file, held in heard:
-            self.add(held, file)
+        self._others, self._others_by_tenant = NO_USAGE, {}
+        files, self._files = self._files, deque()
+        for file, usage in files:
+            self.add(usage, file)
 
-    def add(self, held: Mapping[bytes, Usage], file: LogName | None) -> None:
-        """Count what rows of others say of tenants, unless the manifest does."""
+    def add(self, usage: Mapping[bytes, Usage], file: LogName | None) -> None:
+        """Count others' rows, unless the manifest does."""
         if file is not None:
             merged = self.manifest.merged.get(file.writer)
             if merged is not None and file.number <= merged.number:
                 return
-            self._heard.append((file, held))
-            if len(self._heard) > HEARD_MAX:
-                # It counts to the next manifest.
-                self._heard.popleft()
-        for tenant, others in held.items():
-            self._since_by[tenant] = self._since_by.get(tenant, NOTHING_HELD).plus(others)
-            self._since = self._since.plus(others)
+            self._files.append((file, usage))
+            if len(self._files) > OTHERS_FILES_MAX:
+                # It counts until the next manifest.
+                self._files.popleft()
+        for tenant, more in usage.items():
+            known = self._others_by_tenant.get(tenant, NO_USAGE)
+            self._others_by_tenant[tenant] = known.plus(more)
+            self._others = self._others.plus(more)
 
     @property
-    def whole(self) -> Usage:
-        """What all tenants hold."""
-        return self.manifest.held.plus(self._since).plus(self.own.whole)
+    def total(self) -> Usage:
+        """Of all tenants."""
+        return self.manifest.held.plus(self._others).plus(self.own.total)
 
-    def held(self, tenant: bytes) -> Usage:
-        """What one tenant holds."""
-        named = self.manifest.tenants.get(tenant.hex(), NOTHING_HELD)
-        return named.plus(self._since_by.get(tenant, NOTHING_HELD)).plus(self.own.held(tenant))
+    def of(self, tenant: bytes) -> Usage:
+        """Of one tenant."""
+        named = self.manifest.tenants.get(tenant.hex(), NO_USAGE)
+        others = self._others_by_tenant.get(tenant, NO_USAGE)
+        return named.plus(others).plus(self.own.of(tenant))

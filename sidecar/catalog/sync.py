@@ -1,14 +1,14 @@
-"""The store's watch: is it well, and what does it hold that this sidecar did not write.
+"""Follows the object store: whether it is available, and what other processes announced in it.
 
-Owns probing the object store, reading its catalog and announcing in it, again and again, and the
-verdict (`StoreHealth`) that status, readiness and metrics show. Does not own reads and writes of
-chunks (`data/executor.py`), objects that the catalog lacks (`reconcile.py`), positions and what
-waits to be announced (`service.py`), nor what the engine makes of the rows.
+Owns probing the store, reading its catalogs and announcing in them, again and again, and
+`StoreHealth`, which status, readiness and metrics show. Does not own reads and writes of chunks
+(`data/`), objects that the catalog lacks (`reconcile.py`), positions and rows that wait
+(`service.py`), or what the engine makes of the rows.
 
-Invariants: an unwell store is an error in the log once, and a reason in the status as long as it
-lasts; the host tier works on meanwhile. A realm's catalog is read only once all its ranks are
-known: before that no segment can be matched to a rank, and nobody could load it. Files are parsed
-in threads, and rows are handed on a few at a time, so that engines are answered in between.
+Invariants: an unavailable store is logged as an error once, and is a reason in the status as long
+as it lasts; the host tier goes on meanwhile. A realm's catalog is read only once all its ranks are
+known: before that no segment can be matched to a rank, and no engine could load it. Files are
+parsed in threads, and rows are passed on a few at a time, so that engines are answered in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sidecar.catalog.reconcile import Reconciler
 from sidecar.core.commands import CaughtUp, Event, Listed
 from sidecar.core.listed_rows import ListedRows, by_key
 from sidecar.logs import fields
-from tiers.catalog.usage import cells_by_tenant, holdings
+from tiers.catalog.usage import cells_by_tenant, usage_by_tenant
 from tiers.errors import TierError
 
 if TYPE_CHECKING:
@@ -43,25 +43,24 @@ ROWS_PER_SLICE: Final = 1024
 """One or two milliseconds of the event loop, where rows are next to each other."""
 ROWS_PER_SLICE_SPARSE: Final = 256
 TENANTS_PER_SLICE: Final = 512
-"""As ROWS_PER_SLICE: of a file that has rows of so many more."""
 DENSE_ROWS: Final = 65_536
-"""Rows of a file with so many are next to each other in what is known, once they are sorted."""
+"""The sorted rows of a file with as many are next to each other in the engine's table."""
 ANNOUNCE_POLL_SECONDS_MAX: Final = 0.5
 FLUSH_PAUSE_SECONDS: Final = 1.0
-"""Between two tries to announce, while the store is unwell."""
+"""Between two tries to announce, while the store is unavailable."""
 
 _logger = logging.getLogger("kvlake.store")
 
 
 @dataclass(slots=True)
 class StoreHealth:
-    """What is known of the store's state. `reason` is written for an operator."""
+    """The store's state. `reason` is for an operator."""
 
     checked: bool = False
     well: bool = False
     reason: str = "not probed yet"
     creates: bool | None = None
-    """Whether it can create without replacing, which compaction needs; None: not known."""
+    """Whether it can create without replacing, which compaction needs; None: unknown."""
 
     @property
     def state(self) -> str:
@@ -72,9 +71,14 @@ class StoreHealth:
 
 
 class StoreWatch:
-    """Probes, reads and announces. `feed` takes the `Listed` and `CaughtUp` events.
+    """Probes, reads and announces.
 
-    `index_settled` waits while a realm's index grows, so that few entries wait for room in it.
+    Args:
+        writes: whether rows are announced; otherwise read-only credentials are enough.
+        reads: whether catalogs are read.
+        feed: takes the `Listed` and `CaughtUp` events.
+        held: the ranks whose segment of a key the engine knows to be in the store, as bits.
+        index_settled: waits while a realm's index grows, so that few entries wait for room in it.
     """
 
     def __init__(
@@ -117,44 +121,43 @@ class StoreWatch:
         self.listings = 0
         self.listings_failed = 0
 
-    def learnt(self, realm: RealmLayout) -> None:
-        """A rank of this realm became known: read its catalog as soon as all are."""
+    def refresh(self, realm: RealmLayout) -> None:
+        """A rank of this realm was added: read its catalog as soon as all are known."""
         self._due.add(realm.realm_id)
         self._wake.set()
 
     def forget(self, realm: RealmLayout, *, last: bool) -> None:
-        """A realm is forgotten; with `last`, no other one is of its namespace."""
+        """A realm is forgotten; with `last`, it was the last one of its namespace."""
         self._due.discard(realm.realm_id)
         self._caught_up.discard(realm.realm_id)
         if last:
             self.reconciler.forget(realm.namespace_digest)
 
     def failed(self, error: Exception) -> None:
-        """A read or write failed: the store is unwell until a probe says otherwise."""
+        """A read or write failed: the store counts as unavailable until a probe succeeds."""
         self._judge(str(error))
 
     async def run(self) -> None:
         """Probe, refresh, announce, wait, for ever."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._refresh)
+            tasks.start_soon(self._refresh_all)
             if self._writes:
                 tasks.start_soon(self._announce)
             if self._reads:
                 tasks.start_soon(self.reconciler.run)
 
     async def _announce(self) -> None:
-        """Flush what waits whenever it is due."""
         while True:
             due_in = self._catalogs.due_in
             if due_in is None or due_in > 0:
-                # A row that comes meanwhile is due no sooner than in this many seconds.
-                longest = self._flush_seconds
-                await anyio.sleep(min(longest, due_in or longest, ANNOUNCE_POLL_SECONDS_MAX))
+                # A row that comes meanwhile is not due before that.
+                longest = min(self._flush_seconds, ANNOUNCE_POLL_SECONDS_MAX)
+                await anyio.sleep(min(longest, due_in or longest))
             elif not await self.flush():
                 await anyio.sleep(FLUSH_PAUSE_SECONDS)
 
     async def flush(self) -> bool:
-        """Announce everything that waits now. False where the store would not take it."""
+        """Announce all rows that wait now. False where the store refuses."""
         try:
             await self._catalogs.flush()
         except TierError as error:
@@ -163,13 +166,13 @@ class StoreWatch:
         return True
 
     async def flush_all(self) -> None:
-        """Announce everything, and what comes meanwhile, as far as the store takes it."""
+        """Announce all rows, and those that come meanwhile, unless the store refuses."""
         while self._catalogs.rows_waiting and await self.flush():
             pass
-        if self._catalogs.undescribed:
+        if self._catalogs.infos_waiting:
             await self.flush()
 
-    async def _refresh(self) -> None:
+    async def _refresh_all(self) -> None:
         while True:
             probed = not self.health.well
             reason = await self._probe() if probed else None
@@ -185,7 +188,7 @@ class StoreWatch:
                     self._judge(reason)
 
     async def _due_before(self, moment: float) -> bool:
-        """Wait until a realm is to be read. False when the time for all of them has come."""
+        """Wait until a realm is due. False when the time for all of them has come."""
         while not self._due:
             self._wake = anyio.Event()
             with anyio.move_on_after(moment - anyio.current_time()):
@@ -195,8 +198,8 @@ class StoreWatch:
         return True
 
     async def _probe(self) -> str | None:
-        """What is wrong with the store, in words for an operator, or None."""
-        # Read-only credentials are enough where nothing is written; the refreshes judge then.
+        """What is wrong with the store, for an operator, or None."""
+        # Without writes read-only credentials are enough, and only refreshes tell.
         if not self._writes:
             return None
         before = self.health.creates
@@ -206,32 +209,32 @@ class StoreWatch:
             return str(error)
         if self.health.creates is False and before is not False:
             _logger.warning(
-                "the store can not write so that nothing is replaced: its catalog is not "
-                "compacted, and nothing is collected; bound it with a lifecycle rule of its own",
+                "the store cannot create an object without replacing one that is there: its "
+                "catalog is not compacted and nothing is collected; set a lifecycle rule on it",
                 extra=fields(url=self._store.url),
             )
         return None
 
     async def _list(self, realm: RealmLayout) -> str | None:
-        """Tell the engine what is new in the store for a realm; what is wrong, or None."""
+        """Feed the engine what is new in the store for a realm. Returns what is wrong, or None."""
         if not self._reads or not realm.complete or not self._realms.knows(realm):
             return None
         try:
             reader = self._catalogs.reader(realm)
             async with contextlib.aclosing(reader.changes()) as changes:
                 async for rows in changes:
-                    # Its own were counted when they were written.
+                    # Own rows were counted when they were written.
                     if reader.writer != self._catalogs.writer_of(realm):
-                        await self._note(realm, rows, reader.file)
+                        await self._count(realm, rows, reader.file)
                     await self._feed_rows(realm, rows)
                     if not self._realms.knows(realm):
                         return None
             if not self._realms.knows(realm):
                 return None
-            # A manifest that came with no rows behind it counts all the same.
-            self._catalogs.note(realm, {})
-            if reader.take_doubt():
-                self.reconciler.doubt(realm)
+            # A manifest counts, even without rows of newer logs.
+            self._catalogs.count(realm, {})
+            if reader.take_suspect():
+                self.reconciler.request(realm)
         except TierError as error:
             self.listings_failed += 1
             return str(error)
@@ -241,8 +244,8 @@ class StoreWatch:
             self._feed(CaughtUp(realm.realm_id))
         return None
 
-    async def _note(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:
-        """Count what the rows say of their tenants."""
+    async def _count(self, realm: RealmLayout, rows: Rows, file: LogName | None) -> None:
+        """Count the usage of the rows by tenant."""
         cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
         for first in range(0, len(cells), TENANTS_PER_SLICE):
             if first:
@@ -250,12 +253,12 @@ class StoreWatch:
             if not self._realms.knows(realm):
                 return
             part = np.arange(first, min(first + TENANTS_PER_SLICE, len(cells)))
-            self._catalogs.note(realm, holdings(cells.take(part)), file)
+            self._catalogs.count(realm, usage_by_tenant(cells.take(part)), file)
 
     async def _feed_rows(self, realm: RealmLayout, rows: Rows) -> None:
         realm.register_foreign(rows.segments)
         known = realm.masks_by_segment()
-        # What is left out has nothing that a rank here could use.
+        # Segments that no rank here can use have no mask, and are left out.
         masks = [known.get(name, 0) for name in rows.segments]
         foreign = [rank.layout.segment for rank in realm.foreign]
         listed = await anyio.to_thread.run_sync(_lines, rows, masks)
@@ -276,16 +279,16 @@ class StoreWatch:
         if before == self.health.state:
             return
         if reason is None:
-            _logger.info("the store is well", extra=fields(url=self._store.url))
+            _logger.info("object store available", extra=fields(url=self._store.url))
         else:
             _logger.error(
-                "the store is unwell; the host tier works without it",
+                "object store unavailable; the host tier works without it",
                 extra=fields(url=self._store.url, reason=reason),
             )
 
 
 def _lines(rows: Rows, masks: Sequence[int]) -> ListedRows:
-    """Rows as lines for the engine, sorted by key; those without a mask are left out."""
+    """Rows for the engine, sorted by key; those without a mask are left out."""
     lines = ListedRows(
         rows.keys, tuple(masks), rows.segment_ids, rows.written_at, rows.size_bytes == 0
     )

@@ -70,7 +70,7 @@ def _store_usage(config: Config, namespace: str | None) -> Document:
                 {
                     "namespace": namespace_of(prefix),
                     **model,
-                    **_held(usage.whole),
+                    **_held(usage.total),
                     "withdrawn": usage.withdrawn,
                     "tenants": [
                         {"tenant": names.name(tenant), **_held(held)}

@@ -19,11 +19,12 @@ from sidecar.cli.ls import WITHDRAWN_COLUMNS, ListWriter, chunk_documents, chunk
 from sidecar.cli.store import TENANTS_SHOWN_MAX, TenantNames, find_namespaces, namespace_of, run
 from sidecar.config.units import format_duration
 from sidecar.exits import Exit
-from tiers.catalog.compaction import CompactionReport, Superseded, compact
+from tiers.catalog.compaction import compact
 from tiers.catalog.lease import CatalogLease
-from tiers.catalog.leftovers import Leftovers, remove_leftovers
 from tiers.catalog.manifest import Counts
-from tiers.catalog.retention import Why
+from tiers.catalog.orphans import Leftovers, remove_leftovers
+from tiers.catalog.retention import RetentionReason
+from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import CHUNKS, OBJECTS, SIZE, tenant_of
 from tiers.sizes import approximate_size
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sidecar.config.model import Config
-    from tiers.catalog.retention import Whys
+    from tiers.catalog.compaction_work import CompactionReport
+    from tiers.catalog.retention import Reasons
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
@@ -66,15 +68,16 @@ def try_collection(
     """What a collection would do. Chunks that it would withdraw go to `writer`."""
     names = TenantNames(config)
 
-    async def write(rows: Rows, whys: Whys) -> None:
+    async def write(rows: Rows, reasons: Reasons) -> None:
         if writer is not None:
-            writer.write(chunk_documents(rows, names, whys=whys))
+            writer.write(chunk_documents(rows, names, reasons=reasons))
 
     async def command(store: ObjectTier) -> Document:
         prefixes = await find_namespaces(store, namespace)
-        plan = plan_of(config, whole=True, dry_run=True)
+        plan = plan_of(config, major=True, dry_run=True)
         reports = [
-            await compact(store, prefix, plan, time.time(), tell=write) for prefix in prefixes
+            await compact(store, prefix, plan, time.time(), on_withdrawn=write)
+            for prefix in prefixes
         ]
         left = await _remove_leftovers(config, store, namespace and prefixes[0], None)
         return _document(config, reports, left, dry_run=True)
@@ -104,7 +107,7 @@ def run_collection(config: Config, namespace: str | None = None, *, wait: bool =
                 reports = await _collect(config, store, lease, prefixes, reports)
         finally:
             with anyio.move_on_after(LEASE_POLL_SECONDS, shield=True):
-                await lease.give_back()
+                await lease.release()
         return _document(config, reports, left, dry_run=False)
 
     return run(config, command)
@@ -118,7 +121,7 @@ async def _collect(
     before: Sequence[CompactionReport] = (),
 ) -> list[CompactionReport]:
     """One round. Its reports include what the rounds `before` did."""
-    plan = plan_of(config, whole=True)
+    plan = plan_of(config, major=True)
     reports, failure = await collect(store, lease, plan, prefixes, Counts())
     if failure is not None:
         raise failure
@@ -139,7 +142,7 @@ def _add(first: CompactionReport, second: CompactionReport) -> None:
         "files_removed",
     ):
         setattr(second, name, getattr(second, name) + getattr(first, name))
-    second.fallen.add(first.fallen.cells)
+    second.withdrawn_cells.add(first.withdrawn_cells.cells)
 
 
 async def _remove_leftovers(
@@ -153,14 +156,14 @@ async def _remove_leftovers(
         quarantine_seconds=config.store.gc.quarantine_keep,
         namespace=prefix or "",
         dry_run=lease is None,
-        alive=None if lease is None else lease.renew,
+        renew_lease=None if lease is None else lease.renew,
     )
 
 
 async def _take(lease: CatalogLease) -> None:
     """Take the lease, after waiting for a holder that may have died."""
     until = time.monotonic() + 2 * LEASE_SECONDS
-    while not await lease.take():
+    while not await lease.acquire():
         if time.monotonic() > until:
             raise CommandError(
                 f"the store's lease is held by {lease.other}, which is collecting; try again later"
@@ -193,7 +196,7 @@ def _document(
 
 
 def _namespace(report: CompactionReport, names: TenantNames) -> Document:
-    fallen = report.fallen.cells
+    fallen = report.withdrawn_cells.cells
     largest = np.argsort(-fallen.amounts[:, SIZE], kind="stable")[:TENANTS_SHOWN_MAX]
     columns = zip(
         fallen.spans[largest].tolist(),
@@ -201,14 +204,14 @@ def _namespace(report: CompactionReport, names: TenantNames) -> Document:
         fallen.amounts[largest].tolist(),
         strict=True,
     )
-    held = report.census.whole
+    held = report.usage.total
     return {
         "namespace": namespace_of(report.prefix),
         "withdrawn": report.withdrawn,
         "withdrawn_bytes": report.withdrawn_bytes,
         "withdrawn_by": [
             {
-                "bound": Why(why).setting,
+                "bound": RetentionReason(why).setting,
                 "tenant": names.name(tenant_of(word)),
                 "chunks": amounts[CHUNKS],
                 "objects": amounts[OBJECTS],

@@ -33,7 +33,7 @@ from sidecar.exits import Exit
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import KEY_BYTES, catalog_folder
 from tiers.catalog.reader import Files
-from tiers.catalog.retention import Why
+from tiers.catalog.retention import RetentionReason
 from tiers.catalog.scan import all_rows
 from tiers.catalog.usage import Chunks, tenant_of
 from tiers.sizes import approximate_size
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sidecar.config.model import Config
-    from tiers.catalog.retention import Whys
+    from tiers.catalog.retention import Reasons
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
@@ -222,7 +222,7 @@ def _matching(rows: Rows, wanted: ListingFilter, names: TenantNames) -> Rows | N
 
 
 def chunk_documents(
-    rows: Rows, names: TenantNames, *, place: str = "", whys: Whys | None = None
+    rows: Rows, names: TenantNames, *, place: str = "", reasons: Reasons | None = None
 ) -> Iterator[Document]:
     """The chunks of rows that are sorted by key.
 
@@ -230,7 +230,7 @@ def chunk_documents(
         rows: all rows of a chunk together.
         names: of tenants.
         place: URL of the namespace's folder, if the URLs of objects are wanted.
-        whys: for each row the limit that withdraws its chunk, if that is wanted.
+        reasons: for each row the limit that withdraws its chunk, if that is wanted.
     """
     chunks, ids = Chunks(rows), rows.segment_ids.tolist()
     starts = chunks.starts
@@ -260,8 +260,8 @@ def chunk_documents(
         if place:
             folder = f"{place}/{key[:2]}/{key}"
             document["urls"] = [f"{folder}/{segment}.arrow" for segment in segments]
-        if whys is not None:
-            document["bound"] = Why(int(whys[first])).setting
+        if reasons is not None:
+            document["bound"] = RetentionReason(int(reasons[first])).setting
         yield document
 
 

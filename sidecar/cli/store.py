@@ -13,10 +13,10 @@ from sidecar.core.tenants import UNSALTED
 from sidecar.errors import StartError
 from sidecar.service.store_stack import open_store
 from sidecar.sessions.model_names import UNKNOWN, layers_of, model_name
-from tiers.catalog.about import read_about
-from tiers.catalog.compaction import Superseded
 from tiers.catalog.names import NAMESPACE_CHARACTERS
+from tiers.catalog.namespace_info import read_info
 from tiers.catalog.rows import NO_TENANT
+from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import word_of
 from tiers.errors import TierError
 
@@ -84,7 +84,7 @@ async def describe_models(store: ObjectTier, prefixes: Sequence[str]) -> list[Do
     found: dict[str, Document] = {}
 
     async def read(prefix: str) -> None:
-        about = await read_about(store, prefix)
+        about = await read_info(store, prefix)
         namespace = {} if about is None else about.fields()
         found[prefix] = {
             "model": None if about is None else model_name(namespace, about.served_as),

@@ -232,14 +232,14 @@ class Executor:
             tenant=command.tenant,
         )
         realm = self._realms[command.realm_id]
-        return self._catalogs.wrote(realm, row, later_than=command.written_after)
+        return self._catalogs.announce_written(realm, row, later_than=command.written_after)
 
     def _withdraw(self, command: Withdraw) -> None:
         if self._catalogs is None:
             return
         realm = self._realms[command.realm_id]
         segment = realm.by_bit(command.bit).layout.segment.name
-        self._catalogs.lost(realm, Row(command.key, segment, command.written_at))
+        self._catalogs.announce(realm, Row(command.key, segment, command.written_at))
 
     async def _resume(self) -> None:
         # A task of its own begins in the next turn of the loop, behind whatever is ready now.

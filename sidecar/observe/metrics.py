@@ -25,7 +25,7 @@ from sidecar.core.breaker import BreakerState
 from sidecar.core.tenants import OTHER, TenantCounters
 from sidecar.observe.metric_table import COUNTERS, GAUGES
 from sidecar.service.watchdog import PROBLEMS
-from tiers.catalog.retention import BOUNDS
+from tiers.catalog.retention import REASONS
 from tiers.catalog.usage import Usage
 from tiers.store.middleware.billing import OPERATIONS
 
@@ -198,7 +198,7 @@ def _catalog(dispatcher: Dispatcher) -> Values:
         values["catalog_found"] = watch.reconciler.found
     if collector is not None:
         values |= _fields("collection_", collector.collected)
-        withdrawn = {why.setting: collector.withdrawn_by[why.setting] for why in BOUNDS}
+        withdrawn = {one.setting: collector.withdrawn_by[one.setting] for one in REASONS}
         values["collection_withdrawn_by_bound"] = withdrawn
     return values
 
@@ -244,8 +244,8 @@ def held_in_store(dispatcher: Dispatcher) -> dict[str, Usage]:
     names, catalogs = dispatcher.engine.tenants.names, dispatcher.catalogs
     if catalogs is None:
         return dict.fromkeys((*names.values(), OTHER), Usage())
-    held = {name: catalogs.held(tenant) for tenant, name in names.items()}
-    whole = catalogs.stored
+    held = {name: catalogs.usage(tenant) for tenant, name in names.items()}
+    whole = catalogs.total_usage
     other = Usage(
         size_bytes=whole.size_bytes - sum(one.size_bytes for one in held.values()),
         objects=whole.objects - sum(one.objects for one in held.values()),

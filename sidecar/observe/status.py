@@ -200,7 +200,7 @@ class SidecarStatus:
         items = monthly(
             settings.prices.table(),
             store.billed,
-            stored_bytes=catalogs.stored.size_bytes,
+            stored_bytes=catalogs.total_usage.size_bytes,
             seconds=time.monotonic() - self._started,
         )
         return {"currency": settings.prices.currency, **items}

@@ -168,14 +168,16 @@ class Dispatcher:
         if self.store is None or self.watch is None or self.catalogs is None:
             return None
         catalogs = self.catalogs
-        return Collector(self.store, self.config, self.watch.health, lambda: catalogs.crowd)
+        return Collector(
+            self.store, self.config, self.watch.health, lambda: catalogs.logs_unmerged_max
+        )
 
     def _admits(self, realm_id: int, tenant: bytes, num_bytes: int, objects: int) -> bool:
         """Whether a tenant may have so much more in a realm's namespace, as far as is known."""
         quota = self.engine.tenants.quota(tenant)
         if self.catalogs is None or not quota.store_capped:
             return True
-        held = self.catalogs.held(tenant, self.realms[realm_id].namespace_digest)
+        held = self.catalogs.usage(tenant, self.realms[realm_id].namespace_digest)
         return quota.admits(held.size_bytes + num_bytes, held.objects + objects)
 
     def _has_room(self, realm_id: int, num_bytes: int, objects: int) -> bool:
@@ -189,7 +191,7 @@ class Dispatcher:
             return True
         if not settings.capped or not self.watch.health.creates:
             return True
-        held = self.catalogs.held_in(self.realms[realm_id].namespace_digest)
+        held = self.catalogs.namespace_usage(self.realms[realm_id].namespace_digest)
         return settings.has_room(held.size_bytes + num_bytes, held.objects + objects)
 
     def connect(self, jobs: JobSocket) -> None:

@@ -377,7 +377,7 @@ class Handshakes:
             raise
         if dispatcher.watch is not None:
             for realm in learnt:
-                dispatcher.watch.learnt(realm)
+                dispatcher.watch.refresh(realm)
         return dispatcher.sessions.open(attach, connection, realms, memory)
 
     def _learn(self, realm: RealmLayout, attach: Attach) -> bool:

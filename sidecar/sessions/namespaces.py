@@ -28,7 +28,7 @@ import msgspec
 
 from sidecar.core.stored_table import FOREIGN_MAX
 from sidecar.errors import AttachRefused
-from tiers.catalog.about import NAMESPACE_DEPTH_MAX, deeper_than
+from tiers.catalog.namespace_info import NAMESPACE_DEPTH_MAX, deeper_than
 from tiers.errors import LayoutError
 from tiers.kv.arrow_file import PAGE_BYTES, find_descriptor
 from tiers.kv.index import IndexWriter

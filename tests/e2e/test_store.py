@@ -345,7 +345,7 @@ def _check_full(
         assert _store(sidecar.status())["reads"] == "closed", "what is there can be read"
         # The state is that of the last probe, whose few bytes may still fit.
         assert _store(sidecar.status())["verbs"]["write"]["failures"]
-        assert "the store is unwell" in sidecar.log_path.read_text()
+        assert "object store unavailable" in sidecar.log_path.read_text()
         make_room(sidecar)
         sidecar.wait("it is well", lambda status: _store(status)["state"] == "ok")
         written = counters(sidecar)["chunks_written"]

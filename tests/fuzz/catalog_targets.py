@@ -26,10 +26,10 @@ import pyarrow as pa
 
 from sidecar.protocol import MODEL_CHARACTERS_MAX
 from sidecar.sessions.model_names import model_name
+from tests import places
 from tests.fuzz.mutation import INPUT_BYTES_MAX, change, damage
-from tiers.catalog import about as abouts
-from tiers.catalog import manifest as manifests
-from tiers.catalog.about import About
+from tests.tiers.catalog.kit import decode_manifest, encode_manifest
+from tiers.catalog import namespace_info
 from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -44,6 +44,7 @@ from tiers.catalog.names import (
     parse_snapshot,
     snapshot_name,
 )
+from tiers.catalog.namespace_info import NamespaceInfo
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.rows import (
     ROWS_PER_FILE_MAX,
@@ -223,12 +224,12 @@ _CHANGES: Final[tuple[Callable[[Any, random.Random], Any], ...]] = (
 def feed_manifest(data: bytes) -> None:
     """A manifest, which says the same once it is written again, or `CatalogCorrupt`."""
     try:
-        manifest = manifests.decode(_bytes(data), FOLDER, GENERATION)
+        manifest = decode_manifest(_bytes(data), FOLDER, GENERATION)
     except CatalogCorrupt as error:
         assert str(error), "an error says what is wrong"
         assert len(str(error)) < 10_000, "an error is for people"
         return
-    again = manifests.decode(manifests.encode(manifest), FOLDER, GENERATION)
+    again = decode_manifest(encode_manifest(manifest), FOLDER, GENERATION)
     assert again == manifest
     assert all(parse_snapshot(FOLDER, name) is not None for name in manifest.snapshots)
 
@@ -245,7 +246,7 @@ def manifest_seeds() -> list[bytes]:
         tenants={"0" * 16: Usage(1 << 40, 99, 1, 99), "0123456789abcdef": Usage(1)},
         reconciled_seconds=1e9,
     )
-    return [manifests.encode(one).tobytes() for one in (Manifest(generation=GENERATION), full)]
+    return [encode_manifest(one).tobytes() for one in (Manifest(generation=GENERATION), full)]
 
 
 def damage_manifest(data: bytes, chooser: random.Random, others: Sequence[bytes] = ()) -> bytes:
@@ -279,14 +280,14 @@ def feed_about(data: bytes) -> None:
         namespace = bytes(msgspec.json.decode(data, type=_Claimed).namespace)
     prefix = namespace_prefix(hashlib.sha256(namespace).digest())
     try:
-        about = abouts.decode(_bytes(data), prefix)
+        info = namespace_info.decode(_bytes(data), prefix)
     except CatalogCorrupt as error:
         assert str(error), "an error says what is wrong"
         assert len(str(error)) < 10_000, "an error is for people"
         return
-    assert abouts.decode(abouts.encode(about), prefix) == about
-    json.dumps(about.fields(), indent=2).encode()
-    name = model_name(about.fields(), about.served_as)
+    assert namespace_info.decode(namespace_info.encode(info), prefix) == info
+    json.dumps(info.fields(), indent=2).encode()
+    name = model_name(info.fields(), info.served_as)
     assert name
     assert name.isprintable()
     assert len(name) <= MODEL_CHARACTERS_MAX
@@ -300,7 +301,7 @@ def about_seeds() -> list[bytes]:
         {"model": "", "identity": {"model": {"sampled": "cd" * 32}}},
     ]
     return [
-        abouts.encode(About(msgspec.json.encode(one), served_as)).tobytes()
+        namespace_info.encode(NamespaceInfo(msgspec.json.encode(one), served_as)).tobytes()
         for one, served_as in zip(namespaces, ("", "/models/llama", ""), strict=True)
     ]
 
@@ -383,19 +384,20 @@ def feed_folder(data: bytes) -> None:
     # Each file that is ignored is a warning, which here is what comes of most inputs.
     logging.disable(logging.WARNING)
     try:
-        anyio.run(_read_folder, _Store(named))
+        with places.patched("CATALOG_PAGE_NAMES", 4):
+            anyio.run(_read_folder, _Store(named))
     finally:
         logging.disable(logging.NOTSET)
 
 
 async def _read_folder(store: _Store) -> None:
     counts = Counts()
-    reader = CatalogReader(cast("ObjectTier", store), FOLDER, counts, page_names=4)
+    reader = CatalogReader(cast("ObjectTier", store), FOLDER, counts)
     for _ in range(3):
         with contextlib.suppress(TierUnavailable):
             async for rows in reader.changes():
                 assert len(rows) <= ROWS_PER_FILE_MAX
-        reader.take_doubt()
+        reader.take_suspect()
         assert -1 <= reader.generation <= NUMBER_MAX
     assert counts.files_read + counts.files_corrupt <= 64, "a file was read over and over"
 
@@ -417,7 +419,7 @@ def folder_seeds() -> list[bytes]:
     progress = {writers[0]: Merged(1, GENERATION)}
     manifest = Manifest(GENERATION, snapshots=(named,), base=1, rows=120, merged=progress)
     merged = {
-        manifest_name(FOLDER, GENERATION): manifests.encode(manifest).tobytes(),
+        manifest_name(FOLDER, GENERATION): encode_manifest(manifest).tobytes(),
         manifest_name(FOLDER, 3): manifest_seeds()[0],
         snapshot: many,
         log_name(FOLDER, LogName(writers[0], 2), DIGEST): some,

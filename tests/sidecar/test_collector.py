@@ -11,7 +11,7 @@ from sidecar.catalog.garbage_collector import Collected, Collector, collect, nam
 from sidecar.catalog.sync import StoreHealth
 from sidecar.config.model import loads
 from tests.tiers.catalog.bucket import Bucket, View
-from tiers.catalog.compaction import CompactionPlan
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.lease import CatalogLease
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
@@ -45,11 +45,11 @@ async def test_a_namespace_that_waits_for_a_person_does_not_keep_the_others_from
     await view.write(foreign, np.ones(50, dtype=np.uint8))
     assert await namespaces(view) == prefixes
     lease = CatalogLease(view, "a test", seconds=60)
-    assert await lease.take()
+    assert await lease.acquire()
     reports, failure = await collect(
         view, lease, CompactionPlan(RetentionRules(), 100.0, 300.0), prefixes, Counts()
     )
-    assert f"{foreign} has the last number" in str(failure)
+    assert f"{foreign} has the highest possible number" in str(failure)
     assert [report.prefix for report in reports] == prefixes[1:]
     for prefix in prefixes[1:]:
         assert manifest_name(catalog_folder(prefix), 0) in bucket.objects
@@ -71,7 +71,7 @@ async def test_a_namespace_that_fails_does_not_keep_those_after_it_from_their_ro
         await log.flush()
     bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
     lease = CatalogLease(view, "a test", seconds=60)
-    assert await lease.take()
+    assert await lease.acquire()
     _, failure = await collect(
         view, lease, CompactionPlan(RetentionRules(), 300.0, 600.0), prefixes, Counts()
     )
@@ -96,12 +96,12 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
     bucket.objects[aside] = b"damaged", bucket.now
     config = loads("store:\n  url: file:///not/used\n  ttl: 1d\n", environment={})
     collector = Collector(view, config, StoreHealth(creates=True), lambda: 0)
-    await collector.look()
+    await collector.poll()
     assert collector.collected == Collected(rounds=3, logs_merged=3)
     bucket.now += 8 * 86_400.0
     bucket.late = lambda prefix, listing: prefix.startswith(prefixes[0])
     with caplog.at_level("INFO", "kvlake.store"):
-        await collector.look()
+        await collector.poll()
     assert collector.collected == Collected(
         rounds=5,
         rounds_failed=1,
@@ -118,11 +118,11 @@ async def test_a_namespace_that_always_fails_takes_nothing_from_the_counts_nor_f
         "collected",
         "collected",
         "leftovers removed",
-        "rounds of collection fail",
+        "collection failed",
     ]
     caplog.clear()
     with caplog.at_level("WARNING", "kvlake.store"):
-        await collector.look()
+        await collector.poll()
         assert collector.collected.rounds_failed == 2
         assert not caplog.records, "it said so already"
 
@@ -140,22 +140,22 @@ async def test_one_that_was_killed_keeps_nobody_from_collecting_beyond_its_lease
     bucket, clock = Bucket(), Clock()
     config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
     collector = Collector(View(bucket), config, StoreHealth(creates=True), lambda: 0, clock)
-    assert await collector.look() == 600.0
+    assert await collector.poll() == 600.0
     clock.now += 600.0
     killed = CatalogLease(View(bucket), "killed", seconds=60, clock=clock)
-    assert await killed.take()
+    assert await killed.acquire()
     # It may be at it: it is not looked at again before it must have renewed its lease.
-    assert await collector.look() == 60.0
+    assert await collector.poll() == 60.0
     clock.now += 20.0
-    assert await killed.renew(at_once=True)
+    assert await killed.renew(now=True)
     clock.now += 40.0
-    assert await collector.look() == 60.0
+    assert await collector.poll() == 60.0
     assert collector.collected.rounds_left == 2
     # Killed now, and its lease is over a minute after it was last seen to be renewed.
     clock.now += 60.0
-    assert await collector.look() == 600.0
+    assert await collector.poll() == 600.0
     assert collector.collected.rounds_left == 2, "it was left to one that is dead"
-    assert await CatalogLease(View(bucket), "next", seconds=60, clock=clock).take()
+    assert await CatalogLease(View(bucket), "next", seconds=60, clock=clock).acquire()
 
 
 async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn() -> None:
@@ -164,10 +164,10 @@ async def test_a_lease_that_is_over_and_cannot_be_taken_is_asked_for_in_its_turn
             raise TierExpired("full", retryable=True)
 
     bucket, clock = Bucket(), Clock()
-    assert await CatalogLease(View(bucket), "killed", seconds=60, clock=clock).take()
+    assert await CatalogLease(View(bucket), "killed", seconds=60, clock=clock).acquire()
     config = loads("store:\n  url: file:///not/used\n  gc: {every: 10m}\n", environment={})
     collector = Collector(Full(bucket), config, StoreHealth(creates=True), lambda: 0, clock)
-    assert await collector.look() == 60.0
+    assert await collector.poll() == 60.0
     clock.now += 60.0
-    assert await collector.look() == 600.0
+    assert await collector.poll() == 600.0
     assert collector.collected.rounds_failed == 1

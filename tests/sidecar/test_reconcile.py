@@ -26,14 +26,14 @@ class Store:
         self.fails: set[tuple[str, int]] = set()
         self.failed = 0
         self.listed: list[tuple[str, int]] = []
-        places.patch(monkeypatch, "slices_there", self.slices_there)
-        places.patch(monkeypatch, "objects_in", self.objects_in)
+        places.patch(monkeypatch, "nonempty_shards", self.nonempty_shards)
+        places.patch(monkeypatch, "rows_in_shard", self.rows_in_shard)
 
-    async def slices_there(self, _: object, prefix: str) -> list[int]:
+    async def nonempty_shards(self, _: object, prefix: str) -> list[int]:
         self._fail(prefix, 0)
         return [3, 5, 8]
 
-    async def objects_in(self, _: object, prefix: str, number: int) -> list[Any]:
+    async def rows_in_shard(self, _: object, prefix: str, number: int) -> list[Any]:
         self._fail(prefix, number)
         self.listed.append((prefix, number))
         return []
@@ -75,8 +75,8 @@ async def running(reconciler: Reconciler) -> AsyncGenerator[None]:
         tasks.cancel_scope.cancel()
 
 
-def doubt(reconciler: Reconciler, digest: bytes) -> None:
-    reconciler.doubt(cast("Any", SimpleNamespace(namespace_digest=digest)))
+def request(reconciler: Reconciler, digest: bytes) -> None:
+    reconciler.request(cast("Any", SimpleNamespace(namespace_digest=digest)))
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -89,11 +89,11 @@ async def test_one_that_was_gone_through_lately_holds_up_no_other(
     store: Store, reconciler: Reconciler
 ) -> None:
     async with running(reconciler):
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await until(lambda: reconciler.sweeps == 1)
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await anyio.wait_all_tasks_blocked()
-        doubt(reconciler, OTHER)
+        request(reconciler, OTHER)
         await until(lambda: reconciler.sweeps == 2)
     assert store.of(ONE) == store.of(OTHER) == [3, 5, 8]
 
@@ -104,9 +104,9 @@ async def test_one_that_fails_holds_up_no_other(
 ) -> None:
     store.fails = {(namespace_prefix(ONE), number)}
     async with running(reconciler):
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await until(lambda: store.failed > 0)
-        doubt(reconciler, OTHER)
+        request(reconciler, OTHER)
         await until(lambda: reconciler.sweeps == 1)
         assert store.of(OTHER) == [3, 5, 8]
         await until(lambda: store.failed > 2)
@@ -124,11 +124,11 @@ async def test_one_that_is_doubted_again_while_it_fails_is_gone_through_from_the
     def fail_once(number: int) -> None:
         if number in left:
             left.remove(number)
-            doubt(reconciler, ONE)
+            request(reconciler, ONE)
             raise TierUnavailable("not now", retryable=True)
 
     async with running(reconciler):
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await until(lambda: reconciler.sweeps == 1)
     assert store.of(ONE) == [3, 3, 5, 8]
 
@@ -145,11 +145,11 @@ async def test_one_that_is_forgotten_while_it_is_gone_through_begins_from_the_st
 
     monkeypatch.setattr(store, "_fail", forget_once)
     async with running(reconciler):
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await until(lambda: not left)
         await anyio.wait_all_tasks_blocked()
         assert (store.of(ONE), reconciler.sweeps) == ([3, 5], 0)
         # Its model's engine is back.
-        doubt(reconciler, ONE)
+        request(reconciler, ONE)
         await until(lambda: reconciler.sweeps == 1)
     assert store.of(ONE) == [3, 5, 3, 5, 8]

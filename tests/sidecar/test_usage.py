@@ -13,7 +13,7 @@ from sidecar.sessions.namespaces import Realms
 from tests.sidecar.client import attach_message
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.log import new_writer
-from tiers.catalog.manifest import NOTHING, TENANTS_MAX, Manifest, Merged
+from tiers.catalog.manifest import EMPTY_MANIFEST, TENANTS_MAX, Manifest, Merged
 from tiers.catalog.names import LogName
 from tiers.catalog.rows import Row
 from tiers.catalog.usage import Usage
@@ -53,28 +53,30 @@ def catalogs() -> Catalogs:
 
 
 def goes_by(catalogs: Catalogs, realm: RealmLayout, manifest: Manifest) -> None:
-    catalogs.reader(realm)._manifest = manifest  # noqa: SLF001 (a manifest without a store to read it from)
+    catalogs.reader(realm).manifest = manifest
 
 
 def test_a_manifest_sets_right_what_rows_added(catalogs: Catalogs) -> None:
     realm = realm_of()
-    catalogs.note(realm, {A: ONE, B: Usage(7, 1, 300, 1)})
-    catalogs.note(realm, {A: ONE})
-    assert catalogs.held(A) == Usage(20, 2, 500, 2)
-    assert catalogs.stored == Usage(27, 3, 300, 3)
+    catalogs.count(realm, {A: ONE, B: Usage(7, 1, 300, 1)})
+    catalogs.count(realm, {A: ONE})
+    assert catalogs.usage(A) == Usage(20, 2, 500, 2)
+    assert catalogs.total_usage == Usage(27, 3, 300, 3)
     tenants = {A.hex(): Usage(100, 9, 50, 9)}
     goes_by(
-        catalogs, realm, replace(NOTHING, generation=4, held=Usage(110, 10, 50), tenants=tenants)
+        catalogs,
+        realm,
+        replace(EMPTY_MANIFEST, generation=4, held=Usage(110, 10, 50), tenants=tenants),
     )
     # It counts from the next rows on, of whatever tenant, or of none.
-    assert catalogs.held(A) == Usage(20, 2, 500, 2)
-    catalogs.note(realm, {})
-    assert (catalogs.held(A), catalogs.held(B)) == (Usage(100, 9, 50, 9), Usage())
-    catalogs.note(realm, {A: ONE, b"\0" * 8: ONE})
-    assert catalogs.held(A, realm.namespace_digest) == Usage(110, 10, 50, 10)
-    assert catalogs.held(b"") == ONE
-    assert catalogs.held(A, b"another") == Usage()
-    assert catalogs.stored == Usage(130, 12, 50, 2)
+    assert catalogs.usage(A) == Usage(20, 2, 500, 2)
+    catalogs.count(realm, {})
+    assert (catalogs.usage(A), catalogs.usage(B)) == (Usage(100, 9, 50, 9), Usage())
+    catalogs.count(realm, {A: ONE, b"\0" * 8: ONE})
+    assert catalogs.usage(A, realm.namespace_digest) == Usage(110, 10, 50, 10)
+    assert catalogs.usage(b"") == ONE
+    assert catalogs.usage(A, b"another") == Usage()
+    assert catalogs.total_usage == Usage(130, 12, 50, 2)
 
 
 @pytest.mark.promise("bucket-bounds")
@@ -83,21 +85,25 @@ def test_what_others_wrote_during_a_round_counts_on(catalogs: Catalogs) -> None:
     realm = realm_of()
     other = new_writer()
     for number in range(3):
-        catalogs.note(realm, {A: ONE}, LogName(other, number))
+        catalogs.count(realm, {A: ONE}, LogName(other, number))
     tenants = {A.hex(): Usage(100, 9, 50, 9)}
     merged = {other: Merged(1, 4)}
-    manifest = replace(NOTHING, generation=4, held=Usage(100, 9, 50, 9), tenants=tenants)
+    manifest = replace(EMPTY_MANIFEST, generation=4, held=Usage(100, 9, 50, 9), tenants=tenants)
     goes_by(catalogs, realm, replace(manifest, merged=merged))
-    catalogs.note(realm, {})
-    assert catalogs.held(A) == catalogs.held_in(realm.namespace_digest) == Usage(110, 10, 50, 10)
+    catalogs.count(realm, {})
+    assert (
+        catalogs.usage(A)
+        == catalogs.namespace_usage(realm.namespace_digest)
+        == Usage(110, 10, 50, 10)
+    )
     # What the manifest has is not counted again when its file is read after it.
-    catalogs.note(realm, {A: ONE}, LogName(other, 1))
-    assert catalogs.held(A).objects == 10
-    catalogs.note(realm, {A: ONE}, LogName(other, 3))
-    assert catalogs.held(A).objects == 11
+    catalogs.count(realm, {A: ONE}, LogName(other, 1))
+    assert catalogs.usage(A).objects == 10
+    catalogs.count(realm, {A: ONE}, LogName(other, 3))
+    assert catalogs.usage(A).objects == 11
     goes_by(catalogs, realm, replace(manifest, generation=5, merged={other: Merged(3, 5)}))
-    catalogs.note(realm, {})
-    assert catalogs.held(A) == Usage(100, 9, 50, 9)
+    catalogs.count(realm, {})
+    assert catalogs.usage(A) == Usage(100, 9, 50, 9)
 
 
 async def test_what_was_written_here_counts_at_once_and_once() -> None:
@@ -105,31 +111,31 @@ async def test_what_was_written_here_counts_at_once_and_once() -> None:
     catalogs = Catalogs(store, rows_max=1000, flush_seconds=1.0)
     realm = realm_of()
     written = Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
-    catalogs.wrote(realm, written, later_than=0)
-    assert catalogs.held(A).size_bytes == catalogs.stored.size_bytes == 100
-    assert catalogs.held(A, realm.namespace_digest).objects == 1
+    catalogs.announce_written(realm, written, later_than=0)
+    assert catalogs.usage(A).size_bytes == catalogs.total_usage.size_bytes == 100
+    assert catalogs.usage(A, realm.namespace_digest).objects == 1
     await catalogs.flush()
-    catalogs.wrote(realm, written._replace(key=b"l" * 32), later_than=0)
-    assert catalogs.held(A).size_bytes == 200
+    catalogs.announce_written(realm, written._replace(key=b"l" * 32), later_than=0)
+    assert catalogs.usage(A).size_bytes == 200
     # A manifest counts the file that was sent, and whatever others did.
     tenants = {A.hex(): Usage(150, 2, 50, 2)}
     writer = catalogs.writer_of(realm)
     assert writer is not None
     merged = {writer: Merged(0, 4)}
-    goes_by(catalogs, realm, replace(NOTHING, generation=4, tenants=tenants, merged=merged))
-    catalogs.note(realm, {})
-    assert catalogs.held(A).size_bytes == 250
+    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=4, tenants=tenants, merged=merged))
+    catalogs.count(realm, {})
+    assert catalogs.usage(A).size_bytes == 250
     # One that goes on before the next file is merged changes nothing of that.
-    goes_by(catalogs, realm, replace(NOTHING, generation=5, tenants=tenants, merged=merged))
-    catalogs.note(realm, {})
-    assert catalogs.held(A).size_bytes == 250
+    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=5, tenants=tenants, merged=merged))
+    catalogs.count(realm, {})
+    assert catalogs.usage(A).size_bytes == 250
 
 
 def test_who_does_not_read_the_catalog_counts_nothing_for_ever() -> None:
     """What was collected since would count, too: nobody tells."""
     catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0, reads=False)
-    catalogs.wrote(realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A), later_than=0)
-    assert catalogs.held(A) == catalogs.stored == Usage()
+    catalogs.announce_written(realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A), later_than=0)
+    assert catalogs.usage(A) == catalogs.total_usage == Usage()
 
 
 def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -> None:
@@ -137,36 +143,36 @@ def test_another_realm_of_a_namespace_counts_nothing_twice(catalogs: Catalogs) -
     [first] = realms.join(attach_message(Role.SCHEDULER).parts)
     [second] = realms.join(attach_message(Role.SCHEDULER, topology="another").parts)
     assert first.namespace_digest == second.namespace_digest
-    catalogs.note(first, {A: ONE})
-    catalogs.note(second, {A: ONE})
-    assert catalogs.held(A) == ONE
+    catalogs.count(first, {A: ONE})
+    catalogs.count(second, {A: ONE})
+    assert catalogs.usage(A) == ONE
 
 
 def test_noting_costs_what_is_noted(catalogs: Catalogs) -> None:
     realm = realm_of()
     tenants = Counted({number.to_bytes(8, "big").hex(): ONE for number in range(TENANTS_MAX)})
-    goes_by(catalogs, realm, replace(NOTHING, generation=1, tenants=tenants))
+    goes_by(catalogs, realm, replace(EMPTY_MANIFEST, generation=1, tenants=tenants))
     for _ in range(3):
-        catalogs.note(realm, {A: ONE})
-    assert catalogs.held(A) == Usage(30, 3, 500, 3)
+        catalogs.count(realm, {A: ONE})
+    assert catalogs.usage(A) == Usage(30, 3, 500, 3)
     assert tenants.asked == {A.hex()}
 
 
 async def test_a_forgotten_namespace_is_counted_from_the_start_when_it_comes_back() -> None:
     catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
     realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
-    catalogs.wrote(realm, row, later_than=0)
+    catalogs.announce_written(realm, row, later_than=0)
     await catalogs.flush()
     before = catalogs.writer_of(realm)
-    catalogs.note(realm, {A: ONE})
+    catalogs.count(realm, {A: ONE})
     catalogs.forget(realm, last=True)
-    assert catalogs.held(A) == catalogs.stored == Usage()
+    assert catalogs.usage(A) == catalogs.total_usage == Usage()
     assert (catalogs.files_written, catalogs.writer_of(realm)) == (1, None)
     again = realm_of()
     # What was written before comes as what another sidecar wrote does.
-    catalogs.note(again, {A: Usage(110, 2, 500, 2)})
-    catalogs.wrote(again, row._replace(key=b"l" * 32), later_than=0)
-    assert catalogs.held(A).size_bytes == 210
+    catalogs.count(again, {A: Usage(110, 2, 500, 2)})
+    catalogs.announce_written(again, row._replace(key=b"l" * 32), later_than=0)
+    assert catalogs.usage(A).size_bytes == 210
     assert catalogs.writer_of(again) not in (None, before)
     await catalogs.flush()
     assert catalogs.files_written == 2
@@ -175,28 +181,28 @@ async def test_a_forgotten_namespace_is_counted_from_the_start_when_it_comes_bac
 async def test_what_waits_to_be_announced_outlives_its_realms() -> None:
     catalogs = Catalogs(memory(), rows_max=1000, flush_seconds=1.0)
     realm, row = realm_of(), Row(b"k" * 32, "0-2.0-4", 0, 100, tenant=A)
-    catalogs.wrote(realm, row, later_than=0)
-    catalogs.note(realm, {A: ONE})
+    catalogs.announce_written(realm, row, later_than=0)
+    catalogs.count(realm, {A: ONE})
     catalogs.forget(realm, last=True)
-    assert (catalogs.rows_waiting, catalogs.held(A).size_bytes) == (1, 100)
+    assert (catalogs.rows_waiting, catalogs.usage(A).size_bytes) == (1, 100)
     # The namespace is back before its rows are written: its log goes on.
     writer = catalogs.writer_of(realm)
     again = realm_of()
-    catalogs.note(again, {A: ONE})
+    catalogs.count(again, {A: ONE})
     await catalogs.flush()
-    assert (catalogs.writer_of(again), catalogs.held(A).size_bytes) == (writer, 110)
-    catalogs.wrote(again, row._replace(key=b"l" * 32), later_than=0)
+    assert (catalogs.writer_of(again), catalogs.usage(A).size_bytes) == (writer, 110)
+    catalogs.announce_written(again, row._replace(key=b"l" * 32), later_than=0)
     catalogs.forget(again, last=True)
     await catalogs.flush()
     assert (catalogs.rows_waiting, catalogs.files_written) == (0, 2)
-    assert (catalogs.writer_of(again), catalogs.stored) == (None, Usage())
+    assert (catalogs.writer_of(again), catalogs.total_usage) == (None, Usage())
 
 
 def test_another_realm_of_a_namespace_goes_on_counting(catalogs: Catalogs) -> None:
     realms = Realms()
     [first] = realms.join(attach_message(Role.SCHEDULER).parts)
     [second] = realms.join(attach_message(Role.SCHEDULER, topology="another").parts)
-    catalogs.note(first, {A: ONE})
+    catalogs.count(first, {A: ONE})
     catalogs.forget(first, last=False)
-    catalogs.note(second, {A: ONE})
-    assert catalogs.held(A) == Usage(20, 2, 500, 2)
+    catalogs.count(second, {A: ONE})
+    assert catalogs.usage(A) == Usage(20, 2, 500, 2)

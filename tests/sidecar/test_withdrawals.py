@@ -18,11 +18,12 @@ from tests.sidecar.engine_names import key
 from tests.sidecar.worlds import make_world
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, reader, writer
-from tiers.catalog.compaction import CompactionPlan, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder
-from tiers.catalog.orphans import objects_in
+from tiers.catalog.orphans import rows_in_shard
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows
@@ -93,9 +94,9 @@ def test_a_look_through_the_objects_makes_nothing_newer_than_its_row(
     async def noted(tier: ObjectTier, prefix: str, number: int) -> Rows:
         if number == key_of("one")[0]:
             looks.append(number)
-        return await objects_in(tier, prefix, number)
+        return await rows_in_shard(tier, prefix, number)
 
-    places.patch(monkeypatch, "objects_in", noted)
+    places.patch(monkeypatch, "rows_in_shard", noted)
     bucket = short_directory / "bucket"
     store = {"url": f"file://{bucket}", "refresh_seconds": 0.05, "catalog_flush": 0.05}
     config = config_in(short_directory, store={**store, "reconcile_every": 4.0})

@@ -47,7 +47,7 @@ INDEX_ENTRIES_FIRST = 8
 """So that indexes grow."""
 CREDIT_COMPUTE_SECONDS = 0.5
 """So that waiting uses a credit up within a life."""
-SWEEP_PAUSE_SECONDS = 0.3
+PASS_PAUSE_SECONDS = 0.3
 """So that a catalog is doubted, and its objects gone through, more than once in a life."""
 RATE_TOKENS_MIN = 12
 """So that steps of a few tokens measure how fast an engine computes."""
@@ -335,7 +335,7 @@ def frozen(world: World, run_hop: Threads) -> Iterator[None]:
         "write_skeleton": _write_once,
         "PIECE_BYTES_MAX": PIECE_BYTES,
         "INDEX_ENTRIES_FIRST": INDEX_ENTRIES_FIRST,
-        "SWEEP_PAUSE_SECONDS": SWEEP_PAUSE_SECONDS,
+        "PASS_PAUSE_SECONDS": PASS_PAUSE_SECONDS,
         "PREFILL_TOKENS_MIN": RATE_TOKENS_MIN,
         "CREDIT_COMPUTE_SECONDS": CREDIT_COMPUTE_SECONDS,
     }

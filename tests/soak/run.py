@@ -50,7 +50,7 @@ KILLS_UNTIL: Final = 0.45
 """Of the run. One life of each process then goes on to its end: slow growth needs time to show."""
 EXPECTED_ERRORS: Final = (
     # Our own doing: faults of the store, and SIGSTOP.
-    "kvlake.store: the store is unwell",
+    "kvlake.store: object store unavailable",
     'kvlake.server: not ready why="the event loop stood still',
     'kvlake.server: not ready why="the store is unwell',
 )

@@ -75,7 +75,7 @@ def test_slots_in_use_at_the_end_are_an_error_after_a_whole_drain_only() -> None
     slots = "2026-01-01T00:00:00Z ERROR kvlake.server: slots were still in use at the end slots=2"
     whole = "2026-01-01T00:00:00Z INFO kvlake.server: drained"
     part = "2026-01-01T00:00:00Z WARNING kvlake.server: drained in part: time is over"
-    unwell = "2026-01-01T00:00:00Z ERROR kvlake.store: the store is unwell; reason"
+    unwell = "2026-01-01T00:00:00Z ERROR kvlake.store: object store unavailable; reason"
     assert unexpected([whole, slots]) == [slots]
     assert unexpected([part, slots, unwell]) == []
     assert unexpected([part, slots, whole, slots]) == [slots]

@@ -1,62 +1,76 @@
 """Compaction: many small logs become few snapshots, and what is too old or too much goes.
 
-Owns one round on one namespace: which kind is due, merging new logs, the next manifest, and
-removing files that it has replaced. Does not own what a round over everything does
-(`major_compaction.py`), nor when a round is due, nor the lease
-(`sidecar/catalog/garbage_collector.py`).
+Owns one compaction of one namespace: which kind is due, merging new logs, the next manifest, and
+removing files that it has replaced. Does not own what a major compaction does
+(`major_compaction.py`), or when one is due and the lease (`sidecar/catalog/garbage_collector.py`).
 
-A small round adds a snapshot with the rows of new logs. A whole one merges everything into sorted
-snapshots, and only it withdraws and deletes. A segment goes in two whole rounds: the first
-withdraws it, in a log that readers see at their next refresh; the second, at least
-`grace_seconds` later, deletes the object, unless it was announced or written again meanwhile.
-A whole round that comes in between, because there are many new rows, lets the first wait go on:
-it withdraws nothing, and what others withdrew meanwhile stays beyond the base.
+A minor compaction adds a snapshot with the rows of new logs. A major one merges everything into
+sorted snapshots, and only it withdraws and deletes. A segment goes in two major compactions: the
+first withdraws it, in a log that readers see at their next refresh; the second, at least
+`grace_seconds` later, deletes the object unless it was announced or written again meanwhile. A
+major compaction in between, which many new rows cause, does not restart the grace: it withdraws
+nothing, and what others withdrew meanwhile stays beyond the base.
 
-Any number of rounds may run at once, be killed at any step, and begin again: files are only ever
-added until the manifest is created, which one of them does. What the others made stays until it
-is an hour old: two that merge the same rows make the same file, so it may be the winner's too.
+Any number of compactions may run at once, be killed at any step, and begin again: files are only
+added until the manifest is created, and one of them creates it. The files of the others stay until
+they are an hour old: two that merge the same rows make the same file, so it may be the winner's.
 
 Invariants: an object is deleted only when a manifest that is older than the grace withdraws it, no
-log offers it again, and it is not newer than the row that was withdrawn; every time that is
-compared with another was given by the store's clock, except for when rows were written.
+log offers it again, and it is not newer than the withdrawn row. Times that are compared were all
+given by the store's clock, except for when rows were written.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
+import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import numpy as np
 
 from tiers.catalog import manifest as manifests
-from tiers.catalog.event_loop import in_turns
+from tiers.catalog.compaction_work import (
+    CompactionReport,
+    CompactionWork,
+    SnapshotWriter,
+)
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.major_compaction import ANNOUNCED_ROWS, MajorCompaction
-from tiers.catalog.manifest import TENANTS_MAX, TENANTS_PER_SLICE, Counts, Manifest, Merged
+from tiers.catalog.manifest import (
+    TENANTS_MAX,
+    TENANTS_PER_SLICE,
+    Counts,
+    Manifest,
+    Merged,
+    run_in_slices,
+)
 from tiers.catalog.names import NUMBER_MAX, catalog_folder, manifest_name, parse_snapshot
 from tiers.catalog.reader import Contents, Files, sort_out
-from tiers.catalog.rounds import CompactionPlan, CompactionReport, CompactionWork
-from tiers.catalog.scan import State, Superseded, load
-from tiers.catalog.snapshots import Snapshots
-from tiers.catalog.usage import Usage, held_by_tenant, word_of
+from tiers.catalog.retention import TenantLimits
+from tiers.catalog.scan import CatalogState, Superseded, load
+from tiers.catalog.usage import NO_USAGE, Usage, cells_by_tenant, usage_by_tenant, word_of
 from tiers.errors import ChunkCorrupt, ChunkMissing, ObjectExists, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
+    from tiers.catalog.compaction_work import CompactionPlan, OnWithdrawn
     from tiers.catalog.retention import RetentionRules
-    from tiers.catalog.rounds import Tell
     from tiers.catalog.rows import Rows
     from tiers.store.object_tier import ObjectTier
 
+T = TypeVar("T")
+
 OVERLAY_SHARE: Final = 4
-"""A whole merge is due when the snapshots beyond the base have a quarter as many rows."""
+"""A major compaction is due when the snapshots beyond the base have a quarter as many rows."""
 OVERLAY_ROWS: Final = 50_000
 OVERLAY_ROWS_MAX: Final = 1_000_000
 OVERLAYS_MAX: Final = 64
 ABANDONED_SECONDS: Final = 3600.0
-"""A round lasts less; what is older and in no manifest belongs to none that still runs."""
+"""A compaction is shorter. No running one needs an older file that is in no manifest."""
 MANIFESTS_KEPT: Final = 3
 WRITERS_KEPT: Final = 4096
 WRITERS_WRITTEN_MAX: Final = 1 << 14
@@ -69,35 +83,33 @@ async def compact(
     plan: CompactionPlan,
     now_seconds: float,
     *,
-    alive: Callable[[], Awaitable[bool]] | None = None,
+    renew_lease: Callable[[], Awaitable[bool]] | None = None,
     counts: Counts | None = None,
-    tell: Tell | None = None,
+    on_withdrawn: OnWithdrawn | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CompactionReport:
-    """One round on the namespace in folder `prefix`.
+    """One compaction of the namespace in folder `prefix`.
 
     Args:
         tier: the store; it must be able to create without replacing.
         prefix: the namespace's folder.
         plan: what to do.
         now_seconds: the time by the store's clock.
-        alive: asked now and then; False ends the round, because the lease is somebody else's.
+        renew_lease: called now and then; False ends it, because another process has the lease.
         counts: where to count what is read.
-        tell: hears of what is withdrawn, as merged rows and what each falls to.
-        clock: monotonic seconds: how long the round has taken.
+        on_withdrawn: called with merged rows that are withdrawn, and the reason of each.
+        clock: monotonic seconds.
 
-    Raises the tier's errors, and `Superseded`; either way nothing is lost and it may be tried
-    again.
+    Raises the tier's errors, and `Superseded`. Nothing is lost then, and it may be tried again.
     """
     files = Files(tier, catalog_folder(prefix), counts or Counts())
-    work = CompactionWork(
-        tier, prefix, plan, now_seconds, files, CompactionReport(prefix), alive, tell
-    )
-    return await _Round(work, clock).run()
+    report = CompactionReport(prefix)
+    work = CompactionWork(tier, prefix, plan, now_seconds, files, report, renew_lease, on_withdrawn)
+    return await _Compaction(work, clock).run()
 
 
-class _Round:
-    """State of one round."""
+class _Compaction:
+    """State of one compaction."""
 
     def __init__(self, work: CompactionWork, clock: Callable[[], float]) -> None:
         self._work = work
@@ -109,88 +121,86 @@ class _Round:
         )
 
     async def run(self) -> CompactionReport:
-        """Do it."""
         work = self._work
         state = await load(work.files, work.now_seconds)
         self._report.logs_left = state.left
         if state.next_generation > NUMBER_MAX:
             raise TierUnavailable(
-                f"{manifest_name(work.folder, NUMBER_MAX)} has the last number of all, and no "
+                f"{manifest_name(work.folder, NUMBER_MAX)} has the highest possible number, and no "
                 "sidecar made it: nothing here is compacted or collected; delete it",
                 retryable=False,
             )
-        again = work.plan.reconcile_seconds
-        if again is not None and state.manifest.reconciled_seconds + again < work.now_seconds:
+        every = work.plan.reconcile_seconds
+        if every is not None and state.manifest.reconciled_seconds + every < work.now_seconds:
             work.plan = work.plan._replace(reconcile=True)
-        self._report.whole = work.plan.whole or await self._is_due(state)
-        if self._report.whole:
-            manifest = await self._whole(state)
+        self._report.major = work.plan.major or await self._major_is_due(state)
+        manifest = None
+        if self._report.major:
+            manifest = await self._major(state)
         elif state.logs:
-            manifest = await self._small(state)
-        else:
-            manifest = None
+            manifest = await self._minor(state)
         if work.plan.dry_run:
             return self._report
         if manifest is not None:
             await self._create(manifest)
         self._report.generation = (manifest or state.manifest).generation
-        await self._tidy(state, manifest or state.manifest)
+        await self._remove_files(state, manifest or state.manifest)
         return self._report
 
-    # --- when ------------------------------------------------------------------------------
+    # --- which kind ------------------------------------------------------------------------
 
-    async def _is_due(self, state: State) -> bool:
-        """Whether there is more to do than to merge logs."""
+    async def _major_is_due(self, state: CatalogState) -> bool:
         manifest, plan, now_seconds = state.manifest, self._work.plan, self._work.now_seconds
         base_rows = max(0, manifest.rows - (len(state.fresh) - len(state.log_rows)))
         most = min(OVERLAY_ROWS_MAX, max(OVERLAY_ROWS, base_rows // OVERLAY_SHARE))
         if len(state.fresh) > most or len(manifest.snapshots) - manifest.base > OVERLAYS_MAX:
             return True
-        if plan.reconcile or (state.doubt and not state.left):
+        if plan.reconcile or (state.suspect and not state.left):
             return True
         if manifest.base_withdrawn:
-            # Withdrawing more before these are deleted would make them wait again, for ever.
-            return self._deletes(manifest)
-        held, tenants = await _held(manifest, state.log_rows)
-        if plan.bounds.exceeded(held.size_bytes, held.objects, held.oldest, now_seconds):
+            # Withdrawing more before these are deleted would restart their grace again and again.
+            return self._grace_is_over(manifest)
+        usage, tenants = await _usage_with(manifest, state.log_rows)
+        if plan.retention.exceeded(usage, now_seconds):
             return True
-        if len(manifest.tenants) >= TENANTS_MAX and plan.bounds.tenant.exceeded(
-            0, 0, held.oldest, now_seconds
+        if len(manifest.tenants) >= TENANTS_MAX and plan.retention.tenant.exceeded(
+            Usage(oldest=usage.oldest), now_seconds
         ):
-            # It may be one of those that the manifest does not name.
+            # It may be a tenant that the manifest does not name.
             return True
-        return await in_turns(_any_exceeds(plan.bounds, tenants, now_seconds))
+        return await _any_exceeds(plan.retention, tenants, now_seconds)
 
-    def _deletes(self, manifest: Manifest) -> bool:
+    def _grace_is_over(self, manifest: Manifest) -> bool:
         """Whether what the base withdraws may be deleted now."""
-        return 0 < manifest.base_seconds <= self._work.deletable_before
+        return 0 < manifest.base_seconds <= self._work.now_seconds - self._work.plan.grace_seconds
 
-    def _waits(self, manifest: Manifest) -> bool:
-        """Whether what the base withdraws is to wait on, and no more is withdrawn before that."""
-        # Who asks for a whole round wants the bounds to hold now.
-        asked = self._work.plan.whole
-        return bool(manifest.base_withdrawn) and manifest.base_seconds > 0 and not asked
+    def _grace_runs(self, manifest: Manifest) -> bool:
+        """Whether the base's grace goes on, and nothing more is withdrawn before its end."""
+        # An operator who requests a major compaction wants the limits to hold now.
+        requested = self._work.plan.major
+        return bool(manifest.base_withdrawn) and manifest.base_seconds > 0 and not requested
 
-    # --- a small round ---------------------------------------------------------------------
+    # --- minor -----------------------------------------------------------------------------
 
-    async def _small(self, state: State) -> Manifest:
+    async def _minor(self, state: CatalogState) -> Manifest:
         rows, before = state.log_rows, state.manifest
         generation = state.next_generation
-        out = self._snapshots(generation)
-        await out.write(rows)
-        held, tenants = await _held(before, rows)
-        return before.after(
+        out = self._snapshot_writer(generation)
+        await out.add(rows)
+        usage, tenants = await _usage_with(before, rows)
+        return msgspec.structs.replace(
+            before,
             generation=generation,
-            snapshots=(*before.snapshots, *await out.close()),
+            snapshots=(*before.snapshots, *await out.flush()),
             rows=before.rows + len(rows),
             merged=self._merged(state, generation),
-            held=held,
-            tenants=await in_turns(_largest(tenants)),
-            reconciled_seconds=0.0 if state.doubt else before.reconciled_seconds,
+            held=usage,
+            tenants=await _largest(tenants),
+            reconciled_seconds=0.0 if state.suspect else before.reconciled_seconds,
         )
 
-    def _merged(self, state: State, generation: int) -> dict[str, Merged]:
-        """How far each log is merged now; long forgotten writers, without files, are left out."""
+    def _merged(self, state: CatalogState, generation: int) -> dict[str, Merged]:
+        """How far each log is merged now, without writers whose files were removed long ago."""
         found = dict(state.manifest.merged)
         for file in state.logs:
             found[file.log.writer] = Merged(file.log.number, generation)
@@ -199,54 +209,55 @@ class _Round:
         gone = sorted(found.keys() - there, key=lambda writer: found[writer].generation)
         for writer in gone[: max(0, len(gone) - WRITERS_KEPT)]:
             del found[writer]
-        # Of more than a manifest takes, the logs of some are merged again, which changes nothing,
+        # Logs of writers beyond what a manifest takes are merged again, which changes nothing,
         # until the files of the others are removed.
         last = sorted(found, key=lambda writer: found[writer].generation)[WRITERS_WRITTEN_MAX:]
         for writer in last:
             del found[writer]
         return found
 
-    def _snapshots(self, generation: int) -> Snapshots:
+    def _snapshot_writer(self, generation: int) -> SnapshotWriter:
         tier = None if self._work.plan.dry_run else self._work.tier
-        return Snapshots(tier, self._work.folder, generation)
+        return SnapshotWriter(tier, self._work.folder, generation)
 
-    # --- a whole round ---------------------------------------------------------------------
+    # --- major -----------------------------------------------------------------------------
 
-    async def _whole(self, state: State) -> Manifest:
-        work, generation = self._work, state.next_generation
-        merge = MajorCompaction(work, state, self._log)
-        deletes = self._deletes(state.manifest)
-        waits = not deletes and self._waits(state.manifest)
-        done = await merge.run(self._snapshots(generation), deletes=deletes, waits=waits)
-        census, held = self._report.census, self._report.census.whole
-        self._report.waiting = census.withdrawn
-        written = self._merged(state, generation)
+    async def _major(self, state: CatalogState) -> Manifest:
+        work, report, before = self._work, self._report, state.manifest
+        generation = state.next_generation
+        deletes = self._grace_is_over(before)
+        grace_runs = not deletes and self._grace_runs(before)
+        done = await MajorCompaction(work, state, self._log).run(
+            self._snapshot_writer(generation), deletes=deletes, grace_runs=grace_runs
+        )
+        usage, withdrawn = report.usage.total, report.usage.withdrawn
+        report.waiting = withdrawn
+        merged = self._merged(state, generation)
         if self._log.files:
-            written[self._log.writer] = Merged(self._log.files - 1, generation)
-        # Readers could not hear of it before now: a round may take longer than the grace.
-        since = work.now_seconds + self._clock() - self._began
-        # What was withdrawn by the manifest before does not begin to wait again.
-        anew = (
-            done.anew
-            if waits
-            else (
-                bool(self._report.withdrawn or self._report.lost)
-                or not state.manifest.base_withdrawn
+            merged[self._log.writer] = Merged(self._log.files - 1, generation)
+        if grace_runs:
+            grace_begins = done.restart_grace
+        else:
+            # What the manifest before withdrew does not begin its grace again.
+            grace_begins = (
+                bool(report.withdrawn or report.lost)
+                or not before.base_withdrawn
                 or bool(np.any(state.fresh.size_bytes == 0))
             )
-        )
-        largest = await anyio.to_thread.run_sync(census.largest, TENANTS_MAX)
-        reconciled = 0.0 if state.doubt else state.manifest.reconciled_seconds
+        # Readers learn of it now: a compaction may take longer than the grace.
+        ended = work.now_seconds + self._clock() - self._began
+        largest = await anyio.to_thread.run_sync(report.usage.largest, TENANTS_MAX)
+        reconciled = 0.0 if state.suspect else before.reconciled_seconds
         return Manifest(
             generation=generation,
             snapshots=done.names,
             base=done.base,
-            base_seconds=since if anew else state.manifest.base_seconds,
-            base_withdrawn=census.withdrawn - done.late,
-            rows=held.objects + census.withdrawn,
-            held=held,
-            merged=written,
-            tenants=await in_turns(_largest(largest)),
+            base_seconds=ended if grace_begins else before.base_seconds,
+            base_withdrawn=withdrawn - done.late_rows,
+            rows=usage.objects + withdrawn,
+            held=usage,
+            merged=merged,
+            tenants=await _largest(largest),
             reconciled_seconds=work.now_seconds if work.plan.reconcile else reconciled,
         )
 
@@ -254,13 +265,13 @@ class _Round:
 
     async def _create(self, manifest: Manifest) -> None:
         work = self._work
-        await work.check_alive()
+        await work.check_lease()
         name = manifest_name(work.folder, manifest.generation)
-        body = await in_turns(manifests.encoding(manifest))
+        body = await run_in_slices(manifests.encode(manifest))
         try:
             await work.tier.write(name, body, create=True)
         except ObjectExists:
-            # Perhaps our own, whose answer was lost.
+            # It may be our own, if the store's answer was lost.
             into = np.empty(len(body) + 1, dtype=np.uint8)
             try:
                 size_bytes = await work.tier.read(name, into)
@@ -273,19 +284,19 @@ class _Round:
         if newest != manifest.generation:
             raise Superseded(f"generation {newest} is there already")
 
-    async def _tidy(self, state: State, manifest: Manifest) -> None:
-        """Remove files that nobody needs. What is left by an error is removed next time."""
+    async def _remove_files(self, state: CatalogState, manifest: Manifest) -> None:
+        """Remove files that nobody needs. After an error the next compaction removes them."""
         work, contents = self._work, state.contents
         old = work.now_seconds - work.plan.keep_seconds
         names = _merged_logs(contents, state.manifest, old)
         for generation, found in contents.manifests.items():
             if generation <= manifest.generation - MANIFESTS_KEPT and found.modified_seconds < old:
                 names.append(found.name)
-        # Those of the manifest before too: it is what holds if the newest is damaged.
+        # The manifest before is used where the newest is damaged.
         used = {*manifest.snapshots, *state.manifest.snapshots}
         abandoned = work.now_seconds - ABANDONED_SECONDS
         for name, found in contents.snapshots.items():
-            # One of a generation to come may just have been written again, and be what that needs.
+            # One of a later generation may just have been written again, by a compaction that runs.
             begun = (parse_snapshot(work.folder, name) or 0) <= manifest.generation
             if begun and name not in used and found.modified_seconds < abandoned:
                 names.append(name)
@@ -294,74 +305,66 @@ class _Round:
             self._report.files_removed = len(names)
 
 
-async def _held(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[bytes, Usage]]:
-    """What a manifest and the rows of newer logs come to, in all and by tenant: an estimate."""
-    added = await anyio.to_thread.run_sync(held_by_tenant, rows)
-    return await in_turns(_sums(manifest, added))
+async def _usage_with(manifest: Manifest, rows: Rows) -> tuple[Usage, dict[bytes, Usage]]:
+    """The usage of a manifest and of the rows of newer logs, in total and by tenant: an estimate.
+
+    This and what follows may go through 65,536 tenants, and let other tasks run in between.
+    """
+    cells = await anyio.to_thread.run_sync(cells_by_tenant, rows)
+    total, tenants = manifest.held, dict[bytes, Usage]()
+    async for named in _batches(manifest.tenants.items()):
+        tenants.update((bytes.fromhex(name), usage) for name, usage in named)
+    async for added in _batches(usage_by_tenant(cells).items()):
+        for tenant, usage in added:
+            tenants[tenant] = tenants.get(tenant, NO_USAGE).plus(usage)
+            total = total.plus(usage)
+    return total, tenants
 
 
-def _sums(
-    manifest: Manifest, added: Mapping[bytes, Usage]
-) -> Generator[None, None, tuple[Usage, dict[bytes, Usage]]]:
-    whole, tenants = manifest.held, dict[bytes, Usage]()
-    for number, (name, held) in enumerate(manifest.tenants.items()):
-        tenants[bytes.fromhex(name)] = held
-        if number % TENANTS_PER_SLICE == 0:
-            yield
-    for number, (tenant, held) in enumerate(added.items()):
-        tenants[tenant] = tenants.get(tenant, Usage()).plus(held)
-        whole = whole.plus(held)
-        if number % TENANTS_PER_SLICE == 0:
-            yield
-    return whole, tenants
-
-
-def _any_exceeds(
-    bounds: RetentionRules, tenants: Mapping[bytes, Usage], now_seconds: float
-) -> Generator[None, None, bool]:
-    """Whether a tenant has more than it may."""
-    limits = bounds.of_tenants()
-    for number, (tenant, own) in enumerate(tenants.items()):
-        most = limits.limits(word_of(tenant))
-        if most.exceeded(own.size_bytes, own.objects, own.oldest, now_seconds):
-            return True
-        if number % TENANTS_PER_SLICE == 0:
-            yield
+async def _any_exceeds(
+    rules: RetentionRules, tenants: Mapping[bytes, Usage], now_seconds: float
+) -> bool:
+    limits = TenantLimits(rules)
+    async for batch in _batches(tenants.items()):
+        for tenant, usage in batch:
+            if limits.of(word_of(tenant)).exceeded(usage, now_seconds):
+                return True
     return False
 
 
-def _largest(tenants: Mapping[bytes, Usage]) -> Generator[None, None, dict[str, Usage]]:
-    """As a manifest names them: those that hold most bytes."""
-    sizes: list[int] = []
+async def _largest(tenants: Mapping[bytes, Usage]) -> dict[str, Usage]:
+    """The tenants with most bytes, as a manifest names them."""
     found: dict[str, Usage] = {}
-    for number, (tenant, own) in enumerate(tenants.items()):
-        sizes.append(own.size_bytes)
-        found[tenant.hex()] = own
-        if number % TENANTS_PER_SLICE == 0:
-            yield
-    if len(sizes) > TENANTS_MAX:
+    async for batch in _batches(tenants.items()):
+        found.update((tenant.hex(), usage) for tenant, usage in batch)
+    if len(found) > TENANTS_MAX:
         names = list(found)
-        yield
+        sizes = [usage.size_bytes for usage in found.values()]
+        await anyio.lowlevel.checkpoint()
         smallest = np.argsort(sizes, kind="stable")[: len(sizes) - TENANTS_MAX].tolist()
         for number in smallest:
             del found[names[number]]
     return found
 
 
+async def _batches(items: Iterable[tuple[T, Usage]]) -> AsyncIterator[list[tuple[T, Usage]]]:
+    """`TENANTS_PER_SLICE` items at a time. Other tasks get a turn before each batch."""
+    left = iter(items)
+    while batch := list(itertools.islice(left, TENANTS_PER_SLICE)):
+        await anyio.lowlevel.checkpoint()
+        yield batch
+
+
 def _merged_logs(contents: Contents, before: Manifest, old: float) -> list[str]:
     """Log files that are older than `old`, and in snapshots since the manifest before.
 
-    Whoever has looked at the catalog since then has read them, and whoever looks for the first
-    time reads the snapshots instead: of the newest manifest, or if that is damaged of the last.
+    Readers that have listed the catalog since then have read them. New readers read the snapshots
+    of the newest manifest, or of the one before if the newest is damaged.
     """
-    merged_by = before.merged
     return [
         file.found.name
         for file in contents.logs
-        if file.log.writer in merged_by
-        and file.log.number <= merged_by[file.log.writer].number
+        if (merged := before.merged.get(file.log.writer)) is not None
+        and file.log.number <= merged.number
         and file.found.modified_seconds < old
     ]
-
-
-__all__ = ["CompactionPlan", "CompactionReport", "Superseded", "compact"]

@@ -1,11 +1,10 @@
-"""Comparing a slice of the catalog with a listing of its objects.
+"""Comparing a shard of the catalog with a listing of its objects.
 
-Owns finding objects that no row names, rows whose object is gone, and which of the withdrawn
-objects may be deleted, or were only missed. Does not own the listing, nor deleting anything
-(`major_compaction.py`).
+Owns finding objects that no row names, rows whose object is gone, and which withdrawn objects may
+be deleted or were only missed. Does not own the listing, or deleting (`major_compaction.py`).
 
-Invariants: pure; times of objects are the store's; an object that may be written or announced just
-now is left alone.
+Invariants: pure; times of objects are the store's; an object that may be written or announced at
+this moment is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiers.catalog.merge import both_have, newest_of_chunk, withdrawals
+from tiers.catalog.merge import contained_in, newest_of_chunk, withdrawals
 from tiers.catalog.names import segment_name
 from tiers.catalog.orphans import rows_of_listing
 from tiers.catalog.rows import SIZE_LARGEST
@@ -27,35 +26,33 @@ if TYPE_CHECKING:
     from tiers.catalog.rows import Rows
 
 MARGIN_SECONDS: Final = 60.0
-"""By how much the clocks of a writer and of the store may differ without an object being kept."""
+"""How far the clocks of a writer and of the store may differ without an object being kept."""
 YOUNG_SECONDS: Final = 600.0
-"""Objects and rows younger than this are not compared: one may be there before the other."""
+"""Younger objects and rows are not compared: one may be there before the other."""
 
 Objects = dict[str, tuple[int, float]]
-"""Names of a slice's objects -> size and time."""
+"""Names of a shard's objects -> size and time."""
 
 
-def compared(
+def compare(
     rows: Rows, objects: Mapping[str, tuple[int, float]], prefix: str, now_seconds: float
 ) -> tuple[Rows, Rows]:
     """Rows of objects that no row names, and rows that withdraw those without an object.
 
-    `rows` are merged ones of the slice, all of each chunk.
+    `rows` are merged ones of the shard, all of each chunk.
     """
     old = now_seconds - YOUNG_SECONDS
-    known = dict(zip(names_of(rows, prefix), range(len(rows)), strict=True))
-    missing: list[Found] = []
+    known = dict(zip(object_names(rows, prefix), range(len(rows)), strict=True))
+    unnamed: list[Found] = []
     for name, (size_bytes, modified) in objects.items():
         if not 0 < modified < old:
             continue
         index = known.get(name)
-        if index is None:
-            missing.append(Found(name, size_bytes, modified))
-        elif not rows.size_bytes[index]:
-            withdrawn_seconds = rows.written_at[index] / 1e6
-            if modified > withdrawn_seconds + MARGIN_SECONDS:
-                missing.append(Found(name, size_bytes, modified))
-    found = rows_of_listing(missing, prefix)
+        withdrawn = index is not None and not rows.size_bytes[index]
+        if index is None or (
+            withdrawn and modified > rows.written_at[index] / 1e6 + MARGIN_SECONDS
+        ):
+            unnamed.append(Found(name, size_bytes, modified))
     newest = newest_of_chunk(rows)
     lost = np.array(
         [
@@ -65,31 +62,34 @@ def compared(
         ],
         dtype=np.intp,
     )
-    return found, withdrawals(rows.take(lost), newest[lost], missing=True)
+    return (
+        rows_of_listing(unnamed, prefix),
+        withdrawals(rows.take(lost), newest[lost], missing=True),
+    )
 
 
-def deletable(
+def find_deletable(
     rows: Rows, withdrawn: Rows, objects: Mapping[str, tuple[int, float]], prefix: str
 ) -> tuple[Rows, list[str], Rows]:
-    """The rows without those that are in `withdrawn` and done with, and objects to be deleted.
+    """The rows without those in `withdrawn` that are done with, and objects to be deleted.
 
-    Also rows that offer again what somebody missed, and is there: a reader may have asked a replica
-    that lags behind, or the wrong server. Nothing is deleted on such a word alone.
+    Also rows that offer again an object that a reader missed, and that is there: the reader may
+    have asked a replica that lags behind, or the wrong server. Nothing is deleted on such a report.
 
     Args:
-        rows: merged rows of the slice, all of each chunk.
+        rows: merged rows of the shard, all of each chunk.
         withdrawn: rows that have withdrawn for long enough.
-        objects: all of the slice.
+        objects: all of the shard.
         prefix: the namespace's folder.
     """
     waiting = np.flatnonzero(rows.size_bytes == 0)
-    due = waiting[both_have(rows.take(waiting), withdrawn)]
+    due = waiting[contained_in(rows.take(waiting), withdrawn)]
     doomed: list[str] = []
     missed: list[int] = []
     sizes: list[int] = []
     kept = np.ones(len(rows), dtype=np.bool_)
     some = rows.take(due)
-    named = zip(due.tolist(), names_of(some, prefix), some.written_at.tolist(), strict=True)
+    named = zip(due.tolist(), object_names(some, prefix), some.written_at.tolist(), strict=True)
     for index, name, written_at in named:
         there = objects.get(name)
         if there is not None:
@@ -103,7 +103,7 @@ def deletable(
                 continue
             doomed.append(name)
         kept[index] = False
-    # Later than all that was withdrawn of the chunk, so that it counts for readers.
+    # Later than all withdrawals of the chunk, so that readers take it.
     chosen = np.array(missed, dtype=np.intp)
     found = replace(
         rows.take(chosen),
@@ -113,7 +113,7 @@ def deletable(
     return (rows.take(kept) if len(due) else rows), doomed, found
 
 
-def names_of(rows: Rows, prefix: str) -> list[str]:
+def object_names(rows: Rows, prefix: str) -> list[str]:
     """The object that each row names."""
     keys = rows.key_list(0, len(rows))
     ids = rows.segment_ids.tolist()

@@ -1,15 +1,13 @@
 """One writer's log: what this process wrote, announced in batches.
 
-Owns the rows that are not announced yet, when they are sent, and the numbers of one writer's
-files. Does not own when `flush` is called beyond saying that it is `due` (the sidecar's watch
-calls it), nor the local view of own writes: the engine has them at once.
+Owns the rows that are not announced yet and the numbers of one writer's files. Does not own when
+`flush` is called (`sidecar/catalog/sync.py`), or this process's own view of its writes: the engine
+has them at once. A crash loses the announcement of what was written since the last flush;
+reconciliation finds the objects.
 
-A crash loses the announcement of what was written since the last flush; the objects are found
-again by the reconciliation of `collection.py`.
-
-Invariants: a writer's name is random, and new for each life, so no two processes share a folder
+Invariants: a writer's name is random and new for each process, so no two processes share a folder
 and numbers grow without gaps; rows leave the buffer only once the store has them; the buffer is
-bounded, and what does not fit is counted and left to the reconciliation.
+bounded, and what does not fit is counted and left to reconciliation.
 """
 
 from __future__ import annotations
@@ -37,20 +35,20 @@ from tiers.catalog.rows import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers.catalog.tally import LogUsage
+    from tiers.catalog.usage import LogUsage
     from tiers.store.object_tier import ObjectTier
 
 ROWS_WAITING_MAX: Final = 200_000
-"""While the store is away: some 60 MiB."""
+"""While the store is unavailable: some 60 MiB."""
 
 
 def new_writer(kind: str = "s") -> str:
-    """A name that nobody else has: `s` for a sidecar, `c` for a collector."""
+    """A name that no other writer has: `s` for a sidecar, `c` for a compaction."""
     return kind + secrets.token_hex(8)[:15]
 
 
 class LogWriter:
-    """Appends to one catalog under one writer's name. One task at a time may flush.
+    """Appends to one catalog under one writer's name.
 
     Args:
         tier: the store.
@@ -58,8 +56,8 @@ class LogWriter:
         writer: from `new_writer`.
         rows_max: rows after which a file is due, whatever the time.
         seconds_max: how long a row waits.
-        clock: monotonic seconds; the system's where it is left out.
-        tally: is told of the rows that `append` takes, and of their files.
+        clock: monotonic seconds.
+        usage: counts the rows that `append` takes, and their files.
     """
 
     def __init__(
@@ -70,16 +68,16 @@ class LogWriter:
         *,
         rows_max: int,
         seconds_max: float,
-        clock: Callable[[], float] | None = None,
-        tally: LogUsage | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        usage: LogUsage | None = None,
     ) -> None:
         self.tier = tier
         self._folder = folder
         self.writer = writer
         self._rows_max = rows_max
         self._seconds_max = seconds_max
-        self._clock = clock or time.monotonic
-        self._tally = tally
+        self._clock = clock
+        self._usage = usage
         self._rows: list[Row] = []
         self._oldest = 0.0
         self._flushing = anyio.Lock()
@@ -100,12 +98,12 @@ class LogWriter:
         if not self._rows:
             self._oldest = self._clock()
         self._rows.append(row)
-        if self._tally is not None:
-            self._tally.add(row)
+        if self._usage is not None:
+            self._usage.add(row)
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until a flush is due (0: now); None while there is nothing to announce."""
+        """Seconds until a flush is due (0: now); None without rows."""
         if not self._rows:
             return None
         if len(self._rows) >= self._rows_max:
@@ -113,37 +111,36 @@ class LogWriter:
         return max(0.0, self._oldest + self._seconds_max - self._clock())
 
     async def flush(self) -> None:
-        """Write everything that waits now. Raises the tier's errors; the rows then wait on.
+        """Write the rows that wait now. Raises the tier's errors; the rows then stay.
 
-        What comes meanwhile waits until it is due itself: chunks that are written one after the
-        other would otherwise have a file each.
+        Rows that are appended meanwhile wait until they are due, or chunks that are written one
+        after the other would have a file each.
         """
         async with self._flushing:
             left, begun = len(self._rows), self._clock()
             while left > 0:
                 if self._unsent is None:
-                    # Each may name a segment of its own, and a file takes no more of these.
+                    # A file names a limited number of segments, and each row may name another.
                     rows = self._rows[: min(left, SEGMENTS_PER_FILE_MAX)]
-                    if self._tally is not None:
-                        self._tally.cut()
+                    if self._usage is not None:
+                        self._usage.cut()
                     self._unsent = (await anyio.to_thread.run_sync(_encoded, rows), len(rows))
-                # An answer may have been lost, so the same bytes are sent again under the same
-                # name: a reader never finds two files of one number.
+                # The store's answer may have been lost. The same bytes are sent again under the
+                # same name, so that a reader never finds two files of one number.
                 body, count = self._unsent
                 await self._send(body)
                 self._unsent = None
-                if self._tally is not None:
-                    self._tally.sent(self.files - 1, count)
+                if self._usage is not None:
+                    self._usage.sent(self.files - 1, count)
                 del self._rows[:count]
                 left -= count
                 self._oldest = begun
 
     async def write(self, rows: Rows) -> None:
-        """Write these rows at once, past the buffer. After an error, use another writer's name."""
+        """Write these rows at once, past the buffer. After an error, use a new writer's name."""
         async with self._flushing:
             for part in await anyio.to_thread.run_sync(cut, rows, ROWS_PER_FILE_MAX):
-                body = await anyio.to_thread.run_sync(encode, part)
-                await self._send(body)
+                await self._send(await anyio.to_thread.run_sync(encode, part))
 
     async def _send(self, body: Bytes) -> None:
         name = log_name(self._folder, LogName(self.writer, self.files), digest_of(body))

@@ -1,8 +1,8 @@
-"""A whole round: everything is merged anew, and what has to go is withdrawn or deleted.
+"""Major compaction: everything is merged, and what has to go is withdrawn or deleted.
 
-Owns going through a catalog shard by shard: what falls to a bound, what the objects say that the
-rows do not, what was withdrawn long enough ago, and telling readers. Does not own which round is
-due, nor the manifest (`compaction.py`), bounds (`retention.py`) or comparing (`diff.py`).
+Owns going through a catalog shard by shard: what exceeds a limit, what the objects say that the
+rows do not, what was withdrawn long enough ago, and announcing it. Does not own which compaction is
+due or the manifest (`compaction.py`), limits (`retention.py`), or comparing (`diff.py`).
 
 Invariants: those of `compaction.py`; a row is announced as withdrawn before it is left out.
 """
@@ -16,167 +16,162 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from tiers.catalog.diff import Objects, compared, deletable
-from tiers.catalog.event_loop import aside
+from tiers.catalog.diff import Objects, compare, find_deletable
 from tiers.catalog.manifest import TENANTS_MAX
-from tiers.catalog.merge import both_have, merged, newest_of_chunk, withdrawals
-from tiers.catalog.orphans import listed_in, slice_folder
-from tiers.catalog.retention import Ages, RetentionDecision, RetentionRules, Whys
+from tiers.catalog.merge import contained_in, merged, newest_of_chunk, withdrawals
+from tiers.catalog.orphans import list_shard, shard_folder
+from tiers.catalog.retention import Ages, Reasons, RetentionDecision, RetentionRules, TenantLimits
 from tiers.catalog.rows import Rows, joined
-from tiers.catalog.scan import Shards
-from tiers.catalog.usage import held_by_tenant, word_of
+from tiers.catalog.scan import merged_shards, run_for_rows
+from tiers.catalog.usage import cells_by_tenant
 
 if TYPE_CHECKING:
+    from tiers.catalog.compaction_work import CompactionReport, CompactionWork, SnapshotWriter
     from tiers.catalog.log import LogWriter
-    from tiers.catalog.rounds import CompactionReport, CompactionWork
-    from tiers.catalog.scan import State
-    from tiers.catalog.snapshots import Snapshots
+    from tiers.catalog.scan import CatalogState
 
 ANNOUNCED_ROWS: Final = 50_000
 DELETED_NAMES: Final = 100
-"""Objects that are deleted between two looks at the lease, and at themselves."""
+"""Objects that are deleted between two checks of the lease and of the objects themselves."""
 LOOK_NAMES: Final = 1000
-"""Names of a look right before objects are deleted: one request."""
+"""Names in the listing right before objects are deleted: one request."""
 LATE_ROWS_MAX: Final = 25_000
-"""Rows withdrawn while the base waits that are kept beyond it; each round reads them again."""
+"""Rows withdrawn in the base's grace that are kept beyond it. Each compaction reads them again."""
 
 
 class MergedFiles(NamedTuple):
-    """The files of a whole merge."""
+    """The files of a major compaction."""
 
     names: tuple[str, ...]
     base: int
     """How many of them, the first ones, are the base."""
-    late: int
-    """Rows beyond the base: what was withdrawn while it waits."""
-    anew: bool
-    """Whether the base has to wait again, where it was to wait on."""
+    late_rows: int
+    """Rows beyond the base: what was withdrawn in its grace."""
+    restart_grace: bool
+    """Whether the base's grace, which was to go on, has to begin again."""
 
 
 class MajorCompaction:
-    """Goes through a catalog once, or twice where a bound needs to know ages first."""
+    """Goes through a catalog once, or twice where a limit depends on the ages of all chunks."""
 
-    def __init__(self, work: CompactionWork, state: State, log: LogWriter) -> None:
+    def __init__(self, work: CompactionWork, state: CatalogState, log: LogWriter) -> None:
         self._work = work
         self._state = state
         self._log = log
-        self._news: list[Rows] = []
+        self._unannounced: list[Rows] = []
         self._late: list[Rows] = []
-        self._anew = False
+        self._restart_grace = False
 
-    async def run(self, out: Snapshots, *, deletes: bool, waits: bool) -> MergedFiles:
+    async def run(self, out: SnapshotWriter, *, deletes: bool, grace_runs: bool) -> MergedFiles:
         """Merge all into `out`.
 
-        `deletes`: what the base withdraws may be deleted now. `waits`: it is to wait as long as it
-        did, so nothing is withdrawn for a bound, and rows that others withdrew are kept apart.
+        `deletes`: what the base withdraws may be deleted now. `grace_runs`: its grace goes on, so
+        nothing is withdrawn for a limit, and what others withdrew is kept apart.
         """
         work, plan = self._work, self._work.plan
-        bounds = RetentionRules() if waits else plan.bounds
-        ages = await self._ages(bounds)
-        verdict = await anyio.to_thread.run_sync(RetentionDecision, bounds, ages, work.now_seconds)
-        async for shard, found, withdrawn in Shards(work.files, self._state).rows():
-            await work.check_alive()
+        rules = RetentionRules() if grace_runs else plan.retention
+        ages = await self._ages(rules)
+        decision = await anyio.to_thread.run_sync(RetentionDecision, rules, ages, work.now_seconds)
+        async for shard, found, withdrawn in merged_shards(work.files, self._state):
+            await work.check_lease()
             rows = found
             if plan.reconcile or (deletes and len(withdrawn)):
                 objects = await self._objects(shard)
                 if plan.reconcile:
-                    rows = await self._reconciled(rows, objects)
+                    rows = await self._reconcile(rows, objects)
                 if deletes:
-                    rows = await self._deleted(rows, withdrawn, objects, shard)
-            rows, fallen = await aside(len(rows), _judged, rows, verdict, work.report)
-            if len(fallen.rows):
-                if work.tell is not None:
-                    await work.tell(fallen.rows, fallen.whys)
-                await self._announce(fallen.news)
-            if waits:
-                rows = await aside(len(rows), self._without_late, rows, withdrawn)
+                    rows = await self._delete(rows, withdrawn, objects, shard)
+            rows, going = await run_for_rows(len(rows), _withdraw, rows, decision, work.report)
+            if len(going.rows):
+                if work.on_withdrawn is not None:
+                    await work.on_withdrawn(going.rows, going.reasons)
+                await self._announce(going.withdrawals)
+            if grace_runs:
+                rows = await run_for_rows(len(rows), self._without_late, rows, withdrawn)
             await out.add(rows)
-        base = len(await out.close())
+        base = len(await out.flush())
         late = joined(self._late)
-        if len(late):
-            await out.write(late)
+        await out.add(late)
+        names = tuple(await out.flush())
         await self._announce(None)
-        return MergedFiles(tuple(await out.close()), base, len(late), self._anew)
+        return MergedFiles(names, base, len(late), self._restart_grace)
 
     def _without_late(self, rows: Rows, withdrawn: Rows) -> Rows:
-        """The rows that may go to a base which waits on; the others are kept, if they are few."""
+        """The rows that may go into a base whose grace goes on. The others are kept, if few."""
         going = np.flatnonzero(rows.size_bytes == 0)
-        late = going[~both_have(rows.take(going), withdrawn)]
+        late = going[~contained_in(rows.take(going), withdrawn)]
         if not len(late):
             return rows
         if sum(len(one) for one in self._late) + len(late) > LATE_ROWS_MAX:
-            self._anew = True
+            self._restart_grace = True
             return rows
         self._late.append(rows.take(late))
         kept = np.ones(len(rows), dtype=np.bool_)
         kept[late] = False
         return rows.take(kept)
 
-    async def _ages(self, bounds: RetentionRules) -> Ages:
-        """What is offered before the round, by age; only where a bound needs to know."""
+    async def _ages(self, rules: RetentionRules) -> Ages:
+        """What is offered before the compaction, by age; only where a limit depends on it."""
         work = self._work
-        ages = Ages(bounds, work.now_seconds)
-        if await anyio.to_thread.run_sync(self._needs_ages, bounds):
-            async for _, rows, _ in Shards(work.files, self._state).rows():
-                await work.check_alive()
-                await aside(len(rows), ages.add, rows)
+        ages = Ages(rules, work.now_seconds)
+        if await anyio.to_thread.run_sync(self._needs_ages, rules):
+            async for _, rows, _ in merged_shards(work.files, self._state):
+                await work.check_lease()
+                await run_for_rows(len(rows), ages.add, rows)
         return ages
 
-    def _needs_ages(self, bounds: RetentionRules) -> bool:
-        if bounds.capped or bounds.tenant.capped:
-            return True
-        if not bounds.capped_anywhere:
-            return False
-        # Named tenants alone have limits, and most namespaces hold nothing of theirs.
+    def _needs_ages(self, rules: RetentionRules) -> bool:
+        if rules.capped or rules.tenant.capped or not rules.tenants_capped:
+            return rules.capped or rules.tenant.capped
+        # Only named tenants have limits, and most namespaces hold nothing of theirs.
         known = self._state.manifest.tenants
-        here = {bytes.fromhex(name) for name in known}
-        here |= held_by_tenant(self._state.log_rows).keys()
-        limits = bounds.of_tenants()
-        capped = any(limits.limits(word_of(tenant)).capped for tenant in here)
-        return capped or self._state.doubt or len(known) >= TENANTS_MAX
+        here = {int(name, 16) for name in known}
+        here |= set(cells_by_tenant(self._state.log_rows).tenants.tolist())
+        limits = TenantLimits(rules)
+        capped = any(limits.of(word).capped for word in here)
+        return capped or self._state.suspect or len(known) >= TENANTS_MAX
 
     async def _objects(self, shard: int) -> Objects:
-        listing = await listed_in(self._work.tier, self._work.prefix, shard)
+        listing = await list_shard(self._work.tier, self._work.prefix, shard)
         return {found.name: (found.size_bytes, found.modified_seconds) for found in listing}
 
-    async def _reconciled(self, rows: Rows, objects: Objects) -> Rows:
-        """The rows with what the objects say that they lack, or have too much."""
+    async def _reconcile(self, rows: Rows, objects: Objects) -> Rows:
+        """The rows, with those that the objects lack or have too much."""
         work = self._work
-        found, lost = await aside(
-            len(rows) + len(objects), compared, rows, objects, work.prefix, work.now_seconds
+        found, lost = await run_for_rows(
+            len(rows) + len(objects), compare, rows, objects, work.prefix, work.now_seconds
         )
         work.report.found += len(found)
         work.report.lost += len(lost)
-        if not len(found) and not len(lost):
-            return rows
-        await self._announce(joined([found, lost]))
-        return await anyio.to_thread.run_sync(merged, joined([rows, found, lost]))
+        return await self._with_announced(rows, joined([found, lost]))
 
-    async def _deleted(self, rows: Rows, old: Rows, objects: Objects, shard: int) -> Rows:
-        """Delete what was withdrawn long enough ago, or is there after all; the rows then."""
+    async def _delete(self, rows: Rows, old: Rows, objects: Objects, shard: int) -> Rows:
+        """Delete what was withdrawn long enough ago. Returns the rows without it.
+
+        An object that a reader missed and that is there is offered again.
+        """
         work = self._work
-        rows, doomed, found = await aside(len(rows), deletable, rows, old, objects, work.prefix)
+        rows, doomed, found = await run_for_rows(
+            len(rows), find_deletable, rows, old, objects, work.prefix
+        )
         work.report.deleted += len(doomed) if work.plan.dry_run else 0
-        # What was listed may be minutes old by now, and at a slow rate older than a lease.
+        # The listing may be minutes old by now, and at a slow rate older than a lease.
         left = deque(sorted(doomed))
         while left and not work.plan.dry_run:
-            await work.check_alive()
-            names = await self._unchanged(left, objects, slice_folder(work.prefix, shard))
+            await work.check_lease()
+            names = await self._unchanged(left, objects, shard_folder(work.prefix, shard))
             await work.tier.delete(names)
             work.report.deleted += len(names)
         work.report.found += len(found)
-        if not len(found):
-            return rows
-        await self._announce(found)
-        return await anyio.to_thread.run_sync(merged, joined([rows, found]))
+        return await self._with_announced(rows, found)
 
     async def _unchanged(self, left: deque[str], objects: Objects, folder: str) -> list[str]:
-        """Take the next names from `left`; those of them whose objects are as they were."""
-        # Right before the first; some servers would take its folder for all that is in that.
+        """Take the next names from `left`. Returns those whose objects are as they were listed."""
+        # Begin right before the first name. Some servers take the folder itself for all of it.
         after = left[0][:-1]
         page = await self._work.tier.list(folder, start_after=after, names_max=LOOK_NAMES)
         there = {one.name: (one.size_bytes, one.modified_seconds) for one in page}
-        # All that a store answers with lasts for more of them, where it has no pages.
+        # A store without pages answers with all names, which then last for more deletions.
         most = max(DELETED_NAMES, len(page) // 10)
         end = max(there, default="") if len(page) >= LOOK_NAMES else ""
         names: list[str] = []
@@ -188,37 +183,42 @@ class MajorCompaction:
                 names.append(name)
         return names
 
+    async def _with_announced(self, rows: Rows, others: Rows) -> Rows:
+        if not len(others):
+            return rows
+        await self._announce(others)
+        return await anyio.to_thread.run_sync(merged, joined([rows, others]))
+
     async def _announce(self, rows: Rows | None) -> None:
-        """Tell readers, some at a time; None: all that waits, now."""
+        """Announce rows to readers, many at a time. None: all that wait, now."""
         if rows is not None:
-            self._news.append(rows)
-        waiting = sum(len(one) for one in self._news)
+            self._unannounced.append(rows)
+        waiting = sum(len(one) for one in self._unannounced)
         if not waiting or (rows is not None and waiting < ANNOUNCED_ROWS):
             return
-        news, self._news = joined(self._news), []
+        unannounced, self._unannounced = joined(self._unannounced), []
         if not self._work.plan.dry_run:
-            await self._log.write(news)
+            await self._log.write(unannounced)
 
 
-class _Fallen(NamedTuple):
-    """What has to go of a shard."""
+class _Going(NamedTuple):
+    """What a shard withdraws."""
 
     rows: Rows
-    whys: Whys
-    news: Rows
-    """The rows that withdraw these."""
+    reasons: Reasons
+    withdrawals: Rows
 
 
-def _judged(
-    rows: Rows, verdict: RetentionDecision, report: CompactionReport
-) -> tuple[Rows, _Fallen]:
-    """A shard's rows after what has to go is withdrawn, and what that is; counted."""
-    whys = verdict.why(rows)
-    going = np.flatnonzero(whys)
-    gone, whys = rows.take(going), whys[going]
+def _withdraw(
+    rows: Rows, decision: RetentionDecision, report: CompactionReport
+) -> tuple[Rows, _Going]:
+    """A shard's rows with what exceeds a limit withdrawn, and what that is. Counts both."""
+    reasons = decision.reasons(rows)
+    going = np.flatnonzero(reasons)
+    gone, reasons = rows.take(going), reasons[going]
     news = withdrawals(gone, newest_of_chunk(rows)[going], missing=False)
     if len(gone):
-        report.count(gone, whys)
+        report.count_withdrawn(gone, reasons)
         rows = merged(joined([rows, news]))
-    report.census.add(rows)
-    return rows, _Fallen(gone, whys, news)
+    report.usage.add(rows)
+    return rows, _Going(gone, reasons, news)

@@ -1,16 +1,18 @@
 """Manifests: which snapshots hold the catalog, and which logs are merged into them.
 
 Owns the record and its bytes: a line with the xxh3_128 of the rest, then JSON. Does not own when
-one is written (`compaction.py`) or I/O. It may name 65,536 tenants, so its bytes are made and read
-slice by slice, in turns with whatever else the event loop has to do (`event_loop.py`).
+one is written (`compaction.py`), or I/O. `encode` and `decode` are generators, because a manifest
+may name 65,536 tenants: `run_in_slices` gives other tasks a turn at each `yield`. A thread would
+not help. Many small objects need the GIL all the time, and the event loop would wait for the
+interpreter's switch interval each time that it wants it.
 
-A manifest's name is its generation and it is only ever created, never replaced: of two compactions
-that began from one generation, one succeeds. That is the fence; the lease only spares the other
+A manifest's name is its generation. It is only ever created, never replaced: of two compactions
+that began from one generation, one succeeds. That is the fence; the lease only saves the other one
 its work.
 
 Invariants: a manifest is accepted whole or not at all; every name in it parses; its size is
 bounded. A writer stays in `merged` for `HISTORY` generations after its last file was merged, so a
-reader that is at most so far behind finds out what it has missed.
+reader that is no further behind finds out what it has missed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import anyio.lowlevel
 import msgspec
 import numpy as np
 
-from tiers.catalog.event_loop import at_once
 from tiers.catalog.names import parse_log, parse_snapshot
 from tiers.catalog.rows import CatalogCorrupt, digest_of
 from tiers.catalog.usage import Usage
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
     from tiers.catalog.rows import Bytes
 
+T = TypeVar("T")
+
 MANIFEST_FORMAT: Final = 1
 MANIFEST_BYTES_MAX: Final = 8 << 20
 SNAPSHOTS_MAX: Final = 4096
@@ -40,9 +44,9 @@ WRITERS_MAX: Final = 65_536
 TENANTS_MAX: Final = 65_536
 TENANTS_PER_SLICE: Final = 512
 NAMES_PER_SLICE: Final = 256
+HISTORY: Final = 8
 _SLICE_BYTES: Final = 60 * TENANTS_PER_SLICE
 _TENANT = re.compile(r"[0-9a-f]{16}")
-HISTORY: Final = 8
 _DIGEST_CHARACTERS: Final = 32
 
 
@@ -50,7 +54,7 @@ class Merged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far one writer's log is in the snapshots."""
 
     number: int
-    """The last file that is."""
+    """The last merged file."""
     generation: int
     """The manifest that merged it."""
 
@@ -60,7 +64,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     generation: int
     snapshots: tuple[str, ...] = ()
-    """Names of files, whole. The first `base` are one merge's, sorted by key and disjoint."""
+    """Names of files, whole. The first `base` are one major compaction's, sorted and disjoint."""
     base: int = 0
     base_seconds: float = 0.0
     """Since when they withdraw what they withdraw, by the store's clock."""
@@ -69,7 +73,7 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int = 0
     """Rows in all snapshots."""
     held: Usage = Usage()
-    """What is offered. Since the last whole merge, an estimate: duplicates count."""
+    """What is offered. Since the last major compaction, an estimate: duplicates count."""
     merged: dict[str, Merged] = {}
     reconciled_seconds: float = 0.0
     """When rows and objects were last compared, by the store's clock; 0 for never."""
@@ -82,28 +86,30 @@ class Manifest(_Fields, frozen=True, forbid_unknown_fields=True):
     tenants: dict[str, Usage] = {}
     """`held` by tenant (16 hexadecimal digits, zeros for none), of the largest `TENANTS_MAX`."""
 
-    def after(self, **changes: Any) -> Manifest:
-        """A manifest of the next generation."""
-        return msgspec.structs.replace(self, **{"generation": self.generation + 1, **changes})
 
-
-NOTHING: Final = Manifest(generation=-1)
+EMPTY_MANIFEST: Final = Manifest(generation=-1)
 """What holds before the first manifest: every log file counts."""
 
 
 class _Image(_Fields, frozen=True, forbid_unknown_fields=True):
-    """As it is in the bytes: with its tenants not looked at."""
+    """As it is in the bytes, with the tenants not parsed."""
 
     tenants: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def encode(manifest: Manifest) -> Bytes:
+async def run_in_slices(work: Generator[None, None, T]) -> T:
+    """The result of `work`. Other tasks get a turn at each `yield`."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await anyio.lowlevel.checkpoint()
+
+
+def encode(manifest: Manifest) -> Generator[None, None, Bytes]:
     """The bytes of a manifest."""
-    return at_once(encoding(manifest))
-
-
-def encoding(manifest: Manifest) -> Generator[None, None, Bytes]:
-    """`encode`, in slices."""
     names = iter(manifest.tenants.items())
     pieces: list[bytes] = []
     while some := dict(itertools.islice(names, TENANTS_PER_SLICE)):
@@ -116,13 +122,8 @@ def encoding(manifest: Manifest) -> Generator[None, None, Bytes]:
     return np.frombuffer(digest.encode() + b"\n" + text, dtype=np.uint8)
 
 
-def decode(body: Bytes, folder: str, generation: int) -> Manifest:
+def decode(body: Bytes, folder: str, generation: int) -> Generator[None, None, Manifest]:
     """The manifest in foreign bytes, named `generation`. Raises `CatalogCorrupt`."""
-    return at_once(decoding(body, folder, generation))
-
-
-def decoding(body: Bytes, folder: str, generation: int) -> Generator[None, None, Manifest]:
-    """`decode`, in slices."""
     digest, line, text = body[: _DIGEST_CHARACTERS + 1], body[-1:], body[_DIGEST_CHARACTERS + 1 :]
     if not line.size or digest.tobytes() != digest_of(text).encode() + b"\n":
         raise CatalogCorrupt("its first line is not the digest of the rest")
@@ -152,9 +153,9 @@ def _tenants_in(text: bytes) -> Generator[None, None, dict[str, Usage]]:
         end = text.find(b"]", min(first + _SLICE_BYTES, last - 1)) + 1 or last
         some = msgspec.json.decode(b"{%b}" % text[first:end], type=dict[str, Usage], strict=True)
         if not all(map(_TENANT.fullmatch, some)):
-            raise CatalogCorrupt("tenants: one is not called by 16 hexadecimal digits")
+            raise CatalogCorrupt("tenants: a name is not 16 hexadecimal digits")
         if any(min(held) < 0 for held in some.values()):
-            raise CatalogCorrupt("tenants: one holds less than nothing")
+            raise CatalogCorrupt("tenants: an amount is negative")
         found.update(some)
         if len(found) > TENANTS_MAX:
             raise CatalogCorrupt(f"tenants: more than {TENANTS_MAX}")
@@ -170,14 +171,14 @@ def _check(image: _Fields, folder: str, generation: int) -> Generator[None]:
             f"{MANIFEST_FORMAT} and {generation}"
         )
     if min(image.held) < 0:
-        raise CatalogCorrupt("held: less than nothing")
+        raise CatalogCorrupt("held: an amount is negative")
     if len(image.snapshots) > SNAPSHOTS_MAX or len(image.merged) > WRITERS_MAX:
         raise CatalogCorrupt(f"more than {SNAPSHOTS_MAX} snapshots or {WRITERS_MAX} writers")
     if not 0 <= image.base <= len(image.snapshots):
         raise CatalogCorrupt(f"base={image.base}: it has {len(image.snapshots)} snapshots")
     for number, name in enumerate(image.snapshots):
         if parse_snapshot(folder, name) is None:
-            raise CatalogCorrupt("a snapshot has another name than snapshots have")
+            raise CatalogCorrupt("a name in snapshots is not a snapshot's")
         if number % NAMES_PER_SLICE == 0:
             yield
     probe = "0" * _DIGEST_CHARACTERS
@@ -191,7 +192,7 @@ def _check(image: _Fields, folder: str, generation: int) -> Generator[None]:
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """What reading catalogs came to. Never decreases."""
+    """What was read of catalogs. Never decreases."""
 
     files_read: int = 0
     bytes_read: int = 0
@@ -199,4 +200,4 @@ class Counts:
     files_corrupt: int = 0
     """Ignored: damaged, or foreign."""
     reloads: int = 0
-    """Snapshots taken in because log files that are merged had gone or were damaged."""
+    """Reads of all snapshots because merged log files were gone or damaged."""

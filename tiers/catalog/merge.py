@@ -1,47 +1,49 @@
 """Merging rows: which of several rows of one segment holds.
 
-Owns the rule of the catalog (of the rows of a segment the latest holds, and of the same time the
-withdrawal; its parent and tenant are those that any of them names), sorting by key, and cutting
-into shards by a key's first byte. Does not own I/O, or when any of this is done.
+Owns the catalog's rule: the latest row of a segment holds, and of the same time the withdrawal; its
+parent and tenant are those that any of its rows names. Also owns sorting by key, and cutting into
+shards by a key's first byte. Does not own I/O, or when any of this is done.
 
-Invariants: pure; merging is associative, commutative and idempotent, so it does not matter which
-compactor merged what, how often, or in which order.
+Invariants: pure; merging is associative, commutative and idempotent, so the result does not depend
+on which process merged what, how often, or in which order.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from tiers.catalog.rows import Bytes, Ints, Longs, Rows, joined
+from tiers.catalog.rows import joined
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tiers.catalog.rows import Bytes, Longs, Rows
+    from tiers.catalog.usage import Mask, Words
 
 SHARDS: Final = 256
 
 
 def merged(rows: Rows) -> Rows:
-    """One row for each segment, sorted by key, of whom some row of the segment says it is."""
+    """One row for each segment, sorted by key."""
     if not len(rows):
         return rows
-    words = np.ascontiguousarray(rows.keys).view(">u8").astype(np.uint64)
-    withdrawn = rows.size_bytes == 0
-    # The names, not their numbers: those are a file's own.
+    words = _words(rows.keys)
+    # A file numbers its segments in its own order; only their names can be compared.
     names = np.argsort(np.argsort(np.array(rows.segments, dtype=object))).astype(np.int64)
     segments = names[rows.segment_ids]
-    # The last column is the most significant. Size and blocks only make the choice a fixed one, and
-    # that what falls to a bound does so though a reader missed it.
+    # The last column is the most significant. Blocks and size make the choice deterministic, and
+    # let a withdrawal by a limit win over one by a reader that found no object.
     order = np.lexsort(
         (
             rows.num_blocks,
             rows.size_bytes,
-            withdrawn,
+            rows.size_bytes == 0,
             rows.written_at,
             segments,
-            words[:, 3],
-            words[:, 2],
-            words[:, 1],
-            words[:, 0],
+            *words.T[::-1],
         )
     )
     words, segments = words[order], segments[order]
@@ -53,18 +55,23 @@ def merged(rows: Rows) -> Rows:
     lengths = np.diff(np.r_[0, ends])
     several = lengths > 1
     if several.any():
-        # Whoever misses an object, or lists it, does not know whose it is, and others do. A key has
-        # one parent and, as salts are part of it, one tenant; the largest makes it a fixed one.
+        # A process that misses or lists an object does not know its parent and tenant, others do.
+        # A key has one parent and, as salts are part of it, one tenant. The largest is taken.
         members = order[np.repeat(several, lengths)]
         found.parents[several] = _largest(rows.parents[members], lengths[several])
         found.tenants[several] = _largest(rows.tenants[members], lengths[several])
     return found
 
 
+def _words(column: Bytes) -> Words:
+    """A column of bytes as big-endian words: shape [n, width // 8]."""
+    return np.ascontiguousarray(column).view(">u8").astype(np.uint64)
+
+
 def _largest(column: Bytes, lengths: npt.NDArray[np.intp]) -> Bytes:
     """The largest of each run of values: shape [runs, width], for runs of these lengths."""
     starts = np.cumsum(lengths) - lengths
-    words = np.ascontiguousarray(column).view(">u8").astype(np.uint64)
+    words = _words(column)
     tops = np.empty((len(lengths), words.shape[1]), dtype=">u8")
     level = np.ones(len(words), dtype=np.bool_)
     for at in range(words.shape[1]):
@@ -88,8 +95,8 @@ def is_sorted(rows: Rows) -> bool:
 def newest_of_chunk(rows: Rows) -> Longs:
     """When a segment of each row's chunk was last written or withdrawn, of sorted rows: shape [n].
 
-    Readers keep one time for all segments of a chunk, this one: what is withdrawn as of any earlier
-    time was written anew since, as far as they can tell.
+    Readers keep one time for all segments of a chunk, this one. To them, a withdrawal as of an
+    earlier time is older than the chunk.
     """
     if not len(rows):
         return rows.written_at
@@ -100,34 +107,24 @@ def newest_of_chunk(rows: Rows) -> Longs:
 
 
 def withdrawals(rows: Rows, written_at: Longs, *, missing: bool) -> Rows:
-    """The rows that withdraw these, if they were not written after `written_at` (shape [n]).
+    """The rows that withdraw these, unless they were written after `written_at` (shape [n]).
 
-    `missing`: because there is no object, and not because they fall to a bound. Such rows have no
-    blocks, as those of a reader that found none: one that turns up after all is offered again.
+    `missing`: because there is no object, and not because of a limit. Such rows have no blocks, as
+    those of a reader that found none: an object that turns up after all is offered again.
     """
-    zeros: Any = np.zeros_like(rows.size_bytes)
-    num_blocks: Ints = np.zeros_like(rows.num_blocks) if missing else np.maximum(rows.num_blocks, 1)
-    return Rows(
-        rows.keys,
-        rows.parents,
-        rows.segments,
-        rows.segment_ids,
-        num_blocks,
-        zeros,
-        written_at,
-        rows.tenants,
+    blocks = np.zeros_like(rows.num_blocks) if missing else np.maximum(rows.num_blocks, 1)
+    return replace(
+        rows, num_blocks=blocks, size_bytes=np.zeros_like(rows.size_bytes), written_at=written_at
     )
 
 
-def both_have(rows: Rows, others: Rows) -> npt.NDArray[np.bool_]:
+def contained_in(rows: Rows, others: Rows) -> Mask:
     """Which of `rows` are also in `others`, by key, segment and time: shape [n]."""
-    found: npt.NDArray[np.bool_] = np.zeros(len(rows), dtype=np.bool_)
+    found: Mask = np.zeros(len(rows), dtype=np.bool_)
     if not len(rows) or not len(others):
         return found
     both = joined([rows, others])
-    words = np.ascontiguousarray(both.keys).view(">u8").astype(np.uint64)
-    columns: list[npt.NDArray[Any]] = [both.written_at, both.segment_ids]
-    columns += [words[:, at] for at in (3, 2, 1, 0)]
+    columns: list[npt.NDArray[Any]] = [both.written_at, both.segment_ids, *_words(both.keys).T]
     order = np.lexsort(columns)
     same = np.ones(len(order) - 1, dtype=np.bool_)
     for column in columns:

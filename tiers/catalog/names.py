@@ -1,19 +1,19 @@
 """Names of what is in the store: segments, and the catalog's own files.
 
-Owns every object name below a store's prefix, written and read back:
+Owns every object name below a store's prefix, written and parsed:
 
 * `v1/<namespace>/<kk>/<key>/<segment>.arrow`: one segment of a chunk
 * `v1/<namespace>/namespace.json`: what the namespace is
 * `v1/<namespace>/catalog/log/<writer>/<number>-<digest>.arrow`: rows that one writer announced
 * `v1/<namespace>/catalog/snapshot/<generation>-<part>-<digest>.arrow`: rows, merged
 * `v1/<namespace>/catalog/manifest/<generation>`: which snapshots and logs make up the catalog
-* `v1/lease/<generation>`: who may compact and collect
+* `v1/lease/<generation>`: which process may compact and collect
 
-Does not own I/O, or whether an object is any good: a name is a claim, verified when it is read.
+Does not own I/O, or whether an object is intact: a name is a claim, verified when it is read.
 
-Invariants: parsing gives back what went in, and nothing but such a name parses, so foreign
+Invariants: parsing returns what was formatted, and every other name parses to None, so foreign
 objects, quarantined ones and those of later formats are ignored. Numbers have a fixed width, so
-the names of one folder sort as their numbers do, whatever the clocks of their writers say.
+the names in one folder sort as their numbers do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME = re.compile(
     rf"{FORMAT}/([0-9a-f]{{{NAMESPACE_CHARACTERS}}})/([0-9a-f]{{2}})/([0-9a-f]{{{2 * KEY_BYTES}}})"
     r"/([0-9.-]{1,64})\.arrow"
 )
-_NAMESPACE = re.compile(rf"{FORMAT}/([0-9a-f]{{{NAMESPACE_CHARACTERS}}})/?")
+_NAMESPACE = re.compile(rf"({FORMAT}/[0-9a-f]{{{NAMESPACE_CHARACTERS}}})/?")
 _NUMBER = rf"([0-9]{{{NUMBER_DIGITS}}})"
 _WRITER = r"([sc][0-9a-f]{15})"
 _LOG_FOLDER = re.compile(rf"log/{_WRITER}/")
@@ -59,7 +59,7 @@ class LogName(NamedTuple):
     """The parts of a log file's name."""
 
     writer: str
-    """`s` and 15 hexadecimal digits for a sidecar's life, `c` and 15 for a collector's."""
+    """`s` and 15 hexadecimal digits for a sidecar process, `c` and 15 for a compaction."""
     number: int
     """Counts the files of one writer, from 0, without gaps."""
 
@@ -100,23 +100,23 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def parse_namespace(folder: str) -> str | None:
-    """A namespace's folder without a slash at its end, or None where it is none."""
+    """A namespace's folder without a trailing slash, or None for another folder."""
     match = _NAMESPACE.fullmatch(folder)
-    return f"{FORMAT}/{match[1]}" if match else None
+    return match[1] if match else None
 
 
-def about_name(prefix: str) -> str:
-    """Name of the file that says what the namespace in folder `prefix` is."""
+def namespace_info_name(prefix: str) -> str:
+    """The file that says what the namespace in folder `prefix` is."""
     return f"{prefix}/namespace.json"
 
 
 def catalog_folder(prefix: str) -> str:
-    """Where the catalog of the namespace in folder `prefix` is."""
+    """The folder of the catalog of the namespace in folder `prefix`."""
     return f"{prefix}/catalog"
 
 
 def log_name(folder: str, log: LogName, digest: str) -> str:
-    """Name of a log file in a catalog's folder."""
+    """The name of a log file in a catalog's folder."""
     return f"{folder}/log/{log.writer}/{_digits(log.number)}-{digest}.arrow"
 
 
@@ -133,29 +133,27 @@ def parse_log(folder: str, name: str) -> LogName | None:
 
 
 def snapshot_name(folder: str, generation: int, part: int, digest: str) -> str:
-    """Name of one part of a snapshot."""
+    """The name of one part of a snapshot."""
     return f"{folder}/snapshot/{_digits(generation)}-{part:05d}-{digest}.arrow"
 
 
 def parse_snapshot(folder: str, name: str) -> int | None:
     """The generation of a part of a snapshot, or None."""
-    match = _SNAPSHOT.fullmatch(name.removeprefix(f"{folder}/"))
-    return int(match[1]) if match else None
+    return _number(_SNAPSHOT, folder, name)
 
 
 def manifest_name(folder: str, generation: int) -> str:
-    """Name of a manifest. It has no digest, so that only one can be made of a generation."""
+    """The name of a manifest. Without a digest, so that a generation can have only one."""
     return f"{folder}/manifest/{_digits(generation)}"
 
 
 def parse_manifest(folder: str, name: str) -> int | None:
     """The generation of a manifest, or None."""
-    match = _MANIFEST.fullmatch(name.removeprefix(f"{folder}/"))
-    return int(match[1]) if match else None
+    return _number(_MANIFEST, folder, name)
 
 
 def lease_name(generation: int) -> str:
-    """Name of a lease."""
+    """The name of a lease."""
     return f"{LEASE_FOLDER}/{_digits(generation)}"
 
 
@@ -170,7 +168,12 @@ def digest_in(name: str) -> str:
     return name.removesuffix(".arrow")[-32:]
 
 
+def _number(pattern: re.Pattern[str], folder: str, name: str) -> int | None:
+    match = pattern.fullmatch(name.removeprefix(f"{folder}/"))
+    return int(match[1]) if match else None
+
+
 def _digits(number: int) -> str:
     if not 0 <= number <= NUMBER_MAX:
-        raise ValueError(f"number={number}: between 0 and {NUMBER_MAX}")
+        raise ValueError(f"number={number}: must be between 0 and {NUMBER_MAX}")
     return f"{number:0{NUMBER_DIGITS}d}"

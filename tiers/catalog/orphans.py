@@ -1,58 +1,74 @@
-"""Sweeping: what a store's objects themselves say that a namespace holds, one folder at a time.
+"""Objects that no catalog names: listed shard by shard, and removed where nobody needs them.
 
-Owns the slices, which are the 256 folders by a key's first two digits, and making rows of a
-listing of one. Does not own what is done with them: a sidecar offers and announces what the
-catalog lacks, a collector also withdraws what the catalog has too much.
+Owns listing a namespace's objects by shard, which is a folder named by a key's first two digits;
+making rows of such a listing; and which leftovers are removed: damaged objects that were moved
+aside long ago, and probes of sidecars that died. Does not own what is done with the rows: a sidecar
+offers and announces what the catalog lacks, a compaction also withdraws rows without an object.
+Does not own moving aside and probing (`store/object_tier.py`), temporary files of a folder
+(`store/folder.py`), or when any of this is done (`sidecar/catalog/`).
 
-Invariants: a slice is listed in pages, each with a deadline of its own, and held in memory alone;
-names that are no segment's are left out; whatever is in a slice, listing it ends with what is
-there or with an error of the tier.
-A row made of a listing has no tenant, parent or number of blocks, and the store's own time: the
-row of whoever wrote the object is newer, and holds, wherever it is known.
+Invariants: a shard is listed in pages, each with a deadline of its own, and no more than one shard
+is in memory; whatever is in a shard, listing it ends with what is there or with an error of the
+tier. What this code did not name stays, and so does what is too young or has no time. Ages are by
+the store's clock, for damaged objects from the moment when they were moved aside.
+A row made of a listing has no tenant, parent or number of blocks, and the store's own time: where
+the writer's own row is known, it is newer and holds.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import anyio.to_thread
 
-from tiers.catalog.names import parse_name
+from tiers.catalog.merge import SHARDS
+from tiers.catalog.names import FORMAT, parse_name, parse_namespace
 from tiers.catalog.rows import SIZE_LARGEST, Row, Rows, rows_of
 from tiers.errors import TierUnavailable
+from tiers.store.object_tier import PROBE_FOLDER, PROBE_NAME_BYTES, QUARANTINE_FOLDER
 
 if TYPE_CHECKING:
-    from tiers.store.client import Listing
+    from collections.abc import Awaitable, Callable
+
+    from tiers.store.client import Found, Listing
     from tiers.store.object_tier import ObjectTier
 
-SLICES: Final = 256
-SWEEP_PAGE_NAMES: Final = 1000
-"""Names that are asked for at a time: one request of S3, and of most others."""
+LIST_PAGE_NAMES: Final = 1000
+"""Names that are requested at a time: one request of S3, and of most other stores."""
+PROBE_SECONDS_MAX: Final = 3600.0
+"""A probe takes five requests. No sidecar waits for an older one."""
+REMOVED_TOGETHER: Final = 100
+"""Objects that are removed between two renewals of the lease."""
+_QUARANTINED: Final = f"{QUARANTINE_FOLDER}/"
+_PROBE: Final = re.compile(rf"{PROBE_FOLDER}/[0-9a-f]{{{2 * PROBE_NAME_BYTES}}}")
 
 
-def slice_folder(prefix: str, number: int) -> str:
-    """The folder of slice `number` of a namespace."""
-    return f"{prefix}/{number:02x}"
+def shard_folder(prefix: str, shard: int) -> str:
+    """The folder of one shard of a namespace."""
+    return f"{prefix}/{shard:02x}"
 
 
-async def slices_there(tier: ObjectTier, prefix: str) -> list[int]:
-    """The slices that hold anything, in order. One request. Raises the tier's errors."""
+async def nonempty_shards(tier: ObjectTier, prefix: str) -> list[int]:
+    """The shards that hold anything, in order. One request. Raises the tier's errors."""
     there = {entry.name.rstrip("/") for entry in await tier.list(prefix, deep=False)}
-    return [number for number in range(SLICES) if slice_folder(prefix, number) in there]
+    return [shard for shard in range(SHARDS) if shard_folder(prefix, shard) in there]
 
 
-async def listed_in(tier: ObjectTier, prefix: str, number: int) -> Listing:
-    """All objects in one slice. Raises the tier's errors."""
-    folder = slice_folder(prefix, number)
+async def list_shard(tier: ObjectTier, prefix: str, shard: int) -> Listing:
+    """All objects in one shard. Raises the tier's errors."""
+    folder = shard_folder(prefix, shard)
     found: Listing = []
     after = ""
     while True:
-        # All keys of a slice are of one length, so that servers agree on what comes after a name.
-        page = await tier.list(folder, start_after=after, names_max=SWEEP_PAGE_NAMES)
+        # All keys of a shard have one length, so servers agree on what comes after a name.
+        page = await tier.list(folder, start_after=after, names_max=LIST_PAGE_NAMES)
         found += page
-        if len(page) < SWEEP_PAGE_NAMES:
+        if len(page) < LIST_PAGE_NAMES:
             return found
-        # A foreign name, too: whatever it is, what comes after it is to come.
+        # The last name may be foreign. The next page begins after it all the same.
         before, after = after, max(one.name for one in page)
         if after <= before:
             raise TierUnavailable(
@@ -62,9 +78,9 @@ async def listed_in(tier: ObjectTier, prefix: str, number: int) -> Listing:
             )
 
 
-async def objects_in(tier: ObjectTier, prefix: str, number: int) -> Rows:
-    """A row for each segment in one slice. Raises the tier's errors."""
-    listing = await listed_in(tier, prefix, number)
+async def rows_in_shard(tier: ObjectTier, prefix: str, shard: int) -> Rows:
+    """A row for each segment in one shard. Raises the tier's errors."""
+    listing = await list_shard(tier, prefix, shard)
     return await anyio.to_thread.run_sync(rows_of_listing, listing, prefix)
 
 
@@ -75,8 +91,101 @@ def rows_of_listing(listing: Listing, prefix: str) -> Rows:
         name = parse_name(found.name)
         if name is None or not found.size_bytes or not found.name.startswith(f"{prefix}/"):
             continue
-        # Never 0, which is how a store that tells no times would make it.
+        # 0, of a store that gives no times, is not a valid time of a row.
         written_at = max(1, int(found.modified_seconds * 1e6))
         size_bytes = min(found.size_bytes, SIZE_LARGEST)
         rows.append(Row(name.key, name.segment.name, written_at, size_bytes))
     return rows_of(rows)
+
+
+@dataclass(slots=True)
+class Leftovers:
+    """What was removed, or with `dry_run` would have been."""
+
+    quarantined: int = 0
+    quarantined_bytes: int = 0
+    quarantine_kept: int = 0
+    """Damaged objects that are not old enough."""
+    quarantine_kept_bytes: int = 0
+    probes: int = 0
+
+    def count(self, found: Found) -> None:
+        """Count an object that is removed."""
+        if found.name.startswith(_QUARANTINED):
+            self.quarantined += 1
+            self.quarantined_bytes += found.size_bytes
+        else:
+            self.probes += 1
+
+
+async def remove_leftovers(
+    tier: ObjectTier,
+    now_seconds: float,
+    *,
+    quarantine_seconds: float | None,
+    namespace: str = "",
+    dry_run: bool = False,
+    renew_lease: Callable[[], Awaitable[bool]] | None = None,
+) -> Leftovers:
+    """Remove what is old enough. Raises the tier's errors; the rest is left to the next call.
+
+    Args:
+        tier: the store.
+        now_seconds: the time by the store's clock.
+        quarantine_seconds: how long damaged objects stay; None: for ever.
+        namespace: only what was moved aside in the namespace of this folder; "": everything.
+        dry_run: remove nothing.
+        renew_lease: called now and then; False ends it, because another process has the lease.
+    """
+    report = Leftovers()
+    before = now_seconds - (math.inf if quarantine_seconds is None else quarantine_seconds)
+
+    async def remove(doomed: Listing) -> bool:
+        # The lease is renewed though nothing is removed: many empty shards outlast it.
+        for first in range(0, max(1, len(doomed)), REMOVED_TOGETHER):
+            if renew_lease is not None and not await renew_lease():
+                return False
+            some = doomed[first : first + REMOVED_TOGETHER]
+            if some and not dry_run:
+                await tier.delete([found.name for found in some])
+            for found in some:
+                report.count(found)
+        return True
+
+    folders = [f"{_QUARANTINED}{namespace}"] if namespace else await _quarantine_folders(tier)
+    for folder in folders:
+        for shard in await nonempty_shards(tier, folder):
+            listing = await list_shard(tier, folder, shard)
+            doomed = await anyio.to_thread.run_sync(_too_old, listing, before, report)
+            if not await remove(doomed):
+                return report
+    if not namespace:
+        listing = await tier.list(PROBE_FOLDER)
+        probes = [found for found in listing if _PROBE.fullmatch(found.name)]
+        await remove([one for one in probes if _is_older(one, now_seconds - PROBE_SECONDS_MAX)])
+    return report
+
+
+async def _quarantine_folders(tier: ObjectTier) -> list[str]:
+    """The folders of namespaces with objects that were moved aside."""
+    there = await tier.list(f"{_QUARANTINED}{FORMAT}", deep=False)
+    found = [parse_namespace(entry.name.removeprefix(_QUARANTINED)) for entry in there]
+    return sorted(f"{_QUARANTINED}{prefix}" for prefix in found if prefix is not None)
+
+
+def _too_old(listing: Listing, before: float, report: Leftovers) -> Listing:
+    """The objects that were moved aside before a moment; `report` counts the others."""
+    found: Listing = []
+    for one in listing:
+        if parse_name(one.name.removeprefix(_QUARANTINED)) is None:
+            continue
+        if _is_older(one, before):
+            found.append(one)
+        else:
+            report.quarantine_kept += 1
+            report.quarantine_kept_bytes += one.size_bytes
+    return found
+
+
+def _is_older(found: Found, moment: float) -> bool:
+    return 0 < found.modified_seconds < moment

@@ -1,20 +1,19 @@
-"""Reading a catalog: what is new since last time, in one listing as a rule.
+"""Reading a catalog: what is new since the last call, in one listing as a rule.
 
-Owns a reader's position in every writer's log and the manifest that it goes by. Does not own what
-rows come to (the engine's directory, or `merge.py`), nor when it is asked.
+Owns a reader's position in every writer's log and the manifest that it follows. Does not own what
+the rows mean (the engine's directory, or `merge.py`), or when it is called.
 
-A refresh lists the catalog's folder. While its files fit in one page of a listing, which
-compaction sees to, that is one request whatever the number of writers; beyond it, the writers'
-folders are listed one by one from their positions on, where that takes fewer requests, and all of
-it now and then, to count what was removed. A new
-manifest costs one read. Snapshots are read at the first refresh, and when log files that were not
-seen have been merged and then deleted or damaged.
+A refresh lists the catalog's folder. While its files fit in one page of a listing, which compaction
+ensures, that is one request whatever the number of writers. Beyond it, the writers' folders are
+listed one by one from their positions on, where that takes fewer requests, and the whole folder now
+and then, to count what was removed. A new manifest costs one read. Snapshots are read at the first
+refresh, and when log files that were not read have been merged and then deleted or damaged.
 
 Invariants: rows come at least once, those of one writer in order; a position moves only when the
-file before it was read, or was found broken or lost: that is counted, and not tried again, and it
-is a doubt, which has somebody look at the objects themselves. A failure of the store leaves the
-rest to the next refresh. Whatever is in the catalog's folder, reading it ends
-with rows or with an error of the tier: foreign names are skipped, sizes are bounded.
+file before it was read, or was found broken or lost. Such a file is counted and not tried again,
+and makes the catalog suspect, so that the objects themselves are listed. A failure of the store
+leaves the rest to the next refresh. Whatever is in the folder, reading it ends with rows or with an
+error of the tier: foreign names are skipped, sizes are bounded.
 """
 
 from __future__ import annotations
@@ -27,8 +26,14 @@ import anyio.to_thread
 import numpy as np
 
 from tiers.catalog import manifest as manifests
-from tiers.catalog.event_loop import in_turns
-from tiers.catalog.manifest import HISTORY, MANIFEST_BYTES_MAX, NOTHING, Counts, Manifest
+from tiers.catalog.manifest import (
+    EMPTY_MANIFEST,
+    HISTORY,
+    MANIFEST_BYTES_MAX,
+    Counts,
+    Manifest,
+    run_in_slices,
+)
 from tiers.catalog.names import (
     LogName,
     digest_in,
@@ -47,10 +52,10 @@ if TYPE_CHECKING:
     from tiers.store.client import Found, Listing
     from tiers.store.object_tier import ObjectTier
 
-PAGE_NAMES: Final = 1000
+CATALOG_PAGE_NAMES: Final = 1000
 """Names in one request of a listing, of S3 and of most others."""
 PAGED_MAX: Final = 64
-"""Refreshes after which all names are listed again: some may have been removed."""
+"""Refreshes after which all names are listed again, because some may have been removed."""
 BROKEN_KEPT_MAX: Final = 1024
 
 _log = logging.getLogger(__name__)
@@ -73,7 +78,7 @@ class Contents(NamedTuple):
 
 
 def sort_out(folder: str, listing: Listing) -> Contents:
-    """What a listing of a catalog's folder holds."""
+    """The files in a listing of a catalog's folder."""
     logs: list[LogFile] = []
     manifests_found: dict[int, Found] = {}
     snapshots: dict[str, Found] = {}
@@ -124,7 +129,7 @@ class Files:
             if body is None:
                 continue
             try:
-                return await in_turns(manifests.decoding(body, self.folder, generation))
+                return await run_in_slices(manifests.decode(body, self.folder, generation))
             except CatalogCorrupt as error:
                 self._broken(found.name, error)
         return None
@@ -152,69 +157,64 @@ class CatalogReader:
         tier: the store.
         folder: the catalog's folder.
         counts: where to count.
-        page_names: how many names a listing has per request.
     """
 
-    def __init__(
-        self, tier: ObjectTier, folder: str, counts: Counts, *, page_names: int = PAGE_NAMES
-    ) -> None:
+    def __init__(self, tier: ObjectTier, folder: str, counts: Counts) -> None:
         self._tier = tier
         self._folder = folder
         self._files = Files(tier, folder, counts)
         self.counts = counts
         self.writer = ""
-        """Whose log has the rows that came last; "" for those of a snapshot."""
+        """The writer of the rows that came last; "" for those of a snapshot."""
         self.file: LogName | None = None
-        """The file of a log that has them; None for a snapshot."""
-        self._page_names = page_names
-        self._manifest = NOTHING
+        """Their log file; None for a snapshot."""
+        self.names_known = 0
+        """Names in the catalog's folder at the last refresh."""
+        self.logs_unmerged = 0
+        """Log files that compaction has yet to merge, at the last refresh."""
+        self.manifest = EMPTY_MANIFEST
+        """The manifest that this reader follows."""
         self._positions: dict[str, LogFile] = {}
         self._merged: dict[str, int] = {}
-        self._names_known = 0
-        self._unmerged = 0
         self._paged = 0
         """Refreshes since all names were listed."""
-        self._doubt = False
-        self._looked = False
+        self._suspect = False
+        self._refreshed = False
         self._unfinished = False
-        """Whether log files that the manifest has merged may not have been read, and go unread."""
-        self._broken_told: set[str] = set()
-        # Writer -> the last file before a gap, as seen by the refresh before.
+        """Whether merged log files were perhaps not read, and may be gone at the next refresh."""
+        self._broken_reported: set[str] = set()
         self._gaps: dict[str, int] = {}
+        """Writer -> the last file before a gap, at the refresh before."""
         self._incomplete = -1
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest that this reader goes by."""
-        return self._manifest
+        """A generation with a missing snapshot."""
 
     @property
     def generation(self) -> int:
         """Of its manifest; -1 before the first."""
-        return self._manifest.generation
+        return self.manifest.generation
 
     async def changes(self) -> AsyncGenerator[Rows]:
         """Rows that are new since the last call, file by file. Raises `TierUnavailable`."""
         contents = await self._list()
         listed_all = not self._paged
         if self._fresh and not contents.manifests and not contents.logs:
-            self._doubt = not self._looked
-        self._looked = True
+            self._suspect = not self._refreshed
+        self._refreshed = True
         if -1 < max(contents.manifests, default=-1) < self.generation:
-            # All of them were lost, and compaction has begun to count anew.
-            self._manifest, self._doubt = NOTHING, True
+            # All of them were lost, and compaction counts from 0 again.
+            self.manifest, self._suspect = EMPTY_MANIFEST, True
         newer = await self._files.manifest(contents, self.generation)
         if newer is not None:
-            # Who made it has removed files: how many there are is counted anew.
+            # The compaction that made it has removed files: count them again.
             self._paged = PAGED_MAX
         if newer is not None or self._unfinished:
-            manifest = newer or self._manifest
+            manifest = newer or self.manifest
             if self._missed(manifest, contents):
                 async for snapshot in self._reload(manifest):
                     yield snapshot
-            self._manifest = manifest
+            self.manifest = manifest
             self._forget(contents)
-        self._count_unmerged(contents, whole=listed_all or newer is not None)
+        self._count_unmerged(contents, all_listed=listed_all or newer is not None)
         self._unfinished = True
         gaps, self._gaps = self._gaps, {}
         for file in contents.logs:
@@ -222,11 +222,11 @@ class CatalogReader:
             if file.log.number <= before or writer in self._gaps:
                 continue
             if file.log.number > before + 1 and gaps.get(writer) != before:
-                # A listing may show the second of two files that were written while it ran. The
-                # next one has the first, or it is lost.
+                # A listing may show only the second of two files that were written while it ran.
+                # The next listing has the first one too, or it is lost.
                 self._gaps[writer] = before
                 continue
-            self._doubt |= file.log.number > before + 1
+            self._suspect |= file.log.number > before + 1
             try:
                 rows = await self._files.rows(file.found.name, file.found.size_bytes)
             except ChunkMissing:
@@ -236,37 +236,27 @@ class CatalogReader:
                 self.writer, self.file = writer, file.log
                 yield rows
             elif self._is_merged(file.log):
-                # It may have been whole then, and nobody announces again what the snapshots have.
-                async for snapshot in self._reload(self._manifest):
+                # Compaction may have found it intact. Nobody announces its rows again.
+                async for snapshot in self._reload(self.manifest):
                     yield snapshot
             self._positions[writer] = file
         self._unfinished = False
 
-    @property
-    def names_known(self) -> int:
-        """Names in the catalog's folder at the last refresh."""
-        return self._names_known
+    def _count_unmerged(self, contents: Contents, *, all_listed: bool) -> None:
+        # A listing from the positions on has only new files. A new manifest leaves few, and all
+        # names are listed at the next refresh.
+        known = 0 if all_listed else self.logs_unmerged
+        self.logs_unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
 
-    @property
-    def logs_unmerged(self) -> int:
-        """Log files that compaction has yet to merge, at the last refresh."""
-        return self._unmerged
-
-    def _count_unmerged(self, contents: Contents, *, whole: bool) -> None:
-        # What is not a listing of all names adds what is new; after a new manifest, which leaves
-        # little, all are listed the next time.
-        known = 0 if whole else self._unmerged
-        self._unmerged = known + sum(not self._is_merged(file.log) for file in contents.logs)
-
-    def take_doubt(self) -> bool:
-        """Whether, since the last call, the catalog was found absent, damaged or incomplete."""
-        broken = self._files.broken.keys() - self._broken_told
-        doubt, self._doubt = self._doubt or bool(broken), False
-        self._broken_told = set(self._files.broken)
-        return doubt
+    def take_suspect(self) -> bool:
+        """Whether, since the last call, the catalog was absent, damaged or incomplete."""
+        broken = self._files.broken.keys() - self._broken_reported
+        suspect, self._suspect = self._suspect or bool(broken), False
+        self._broken_reported = set(self._files.broken)
+        return suspect
 
     async def _reload(self, manifest: Manifest) -> AsyncIterator[Rows]:
-        """Everything that a manifest has merged, in place of the log files that it was in."""
+        """Everything that a manifest has merged, instead of the log files."""
         self.counts.reloads += not self._fresh
         async for snapshot in self._snapshots(manifest):
             yield snapshot
@@ -279,12 +269,12 @@ class CatalogReader:
                 rows = await self._files.rows(name)
             except ChunkMissing as error:
                 if incomplete:
-                    # No newer manifest has come since the last time: it is lost.
-                    self._doubt = True
+                    # No newer manifest has come since the last refresh: it is lost.
+                    self._suspect = True
                     continue
                 self._incomplete = manifest.generation
                 raise TierUnavailable(
-                    f"{error}: a newer manifest has replaced the snapshot; it is read next time",
+                    f"{error}: a newer manifest has replaced it; the next refresh reads that",
                     retryable=True,
                 ) from error
             if rows is not None:
@@ -306,33 +296,33 @@ class CatalogReader:
         )
 
     def _is_merged(self, log: LogName) -> bool:
-        """Whether the snapshots of this reader's manifest have what is, or was, in a log file."""
-        merged = self._manifest.merged.get(log.writer)
+        """Whether the snapshots of this reader's manifest have the rows of a log file."""
+        merged = self.manifest.merged.get(log.writer)
         return merged is not None and log.number <= merged.number
 
     @property
     def _fresh(self) -> bool:
-        """Whether nothing was read yet: then a snapshot costs less than the logs behind it."""
+        """Whether nothing was read yet. A snapshot then costs less than its logs."""
         return self.generation < 0 and not self._positions
 
     def _position(self, writer: str) -> int:
-        """The last file of a writer that need not be read."""
+        """The last file of a writer that was read or is in snapshots that were."""
         file = self._positions.get(writer)
         return max(self._merged.get(writer, -1), -1 if file is None else file.log.number)
 
     def _forget(self, contents: Contents) -> None:
-        """Drop the positions of writers whose files are gone and remembered by no manifest."""
-        kept = {file.log.writer for file in contents.logs} | self._manifest.merged.keys()
+        """Drop the positions of writers without files that the manifest does not name."""
+        kept = {file.log.writer for file in contents.logs} | self.manifest.merged.keys()
         for known in (self._positions, self._merged):
             for writer in [writer for writer in known if writer not in kept]:
                 del known[writer]
 
     async def _list(self) -> Contents:
-        whole = 1 + self._names_known // self._page_names
-        if self._paged >= PAGED_MAX or whole <= 2 + len(self._positions):
+        requests = 1 + self.names_known // CATALOG_PAGE_NAMES
+        if self._paged >= PAGED_MAX or requests <= 2 + len(self._positions):
             self._paged = 0
             listing = await self._tier.list(self._folder)
-            self._names_known = len(listing)
+            self.names_known = len(listing)
             return sort_out(self._folder, listing)
         self._paged += 1
         found = await self._tier.list(f"{self._folder}/manifest")
@@ -344,7 +334,7 @@ class CatalogReader:
             start_after = file.found.name if file is not None else ""
             found += await self._tier.list(entry.name, start_after=start_after)
         contents = sort_out(self._folder, found)
-        self._names_known += sum(
+        self.names_known += sum(
             file.log.number > self._position(file.log.writer) for file in contents.logs
         )
         return contents

@@ -1,17 +1,17 @@
-"""Bounds: how old and how much a namespace and each of its tenants may be, and which chunks go.
+"""Retention: how old and how much a namespace and each of its tenants may be, and which chunks go.
 
-Owns the limits, counting what they apply to by age (`Ages`), and the verdict on each chunk. Does
-not own I/O, clocks, merging, or when any of this is done.
+Owns the limits, the amounts by age that they apply to (`Ages`), and the decision on each chunk.
+Does not own I/O, clocks, merging, or when any of this is done.
 
-Chunks go whole and oldest first, by when they were last written: a store does not know when
-anything was last read. What is too old goes first, whatever else holds; then what tenants have too
-much; and of what is left then, what the namespace has too much. So each chunk falls to one bound,
-and none goes for room that another has made. What a bound says is exact for age; for bytes and
-objects, chunks written in one span are of one age, and no more of it goes than needed. A span is a
-minute, or where there are very many tenants and ages as many as keep the count of both bounded. How
-much of its oldest span a tenant keeps is estimated when the namespace's own excess is reckoned.
+Chunks go whole and oldest first, by when they were last written: a store does not know when a chunk
+was last read. What is too old goes first, whatever the other limits; then what tenants have too
+much; then what the namespace has too much of the rest. So each chunk falls to one limit, and none
+goes for room that another has made. Limits of age are exact. For bytes and objects, chunks written
+in one span are of one age, and no more of it goes than needed. A span is a minute, or longer where
+tenants and ages are so many that `CELLS_MAX` would be exceeded. How much of its oldest span a
+tenant keeps is an estimate when the namespace's own excess is computed.
 
-Invariants: pure; the same chunks in the same order get the same verdict; memory is bounded by
+Invariants: pure; the same chunks in the same order get the same decision; memory is bounded by
 `CELLS_MAX`, or by the number of tenants.
 """
 
@@ -32,6 +32,7 @@ from tiers.catalog.usage import (
     Chunks,
     Mask,
     Sums,
+    Usage,
     Words,
     cells_of,
     joined_cells,
@@ -44,21 +45,21 @@ if TYPE_CHECKING:
     from tiers.catalog.rows import Longs, Rows
 
 MICROSECONDS: Final = 1_000_000
-_MINUTE: Final = 60 * MICROSECONDS
 FUTURE_SECONDS_MAX: Final = 24 * 3600
-"""A row this far ahead comes from a clock that is off, and has no age to speak of."""
+"""A row this far ahead comes from a wrong clock and has no usable age."""
 CELLS_MAX: Final = 1 << 19
 """Pairs of a tenant and a span: 25 MB."""
 COARSEST: Final = 20
 """How often a span is made twice as long: a million minutes are two years."""
 NO_LIMIT: Final = 1 << 61
+_MINUTE: Final = 60 * MICROSECONDS
 _ROUNDING: Final = 1e-6
 
-Whys = npt.NDArray[np.uint8]
+Reasons = npt.NDArray[np.uint8]
 
 
-class Why(enum.IntEnum):
-    """What a chunk falls to."""
+class RetentionReason(enum.IntEnum):
+    """Which limit withdraws a chunk."""
 
     KEPT = 0
     CLOCK = 1
@@ -71,23 +72,21 @@ class Why(enum.IntEnum):
 
     @property
     def setting(self) -> str:
-        """How the configuration calls it."""
+        """The configuration key. `clock` is for a time ahead of the store, where there is a TTL."""
         return _SETTINGS[self]
 
 
-BOUNDS: Final = tuple(why for why in Why if why is not Why.KEPT)
-
-_SETTINGS: Final = {
-    Why.KEPT: "",
-    Why.CLOCK: "clock",
-    Why.TTL: "store.ttl",
-    Why.TENANT_TTL: "tenants.store_ttl",
-    Why.TENANT_SIZE: "tenants.store_max",
-    Why.TENANT_OBJECTS: "tenants.store_objects_max",
-    Why.SIZE: "store.size_max",
-    Why.OBJECTS: "store.objects_max",
-}
-"""`clock`: written more than a day ahead of the store's time, where there is a TTL."""
+_SETTINGS: Final = (
+    "",
+    "clock",
+    "store.ttl",
+    "tenants.store_ttl",
+    "tenants.store_max",
+    "tenants.store_objects_max",
+    "store.size_max",
+    "store.objects_max",
+)
+REASONS: Final = tuple(one for one in RetentionReason if one is not RetentionReason.KEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +99,17 @@ class RetentionLimits:
 
     @property
     def capped(self) -> bool:
-        """Whether it says how much."""
+        """Whether bytes or objects are limited."""
         return self.size_bytes_max is not None or self.objects_max is not None
 
-    def exceeded(self, size_bytes: int, objects: int, oldest: int, now_seconds: float) -> bool:
-        """Whether so much, the oldest of it that old (microseconds, 0 for none), is too much."""
-        if self.size_bytes_max is not None and size_bytes > self.size_bytes_max:
+    def exceeded(self, usage: Usage, now_seconds: float) -> bool:
+        """Whether that is too much or too old."""
+        if self.size_bytes_max is not None and usage.size_bytes > self.size_bytes_max:
             return True
-        if self.objects_max is not None and objects > self.objects_max:
+        if self.objects_max is not None and usage.objects > self.objects_max:
             return True
         ttl = self.ttl_seconds
-        return ttl is not None and 0 < oldest < int((now_seconds - ttl) * MICROSECONDS)
+        return ttl is not None and 0 < usage.oldest < int((now_seconds - ttl) * MICROSECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +119,20 @@ class RetentionRules(RetentionLimits):
     tenant: RetentionLimits = field(default_factory=RetentionLimits)
     """Of each tenant that is not in `named`."""
     named: Mapping[bytes, RetentionLimits] = field(default_factory=dict[bytes, RetentionLimits])
-    """Instead, by tenant: b"" or zeros for requests without a cache salt."""
+    """By tenant: b"" or zeros for requests without a cache salt."""
 
     @property
-    def capped_anywhere(self) -> bool:
-        """Whether anything says how much."""
-        return self.capped or self.tenant.capped or any(one.capped for one in self.named.values())
-
-    def of(self, tenant: bytes) -> RetentionLimits:
-        """The limits of a tenant as rows name it."""
-        return _TenantLimits(self).limits(word_of(tenant))
-
-    def of_tenants(self) -> _TenantLimits:
-        """The limits of tenants, to be asked for many."""
-        return _TenantLimits(self)
+    def tenants_capped(self) -> bool:
+        """Whether bytes or objects of any tenant are limited."""
+        return self.tenant.capped or any(one.capped for one in self.named.values())
 
 
-class _TenantLimits:
+class TenantLimits:
     """Limits by tenant, as columns."""
 
-    def __init__(self, bounds: RetentionRules) -> None:
-        self._default = bounds.tenant
-        self._named = {word_of(tenant): one for tenant, one in sorted(bounds.named.items())}
+    def __init__(self, rules: RetentionRules) -> None:
+        self._default = rules.tenant
+        self._named = {word_of(tenant): one for tenant, one in sorted(rules.named.items())}
         words = sorted(self._named)
         self._words: Words = np.array(words, dtype=np.uint64)
         every = [self._named[word] for word in words] + [self._default]
@@ -149,11 +140,11 @@ class _TenantLimits:
         self.size_bytes_max = _column([one.size_bytes_max for one in every])
         self.objects_max = _column([one.objects_max for one in every])
 
-    def limits(self, word: int) -> RetentionLimits:
-        """Those of one tenant."""
+    def of(self, word: int) -> RetentionLimits:
+        """The limits of one tenant."""
         return self._named.get(word, self._default)
 
-    def of(self, column: Longs, tenants: Words) -> Longs:
+    def values(self, column: Longs, tenants: Words) -> Longs:
         """The values of one of the columns for these tenants; `NO_LIMIT` for none."""
         if not len(self._words):
             return np.full(len(tenants), column[-1])
@@ -162,7 +153,7 @@ class _TenantLimits:
 
 
 def _micros(seconds: float | None) -> int | None:
-    return None if seconds is None else min(int(seconds * MICROSECONDS), NO_LIMIT)
+    return None if seconds is None else int(seconds * MICROSECONDS)
 
 
 def _column(values: list[int | None]) -> Longs:
@@ -173,35 +164,34 @@ def _column(values: list[int | None]) -> Longs:
 class Expiry:
     """Which chunks are too old."""
 
-    def __init__(self, bounds: RetentionRules, now_seconds: float) -> None:
+    def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
         self._now = int(now_seconds * MICROSECONDS)
-        ttl = _micros(bounds.ttl_seconds)
-        self._ttl = NO_LIMIT if ttl is None else ttl
-        self._tenants = bounds.of_tenants()
+        [self._ttl] = _column([_micros(rules.ttl_seconds)]).tolist()
+        self._tenants = TenantLimits(rules)
         self._future = self._now + FUTURE_SECONDS_MAX * MICROSECONDS
 
-    def why(self, chunks: Chunks) -> Whys:
-        """For each chunk, the TTL that it falls to: shape [n]."""
-        own = self._tenants.of(self._tenants.ttl, chunks.tenants)
-        found: Whys = np.zeros(len(chunks), dtype=np.uint8)
-        found[chunks.times < self._now - own] = Why.TENANT_TTL
-        found[chunks.times < self._now - self._ttl] = Why.TTL
+    def reasons(self, chunks: Chunks) -> Reasons:
+        """For each chunk, the TTL that it exceeds: shape [n]."""
+        own = self._tenants.values(self._tenants.ttl, chunks.tenants)
+        found: Reasons = np.zeros(len(chunks), dtype=np.uint8)
+        found[chunks.times < self._now - own] = RetentionReason.TENANT_TTL
+        found[chunks.times < self._now - self._ttl] = RetentionReason.TTL
         bounded = np.minimum(own, self._ttl) < NO_LIMIT
-        found[bounded & (chunks.times > self._future)] = Why.CLOCK
+        found[bounded & (chunks.times > self._future)] = RetentionReason.CLOCK
         return found
 
 
 class Ages:
-    """What is offered and not too old, by tenant and age: what a verdict on the rest is made of."""
+    """What is offered and not too old, by tenant and age."""
 
-    def __init__(self, bounds: RetentionRules, now_seconds: float) -> None:
-        self._expiry = Expiry(bounds, now_seconds)
-        self._by_tenant = bounds.tenant.capped or any(one.capped for one in bounds.named.values())
+    def __init__(self, rules: RetentionRules, now_seconds: float) -> None:
+        self._expiry = Expiry(rules, now_seconds)
+        self._by_tenant = rules.tenants_capped
         self._sums = Sums()
         self._coarse = 0
 
     def add(self, rows: Rows) -> None:
-        """Count merged rows; all of a chunk must come together."""
+        """Count merged rows; all rows of a chunk must come together."""
         live = rows.take(rows.size_bytes > 0)
         if not len(live):
             return
@@ -209,7 +199,7 @@ class Ages:
         cells = cells_of(chunks, self.spans(chunks.times))
         if not self._by_tenant:
             cells = replace(cells, tenants=np.zeros(len(cells), dtype=np.uint64))
-        kept = np.flatnonzero(self._expiry.why(chunks) == Why.KEPT)
+        kept = np.flatnonzero(self._expiry.reasons(chunks) == RetentionReason.KEPT)
         self._sums.add(cells.take(kept))
         while self._coarse < COARSEST and self._sums.num_joined > CELLS_MAX:
             self._coarse += 1
@@ -245,7 +235,7 @@ class _Excess:
         """How much of this span's goes."""
 
     def takes(self, tenants: Words, spans: Longs, amounts: Longs) -> Mask:
-        """Which of these chunks go, of those that were asked for in this order."""
+        """Which of these chunks go. Depends on the chunks of earlier calls."""
         at, mine = self._find(tenants)
         if not mine.any():
             return mine
@@ -261,7 +251,7 @@ class _Excess:
         return going
 
     def share(self, cells: Cells, kind: int) -> npt.NDArray[np.float64]:
-        """About what part of each cell goes. Before anything was asked for."""
+        """The estimated part of each cell that goes. To be called before `takes`."""
         at, mine = self._find(cells.tenants)
         result: npt.NDArray[np.float64] = np.zeros(len(cells))
         if mine.any():
@@ -279,74 +269,75 @@ class _Excess:
 
 
 def _starts(values: npt.NDArray[np.generic]) -> npt.NDArray[np.intp]:
-    """Where each run of equal values begins."""
+    """The start of each run of equal values."""
     if not len(values):
         return np.zeros(0, dtype=np.intp)
     return np.flatnonzero(np.r_[True, values[1:] != values[:-1]])
 
 
 def _scopes(starts: npt.NDArray[np.intp], total: int) -> npt.NDArray[np.intp]:
-    """Which run each place is in."""
+    """The run of each element."""
     return np.repeat(np.arange(len(starts)), np.diff(np.r_[starts, total]))
 
 
 def _before_each(amounts: Longs, starts: npt.NDArray[np.intp]) -> Longs:
-    """The sum of what comes before each place in its run."""
+    """The sum of the earlier elements of each element's run."""
     before = np.cumsum(amounts) - amounts
     result: Longs = before - before[starts][_scopes(starts, len(amounts))]
     return result
 
 
 class RetentionDecision:
-    """Who goes, and for what. Ask for every chunk once, in any order; made of all their ages."""
+    """Which chunks go, and for what. `ages` has all of them; pass each chunk once, in any order."""
 
-    def __init__(self, bounds: RetentionRules, ages: Ages, now_seconds: float) -> None:
-        self._expiry = Expiry(bounds, now_seconds)
+    def __init__(self, rules: RetentionRules, ages: Ages, now_seconds: float) -> None:
+        self._expiry = Expiry(rules, now_seconds)
         self._ages = ages
-        cells, tenants = ages.cells, bounds.of_tenants()
+        cells, tenants = ages.cells, TenantLimits(rules)
         present = cells.tenants[_starts(cells.tenants)]
-        sizes = tenants.of(tenants.size_bytes_max, present)
-        objects = tenants.of(tenants.objects_max, present)
+        sizes = tenants.values(tenants.size_bytes_max, present)
+        objects = tenants.values(tenants.objects_max, present)
         self._tenants = (_Excess(cells, SIZE, sizes), _Excess(cells, OBJECTS, objects))
-        # What goes for a tenant's bounds makes room under the namespace's.
+        # What goes for a tenant's limits makes room under the namespace's.
         goes = np.maximum(
             self._tenants[0].share(cells, SIZE), self._tenants[1].share(cells, OBJECTS)
         )
-        # Of its oldest span that stays in part, as many chunks as that part has, of its mean size.
+        # From the oldest span that stays in part, whole chunks of its mean size.
         count = np.maximum(1, cells.amounts[:, CHUNKS])
         goes = np.ceil(goes * count - _ROUNDING) / count
         left = cells.amounts - np.ceil(cells.amounts * goes[:, None] - _ROUNDING).astype(np.int64)
-        nobody = np.zeros(len(cells), dtype=np.uint64)
-        whole = joined_cells(replace(cells, tenants=nobody, amounts=left))
-        self._whole = (
-            _Excess(whole, SIZE, _column([bounds.size_bytes_max])),
-            _Excess(whole, OBJECTS, _column([bounds.objects_max])),
+        no_tenant = np.zeros(len(cells), dtype=np.uint64)
+        total = joined_cells(replace(cells, tenants=no_tenant, amounts=left))
+        self._namespace = (
+            _Excess(total, SIZE, _column([rules.size_bytes_max])),
+            _Excess(total, OBJECTS, _column([rules.objects_max])),
         )
 
-    def why(self, rows: Rows) -> Whys:
-        """For each of these merged rows, what it falls to: shape [n]."""
-        found: Whys = np.zeros(len(rows), dtype=np.uint8)
+    def reasons(self, rows: Rows) -> Reasons:
+        """For each of these merged rows, the limit that withdraws it: shape [n]."""
+        found: Reasons = np.zeros(len(rows), dtype=np.uint8)
         offered = np.flatnonzero(rows.size_bytes > 0)
         if len(offered):
             chunks = Chunks(rows.take(offered))
-            found[offered] = np.repeat(self._judge(chunks), chunks.counts)
+            found[offered] = np.repeat(self._of_chunks(chunks), chunks.counts)
         return found
 
-    def _judge(self, chunks: Chunks) -> Whys:
-        found = self._expiry.why(chunks)
+    def _of_chunks(self, chunks: Chunks) -> Reasons:
+        found = self._expiry.reasons(chunks)
         spans = self._ages.spans(chunks.times)
-        nobody = np.zeros(len(chunks), dtype=np.uint64)
+        no_tenant = np.zeros(len(chunks), dtype=np.uint64)
+        reason = RetentionReason
         for scopes, tenants, kinds in (
-            (self._tenants, chunks.tenants, (Why.TENANT_SIZE, Why.TENANT_OBJECTS)),
-            (self._whole, nobody, (Why.SIZE, Why.OBJECTS)),
+            (self._tenants, chunks.tenants, (reason.TENANT_SIZE, reason.TENANT_OBJECTS)),
+            (self._namespace, no_tenant, (reason.SIZE, reason.OBJECTS)),
         ):
-            left = np.flatnonzero(found == Why.KEPT)
+            left = np.flatnonzero(found == reason.KEPT)
             if not len(left):
                 break
-            # Both are asked for all, because what goes for one makes room under the other.
+            # Both get all chunks, because what goes for one makes room under the other.
             amounts = (chunks.sizes[left], chunks.counts[left])
             for scope, kind, amount in zip(scopes, kinds, amounts, strict=True):
                 goes = scope.takes(tenants[left], spans[left], amount)
                 free = left[goes]
-                found[free[found[free] == Why.KEPT]] = kind
+                found[free[found[free] == reason.KEPT]] = kind
         return found

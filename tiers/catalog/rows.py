@@ -1,22 +1,28 @@
 """Rows of the catalog: one per segment that was written or withdrawn, as an Arrow file.
 
-Owns the columns, `Rows` (their arrays in memory), encoding, and decoding of foreign bytes.
-Does not own names (`names.py`), I/O, or what rows mean together (`merge.py`).
+Owns the columns, `Rows` (their arrays in memory), encoding, and decoding of foreign bytes. Does not
+own names (`names.py`), I/O, or which of several rows holds (`merge.py`).
 
-A row with `size_bytes` 0 withdraws its segment: it is not offered any more, unless it was written
-after `written_at`. `tenant` is 8 zeros for none. `written_at` is its writer's clock and only
-orders rows of one segment and the age of chunks: a clock that is off costs hits, not right bytes.
+A row with `size_bytes` 0 withdraws its segment: readers stop offering it unless it was written
+after `written_at`. `tenant` is 8 zeros for none. `written_at` is the writer's clock. It only orders
+rows of one segment and gives the age of chunks: a wrong clock costs hits, not right bytes.
 
-Invariants: a file is accepted whole or not at all; before the parser sees it, its length is
-bounded, its digest, xxh3_128, is the one in its name, and nothing in it is compressed, so that what
-it takes in memory is what it has in bytes (`footer.py`); after it, the schema is equal to the byte,
-nothing is null and every segment's name parses; times and sizes are at most `TIME_LATEST` and
-`SIZE_LARGEST`, so that they can be added up. Nothing is encoded that would not be accepted.
+Invariants: a file is accepted whole or not at all. Before Arrow parses it, its length is bounded,
+its digest (xxh3_128) is the one in its name, and it has no compressed buffer: Arrow allocates
+whatever a compressed buffer claims, and a megabyte can become gigabytes. After it, the schema is
+equal to the byte, nothing is null and every segment name parses. Times and sizes are at most
+`TIME_LATEST` and `SIZE_LARGEST`, so that sums do not overflow. `encode` writes only what `decode`
+accepts.
+
+`plain_rows` walks the footer as flatbuffers (https://flatbuffers.dev/internals) and Arrow
+(`format/File.fbs`, `format/Message.fbs`) lay it out: tables are reached by offsets and name their
+fields by number. It allocates nothing that the length of the file does not bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import struct
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +30,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from tiers.catalog.footer import plain_rows
 from tiers.catalog.names import KEY_BYTES
 from tiers.errors import LayoutError, TierError
 from tiers.kv.layout import Segment
@@ -36,18 +41,17 @@ TENANT_BYTES: Final = 8
 NO_TENANT: Final = bytes(TENANT_BYTES)
 NO_KEY: Final = bytes(KEY_BYTES)
 FILE_BYTES_MAX: Final = 128 << 20
-"""A longer file is foreign. `ROWS_PER_FILE_MAX` rows with segments of 32 characters fit."""
+"""`ROWS_PER_FILE_MAX` rows with segments of 32 characters fit. A longer file is foreign."""
 ROWS_PER_FILE_MAX: Final = 500_000
 BATCHES_PER_FILE_MAX: Final = 16
 SEGMENTS_PER_FILE_MAX: Final = 65_536
 SIZE_LARGEST: Final = 1 << 32
-"""No segment's image has as many bytes (its columns are narrower). A larger size counts as this
-one, whoever wrote it: sums of sizes near 2^63 would turn negative, and no bound be exceeded."""
+"""More than the image of any segment. A larger size is read as this one: sums of sizes near 2^63
+would turn negative, and no limit would be exceeded."""
 TIME_MAX: Final = 1 << 62
 TIME_LATEST: Final = 1 << 53
-"""In the year 2255. A later time counts as this one, whoever wrote it: what withdraws a row is
-later by one, and a time next to `TIME_MAX` would make a file that no reader accepts. Of equal times
-the withdrawal counts."""
+"""In the year 2255. A later time is read as this one: a withdrawal is later than its row by one,
+and next to `TIME_MAX` it would make a file that no reader accepts."""
 
 _FIXED_KEY = pa.binary(KEY_BYTES)
 SCHEMA: Final = pa.schema(
@@ -63,13 +67,25 @@ SCHEMA: Final = pa.schema(
     metadata={"kvlake": '{"format": 1, "kind": "catalog"}'},
 )
 
+_MAGIC: Final = b"ARROW1"
+_TAIL_BYTES: Final = 4 + len(_MAGIC)
+_CONTINUATION: Final = 0xFFFFFFFF
+_BLOCK_BYTES: Final = 24
+_FOOTER_DICTIONARIES: Final = 2
+_FOOTER_BATCHES: Final = 3
+_MESSAGE_KIND: Final = 1
+_MESSAGE_HEADER: Final = 2
+_KIND_BATCH: Final = 3
+_BATCH_ROWS: Final = 0
+_BATCH_COMPRESSION: Final = 3
+
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 
 
 class CatalogCorrupt(TierError):
-    """A file of the catalog is damaged or foreign: it is ignored and counted."""
+    """A file of the catalog is damaged or foreign. It is ignored and counted."""
 
 
 class Row(NamedTuple):
@@ -85,7 +101,7 @@ class Row(NamedTuple):
 
     @property
     def withdrawn(self) -> bool:
-        """Whether it says that the segment is not there any more."""
+        """Whether it withdraws its segment."""
         return self.size_bytes == 0
 
 
@@ -96,7 +112,7 @@ class Rows:
     keys: Bytes
     """Shape [n, 32]."""
     parents: Bytes
-    """Shape [n, 32]; zeros at the start of a prompt, or where it is not known."""
+    """Shape [n, 32]; zeros at the start of a prompt, or where unknown."""
     segments: tuple[str, ...]
     segment_ids: Ints
     num_blocks: Ints
@@ -123,21 +139,15 @@ class Rows:
 
     def take(self, chosen: npt.NDArray[Any]) -> Rows:
         """The rows of these indexes, or of this mask."""
-        return Rows(
-            self.keys[chosen],
-            self.parents[chosen],
-            self.segments,
-            self.segment_ids[chosen],
-            self.num_blocks[chosen],
-            self.size_bytes[chosen],
-            self.written_at[chosen],
-            self.tenants[chosen],
-        )
+        return replace(self, **{name: getattr(self, name)[chosen] for name in _COLUMNS})
 
     def key_list(self, first: int, last: int) -> list[bytes]:
         """The keys of rows `first` to `last`, exclusive."""
         joined = self.keys[first:last].tobytes()
         return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+
+
+_COLUMNS: Final = tuple(one.name for one in fields(Rows) if one.name != "segments")
 
 
 def rows_of(rows: Sequence[Row]) -> Rows:
@@ -162,54 +172,43 @@ def joined(parts: Sequence[Rows]) -> Rows:
         return rows_of(())
     segments = tuple(dict.fromkeys(name for part in parts for name in part.segments))
     number = {segment: index for index, segment in enumerate(segments)}
-    ids: list[Ints] = []
-    for part in parts:
-        translated = np.array([number[name] for name in part.segments] or [0], dtype=np.int32)
-        ids.append(translated[part.segment_ids])
-    return Rows(
-        keys=np.concatenate([part.keys for part in parts]),
-        parents=np.concatenate([part.parents for part in parts]),
-        segments=segments,
-        segment_ids=np.concatenate(ids),
-        num_blocks=np.concatenate([part.num_blocks for part in parts]),
-        size_bytes=np.concatenate([part.size_bytes for part in parts]),
-        written_at=np.concatenate([part.written_at for part in parts]),
-        tenants=np.concatenate([part.tenants for part in parts]),
-    )
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    # The ids of a part are its own.
+    numbers = [np.array([number[name] for name in part.segments] or [0]) for part in parts]
+    ids = [new[part.segment_ids] for new, part in zip(numbers, parts, strict=True)]
+    columns["segment_ids"] = np.concatenate(ids).astype(np.int32)
+    return Rows(segments=segments, **columns)
 
 
 def cut(rows: Rows, rows_max: int) -> list[Rows]:
-    """Parts of at most so many rows, in order, that `encode` accepts whatever segments they name.
+    """Parts of at most `rows_max` rows, in order, that `encode` accepts.
 
-    Logs of others may name as many kinds as they have rows, each in a file that is accepted.
+    Merged rows may name more segments than a file holds: each log may name as many as it has rows.
     """
-    if len(rows.segments) <= SEGMENTS_PER_FILE_MAX:
-        return [rows.take(part) for part in _parts(len(rows), rows_max)]
-    parts = _parts(len(rows), min(rows_max, SEGMENTS_PER_FILE_MAX))
-    return [_named(rows.take(part)) for part in parts]
+    named_by_all = len(rows.segments) <= SEGMENTS_PER_FILE_MAX
+    step = rows_max if named_by_all else min(rows_max, SEGMENTS_PER_FILE_MAX)
+    parts = [
+        rows.take(np.arange(first, min(first + step, len(rows))))
+        for first in range(0, len(rows), step)
+    ]
+    return parts if named_by_all else [_without_unused_names(part) for part in parts]
 
 
-def _parts(num_rows: int, rows_max: int) -> Iterator[npt.NDArray[np.intp]]:
-    for first in range(0, num_rows, rows_max):
-        yield np.arange(first, min(first + rows_max, num_rows))
-
-
-def _named(rows: Rows) -> Rows:
-    """The same, without the names that no row has."""
+def _without_unused_names(rows: Rows) -> Rows:
     used, ids = np.unique(rows.segment_ids, return_inverse=True)
     segments = tuple(rows.segments[number] for number in used.tolist())
     return replace(rows, segments=segments, segment_ids=ids.astype(np.int32))
 
 
 def digest_of(body: Bytes) -> str:
-    """What the name of a file with these bytes ends with."""
+    """The digest in the name of a file with these bytes."""
     return xxhash.xxh3_128_hexdigest(body.data)
 
 
 def encode(rows: Rows) -> Bytes:
-    """The rows as an Arrow IPC file. Raises `ValueError` for what `decode` would refuse.
+    """The rows as an Arrow IPC file, with times and sizes clipped to what `decode` accepts.
 
-    Times and sizes are taken into the range that readers know.
+    Raises `ValueError` for rows that `decode` would refuse.
     """
     if len(rows) > ROWS_PER_FILE_MAX:
         raise ValueError(f"{len(rows)} rows: a file has at most {ROWS_PER_FILE_MAX}")
@@ -217,7 +216,7 @@ def encode(rows: Rows) -> Bytes:
         _check_segments(rows.segments)
         _check_sizes(rows)
     except (CatalogCorrupt, LayoutError) as error:
-        raise ValueError(f"rows that no reader would accept: {error}") from error
+        raise ValueError(f"no reader would accept these rows: {error}") from error
     names: Any = pa.array(rows.segments, type=pa.string())
     columns: list[Any] = [
         _binary(rows.keys),
@@ -273,7 +272,7 @@ def _checked(table: Any) -> Rows:
     _check_segments(segments)
     times: Longs = table["written_at"].cast(pa.int64()).to_numpy()
     if len(times) and not 0 < times.min() <= times.max() < TIME_MAX:
-        raise CatalogCorrupt("written_at is no time after 1970")
+        raise CatalogCorrupt("written_at: must be after 1970")
     rows = Rows(
         keys=_fixed_column(table["key"], KEY_BYTES),
         parents=_fixed_column(table["parent"], KEY_BYTES),
@@ -321,3 +320,80 @@ def _binary(column: Bytes) -> Any:
     data = np.ascontiguousarray(column)
     buffers = [None, pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(column.shape[1]), len(column), buffers)
+
+
+def plain_rows(body: memoryview, batches_max: int) -> int:
+    """How many rows an Arrow file claims to have.
+
+    Raises `ValueError` for compressed buffers, dictionaries, and what is not an Arrow file.
+    """
+    try:
+        return sum(_batch_rows(body, offset) for offset in _batches(body, batches_max))
+    except struct.error as error:
+        raise ValueError(f"an offset points outside of the file: {error}") from error
+
+
+def _batches(body: memoryview, batches_max: int) -> Iterator[int]:
+    """The offsets of the messages of the batches."""
+    if bytes(body[-len(_MAGIC) :]) != _MAGIC:
+        raise ValueError("it does not end like an Arrow file")
+    tail = len(body) - _TAIL_BYTES
+    (length,) = _unpack("<i", body, tail)
+    start = tail - length
+    if length <= 0 or start < 0:
+        raise ValueError(f"its footer has {length} bytes")
+    footer = start + _unpack("<I", body, start)[0]
+    if _vector(body, footer, _FOOTER_DICTIONARIES)[1]:
+        raise ValueError("it has dictionaries")
+    first, count = _vector(body, footer, _FOOTER_BATCHES)
+    if count > batches_max:
+        raise ValueError(f"it has {count} batches, at most {batches_max}")
+    for number in range(count):
+        yield _unpack("<q", body, first + number * _BLOCK_BYTES)[0]
+
+
+def _batch_rows(body: memoryview, offset: int) -> int:
+    (mark,) = _unpack("<I", body, offset)
+    start = offset + (8 if mark == _CONTINUATION else 4)
+    message = start + _unpack("<I", body, start)[0]
+    kind = _field(body, message, _MESSAGE_KIND)
+    if kind is None or _unpack("<B", body, kind)[0] != _KIND_BATCH:
+        raise ValueError("the footer names a batch that is none")
+    header = _field(body, message, _MESSAGE_HEADER)
+    if header is None:
+        raise ValueError("a batch without a header")
+    batch = header + _unpack("<I", body, header)[0]
+    if _field(body, batch, _BATCH_COMPRESSION) is not None:
+        raise ValueError("it is compressed")
+    rows = _field(body, batch, _BATCH_ROWS)
+    count: int = 0 if rows is None else _unpack("<q", body, rows)[0]
+    if count < 0:
+        raise ValueError(f"a batch of {count} rows")
+    return count
+
+
+def _field(body: memoryview, table: int, number: int) -> int | None:
+    """The offset of a field of a table; None where the table leaves it out."""
+    places = table - _unpack("<i", body, table)[0]
+    (size_bytes,) = _unpack("<H", body, places)
+    at = 4 + 2 * number
+    if at + 2 > size_bytes:
+        return None
+    (offset,) = _unpack("<H", body, places + at)
+    return table + offset if offset else None
+
+
+def _vector(body: memoryview, table: int, number: int) -> tuple[int, int]:
+    """The offset of the first element of a vector, and the number of elements."""
+    field = _field(body, table, number)
+    if field is None:
+        return 0, 0
+    start = field + _unpack("<I", body, field)[0]
+    return start + 4, _unpack("<I", body, start)[0]
+
+
+def _unpack(form: str, body: memoryview, at: int) -> tuple[int, ...]:
+    # A negative offset would count from the end.
+    if at < 0:
+        raise struct.error(f"at {at}")
+    return struct.unpack_from(form, body, at)

@@ -1,90 +1,104 @@
-"""Going through a whole catalog in bounded memory: its merged rows, shard by shard.
+"""Reading a whole catalog in bounded memory: its merged rows, shard by shard.
 
-Owns loading a catalog as it is now (`load`: the newest manifest, what its snapshots do not have
+Owns loading a catalog as it is now (`load`: the newest manifest, and what its snapshots do not have
 yet), `Shards`, which yields the merged rows of each first byte of a key in order, and `all_rows`,
-which does both. Does not own the rule of merging (`merge.py`), nor what is made of the rows
+which does both. Does not own the rule of merging (`merge.py`), or what the rows are used for
 (`major_compaction.py`, `kvlake du`).
 
-In memory are the rows of all logs and small snapshots, at most some `FRESH_ROWS_MAX` (100 MB), and
-one file of the large ones, which are sorted by key and disjoint. Logs with more than that are left
-to the next round by `load`. `all_rows` reads them several times if they have more than
-`PASS_ROWS_MAX`, for a part of the keys each time: keys are digests, so it has as many as another.
+In memory are the rows of all logs and small snapshots, some `FRESH_ROWS_MAX` (100 MB), and one of
+the large files, which are sorted by key and disjoint. `load` leaves the logs beyond that to the
+next compaction. `all_rows` reads logs with more than `PASS_ROWS_MAX` several times, for a part of
+the keys each time: keys are digests, so parts are of equal size.
 
-Invariants: nothing is written; a file that is broken or lost is left out and is a doubt; of a
-writer's log no file is taken before those with lower numbers, unless they are lost.
+Invariants: nothing is written; a file that is broken or lost is left out and makes the catalog
+suspect; no file of a writer's log is taken before those with lower numbers, unless they are lost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar, TypeVarTuple
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
-from tiers.catalog.event_loop import aside
-from tiers.catalog.manifest import NOTHING, Manifest
+from tiers.catalog.manifest import EMPTY_MANIFEST, Manifest
 from tiers.catalog.merge import SHARDS, is_sorted, merged, shard_starts
 from tiers.catalog.reader import Contents, Files, LogFile, sort_out
 from tiers.catalog.rows import Rows, joined
 from tiers.errors import ChunkMissing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     import numpy.typing as npt
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 FRESH_ROWS_MAX: Final = 1_000_000
 PASS_ROWS_MAX: Final = 2_000_000
-"""Rows that `all_rows` has at a time, without those that are merged: 200 MB."""
+"""Rows of logs that `all_rows` has at a time: 200 MB."""
 BLOCK_ROWS: Final = 100_000
 ROW_BYTES_MIN: Final = 96
 """Of a row in a file: its columns of a fixed width."""
 READS_MAX: Final = 8
 GAP_SECONDS: Final = 60.0
-"""A file that is missing before one of this age is lost, and not still to be seen."""
+"""A file that is missing before one of this age is lost; before a younger one it may still come."""
+FEW_ROWS: Final = 256
+"""Sorting and merging them takes a fraction of a millisecond."""
 
 
 class Superseded(Exception):  # a condition, as `TierFull`
-    """Somebody else has compacted this catalog meanwhile: begin again, or leave it."""
+    """Another process has compacted this catalog meanwhile: begin again, or leave it."""
 
 
-def _no_rows() -> Rows:
-    return joined([])
+async def run_for_rows(num_rows: int, work: Callable[[*Ts], T], *given: *Ts) -> T:
+    """`work(*given)` in a thread; for few rows at once, on the event loop."""
+    if num_rows > FEW_ROWS:
+        return await anyio.to_thread.run_sync(work, *given)
+    await anyio.lowlevel.checkpoint()
+    return work(*given)
 
 
 @dataclass(slots=True)
-class State:
+class CatalogState:
     """A catalog as it was found."""
 
     contents: Contents
     manifest: Manifest
-    fresh: Rows = field(default_factory=_no_rows)
+    fresh: Rows = field(default_factory=lambda: joined([]))
     """Merged rows of all logs that were taken and of the snapshots beyond the base."""
     logs: list[LogFile] = field(default_factory=list[LogFile])
     """Log files that were taken: contiguous for each writer."""
-    log_rows: Rows = field(default_factory=_no_rows)
+    log_rows: Rows = field(default_factory=lambda: joined([]))
     """Merged rows of the logs alone."""
     left: int = 0
-    """Log files that were left for another time."""
-    doubt: bool = False
-    base: tuple[str, ...] = field(default=())
+    """Log files that were left to the next compaction."""
+    suspect: bool = False
+    """Whether files were broken or lost."""
+
+    @property
+    def base(self) -> tuple[str, ...]:
+        """The large snapshots."""
+        return self.manifest.snapshots[: self.manifest.base]
 
     @property
     def next_generation(self) -> int:
-        """Of the next manifest: above every one that is there, whole or not."""
+        """Of the next manifest: above all that are there, damaged ones too."""
         return max(self.contents.manifests, default=self.manifest.generation) + 1
 
 
-async def load(files: Files, now_seconds: float) -> State:
+async def load(files: Files, now_seconds: float) -> CatalogState:
     """The catalog in `files`' folder. Raises the tier's errors, and `Superseded`.
 
     Args:
         files: reads the catalog's files.
         now_seconds: the time by the store's clock.
     """
-    state, logs = await _begun(files, now_seconds)
+    state, logs = await _begin(files, now_seconds)
     parts: list[Rows] = []
     num_rows = 0
     for first in range(0, len(logs), READS_MAX):
@@ -95,7 +109,7 @@ async def load(files: Files, now_seconds: float) -> State:
         state.logs += some
         parts += [rows for rows in found if rows is not None]
         num_rows += sum(len(rows) for rows in found if rows is not None)
-        state.doubt |= None in found
+        state.suspect |= None in found
     state.left = len(logs) - len(state.logs)
     overlays = await _overlays(files, state)
     state.log_rows = await anyio.to_thread.run_sync(_merge, parts)
@@ -105,22 +119,21 @@ async def load(files: Files, now_seconds: float) -> State:
     return state
 
 
-async def _begun(files: Files, now_seconds: float) -> tuple[State, list[LogFile]]:
+async def _begin(files: Files, now_seconds: float) -> tuple[CatalogState, list[LogFile]]:
     """The catalog with none of its rows, and the log files that are not merged."""
     contents = sort_out(files.folder, await files.tier.list(files.folder))
     newest = await files.manifest(contents, -1)
-    manifest = newest or NOTHING
+    manifest = newest or EMPTY_MANIFEST
     broken = bool(contents.manifests) and max(contents.manifests) != manifest.generation
     logs, gaps = _unmerged(contents, manifest, now_seconds)
-    base = manifest.snapshots[: manifest.base]
-    return State(contents, manifest, doubt=broken or gaps, base=base), logs
+    return CatalogState(contents, manifest, suspect=broken or gaps), logs
 
 
-async def _overlays(files: Files, state: State) -> list[Rows]:
+async def _overlays(files: Files, state: CatalogState) -> list[Rows]:
     """The snapshots beyond the base."""
     names = state.manifest.snapshots[state.manifest.base :]
     found = await _read(files, [(name, 0) for name in names])
-    state.doubt |= None in found
+    state.suspect |= None in found
     return [rows for rows in found if rows is not None]
 
 
@@ -135,10 +148,10 @@ async def all_rows(
 
     Raises the tier's errors, and `Superseded`.
     """
-    state, logs = await _begun(files, now_seconds)
+    state, logs = await _begin(files, now_seconds)
     overlays = await _overlays(files, state)
     base = _Base(files, state)
-    # At most so many, since names of segments take something, too.
+    # An upper bound: names of segments take room too.
     num_rows = sum(one.found.size_bytes for one in logs) // ROW_BYTES_MIN
     passes = max(1, -(-num_rows * len(shards) // (SHARDS * PASS_ROWS_MAX)))
     step = -(-len(shards) // passes)
@@ -158,7 +171,7 @@ async def all_rows(
 
 
 class FreshRows:
-    """Rows of some shards that are next to each other, as they come; merged they are not."""
+    """Rows of consecutive shards, as they come and not merged."""
 
     def __init__(self, shards: range) -> None:
         self._shards = shards
@@ -170,7 +183,7 @@ class FreshRows:
         return sum(map(len, self._waiting)) + sum(len(rows) for rows, _ in self._blocks)
 
     def add(self, rows: Rows) -> None:
-        """Take those of the shards. As they are in a file or two, or many small ones."""
+        """Take the rows of these shards out of a file."""
         if len(self._shards) < SHARDS:
             digits = rows.keys[:, 0]
             wanted = (digits >= self._shards.start) & (digits < self._shards.stop)
@@ -185,7 +198,7 @@ class FreshRows:
         self._blocks.append((rows, shard_starts(rows)))
 
     def take(self, shard: int) -> list[Rows]:
-        """Those of one shard, in no order; none of no rows."""
+        """The rows of one shard, in no order; no part is empty."""
         if self._waiting:
             self._close()
         return [
@@ -249,7 +262,7 @@ async def _read(files: Files, wanted: Sequence[tuple[str, int]]) -> list[Rows | 
 
 
 async def _check_current(files: Files, name: str) -> None:
-    """Tell a file that is lost from one that somebody has merged and deleted meanwhile."""
+    """Raise `Superseded` where a missing file was merged and deleted meanwhile, and is not lost."""
     contents = sort_out(files.folder, await files.tier.list(files.folder))
     newest = await files.manifest(contents, -1)
     if newest is None:
@@ -261,38 +274,30 @@ async def _check_current(files: Files, name: str) -> None:
     if name not in newest.snapshots and (
         "/log/" not in name or newest.merged.get(writer) is not None
     ):
-        raise Superseded(f"{name} was merged by another, into generation {newest.generation}")
+        raise Superseded(f"{name} was merged by another process: generation {newest.generation}")
 
 
-class Shards:
-    """The merged rows of a catalog. Go through it once, or again from the start."""
+async def merged_shards(files: Files, state: CatalogState) -> AsyncIterator[tuple[int, Rows, Rows]]:
+    """For each shard: its number, its merged rows, and those rows of the base that withdraw.
 
-    def __init__(self, files: Files, state: State) -> None:
-        self._files = files
-        self._state = state
-
-    async def rows(self) -> AsyncIterator[tuple[int, Rows, Rows]]:
-        """For each shard: its number, its merged rows, and those rows of the base that withdraw.
-
-        Raises the tier's errors, and `Superseded`.
-        """
-        fresh = self._state.fresh
-        starts = shard_starts(fresh)
-        base = _Base(self._files, self._state)
-        for shard in range(SHARDS):
-            old = await base.take(shard)
-            new = fresh.take(np.arange(starts[shard], starts[shard + 1]))
-            if len(old) and len(new):
-                rows = await aside(len(old) + len(new), _merge, [old, new])
-            else:
-                rows = old if len(old) else new
-            yield shard, rows, old.take(old.size_bytes == 0)
+    Raises the tier's errors, and `Superseded`.
+    """
+    fresh, starts = state.fresh, shard_starts(state.fresh)
+    base = _Base(files, state)
+    for shard in range(SHARDS):
+        old = await base.take(shard)
+        new = fresh.take(np.arange(starts[shard], starts[shard + 1]))
+        if len(old) and len(new):
+            rows = await run_for_rows(len(old) + len(new), _merge, [old, new])
+        else:
+            rows = old if len(old) else new
+        yield shard, rows, old.take(old.size_bytes == 0)
 
 
 class _Base:
-    """Reads the large snapshots file by file, as the shards go by."""
+    """Reads the large snapshots file by file, in the order of shards."""
 
-    def __init__(self, files: Files, state: State) -> None:
+    def __init__(self, files: Files, state: CatalogState) -> None:
         self._files = files
         self._state = state
         self._next = 0
@@ -318,10 +323,10 @@ class _Base:
         self._next += 1
         [rows] = await _read(self._files, [(name, 0)])
         if rows is None or not len(rows):
-            self._state.doubt = True
+            self._state.suspect = True
             return
         if not is_sorted(rows):
-            self._state.doubt = True
+            self._state.suspect = True
             rows = await anyio.to_thread.run_sync(merged, rows)
         self._file = rows
         self._starts = shard_starts(rows)

@@ -1,30 +1,34 @@
-"""Usage: how much merged rows offer, by tenant, and by tenant and age, in columns.
+"""How much merged rows offer, by tenant, and by tenant and age, in columns.
 
-Owns chunks as columns (`Chunks`), sums by tenant and span of time (`Sums`), and the totals that a
-manifest, `kvlake du` and a round of collection tell (`UsageTable`). Does not own which chunks go
-(`retention.py`), nor which row of several holds (`merge.py`).
+Owns chunks as columns (`Chunks`), sums by tenant and span of time (`Sums`), the totals of a whole
+catalog (`UsageTable`), and the usage of one log that no manifest counts yet (`LogUsage`). Does not
+own which chunks go (`retention.py`), the rule of merging (`merge.py`), or files (`log.py`).
 
-A tenant is a number here, `word_of`: the eight bytes of a row, most significant first.
+A tenant is a number in columns, `word_of`: the eight bytes of a row, most significant first.
 
-Invariants: pure; however many rows are added, memory is that of one cell of 48 bytes for each pair
-of a tenant and a span, and as much again while they are joined.
+Invariants: pure; however many rows are added to `Sums`, memory is one cell of 48 bytes for each
+pair of a tenant and a span, and as much again while cells are joined.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.catalog.rows import TENANT_BYTES, Longs
+from tiers.catalog.rows import NO_TENANT, TENANT_BYTES, Longs
 
 if TYPE_CHECKING:
-    from tiers.catalog.rows import Rows
+    from tiers.catalog.rows import Row, Rows
 
 JOIN_CELLS_MIN: Final = 65_536
-"""Fewer are not worth joining."""
+"""Fewer cells are not worth joining."""
+LOG_SUMS_MAX: Final = 32
+"""Sums of one log. A query for a tenant looks into each."""
+_NOT_SENT: Final = -1
 
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
@@ -38,6 +42,34 @@ def word_of(tenant: bytes) -> int:
 def tenant_of(word: int) -> bytes:
     """The tenant as rows name it."""
     return word.to_bytes(TENANT_BYTES, "big")
+
+
+def words_of(rows: Rows) -> Words:
+    """The tenant of each row."""
+    return np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
+
+
+class Usage(NamedTuple):
+    """What one tenant, or all, have in a namespace."""
+
+    size_bytes: int = 0
+    objects: int = 0
+    oldest: int = 0
+    """Microseconds since 1970: no chunk was last written before; 0 without chunks."""
+    chunks: int = 0
+
+    def plus(self, other: Usage) -> Usage:
+        """Both together."""
+        return Usage(
+            self.size_bytes + other.size_bytes,
+            self.objects + other.objects,
+            # 0 is no time.
+            min(self.oldest, other.oldest) or self.oldest or other.oldest,
+            self.chunks + other.chunks,
+        )
+
+
+NO_USAGE: Final = Usage()
 
 
 class Chunks:
@@ -58,11 +90,6 @@ class Chunks:
         return len(self.starts)
 
 
-def words_of(rows: Rows) -> Words:
-    """Whose each row is."""
-    return np.ascontiguousarray(rows.tenants).view(">u8").ravel().astype(np.uint64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
     """Columns of equal length, sorted by tenant and then by span."""
@@ -72,7 +99,7 @@ class Cells:
     amounts: Longs
     """Shape [n, 3]: bytes, objects, chunks."""
     oldest: Longs
-    """When the first of them was last written, in microseconds."""
+    """When the first of the chunks was last written, in microseconds."""
 
     def __len__(self) -> int:
         return len(self.tenants)
@@ -96,7 +123,7 @@ NO_CELLS: Final = Cells(
 
 
 def joined_cells(cells: Cells) -> Cells:
-    """One cell for each tenant and span that these cells, in any order, have."""
+    """One cell for each tenant and span of these cells, which may be in any order."""
     if not len(cells):
         return cells
     order = np.lexsort((cells.spans, cells.tenants))
@@ -112,7 +139,7 @@ def joined_cells(cells: Cells) -> Cells:
 
 
 class Sums:
-    """Cells, which are added as they come and joined now and then."""
+    """Cells that are added as they come and joined now and then."""
 
     def __init__(self) -> None:
         self._joined = NO_CELLS
@@ -129,7 +156,7 @@ class Sums:
 
     @property
     def num_joined(self) -> int:
-        """How many cells there are, without those that were added since they were last joined."""
+        """The number of cells after the last join."""
         return len(self._joined)
 
     @property
@@ -157,40 +184,16 @@ class Sums:
         self._joined = joined_cells(replace(cells, spans=cells.spans >> 1))
 
 
-class Usage(NamedTuple):
-    """What one tenant, or all, have in a namespace."""
-
-    size_bytes: int = 0
-    objects: int = 0
-    oldest: int = 0
-    """Microseconds since 1970: none of its chunks was last written before; 0 for no chunks."""
-    chunks: int = 0
-
-    def plus(self, other: Usage) -> Usage:
-        """Both together."""
-        return Usage(
-            self.size_bytes + other.size_bytes,
-            self.objects + other.objects,
-            earlier(self.oldest, other.oldest),
-            self.chunks + other.chunks,
-        )
-
-
-def earlier(one: int, other: int) -> int:
-    """The earlier of two times, where 0 is none."""
-    return min(one, other) if one and other else one or other
-
-
 @dataclass(slots=True)
 class UsageTable:
-    """What is offered, in all and by tenant."""
+    """What a whole catalog offers, in total and by tenant."""
 
     withdrawn: int = 0
     """Segments that are withdrawn and whose objects may still be there."""
     _sums: Sums = field(default_factory=Sums)
 
     def add(self, rows: Rows) -> None:
-        """Count merged rows; all of a chunk must come together."""
+        """Count merged rows; all rows of a chunk must come together."""
         self.withdrawn += int(np.count_nonzero(rows.size_bytes == 0))
         live = rows.take(rows.size_bytes > 0)
         if len(live):
@@ -198,24 +201,24 @@ class UsageTable:
             self._sums.add(cells_of(chunks, np.zeros(len(chunks), dtype=np.int64)))
 
     @property
-    def whole(self) -> Usage:
+    def total(self) -> Usage:
         """Of all tenants."""
         cells = self._sums.cells
         if not len(cells):
-            return Usage()
+            return NO_USAGE
         sums: list[int] = cells.amounts.sum(axis=0).tolist()
         return Usage(sums[SIZE], sums[OBJECTS], int(cells.oldest.min()), sums[CHUNKS])
 
     @property
     def num_tenants(self) -> int:
-        """How many tenants hold anything."""
+        """How many tenants have anything."""
         return len(self._sums.cells)
 
     def largest(self, most: int) -> dict[bytes, Usage]:
-        """The tenants that hold most bytes, at most so many, the largest first."""
+        """The `most` tenants with most bytes, the largest first."""
         cells = self._sums.cells
         order = np.argsort(-cells.amounts[:, SIZE], kind="stable")[:most]
-        return holdings(cells.take(order))
+        return usage_by_tenant(cells.take(order))
 
 
 def cells_of(chunks: Chunks, spans: Longs) -> Cells:
@@ -226,7 +229,7 @@ def cells_of(chunks: Chunks, spans: Longs) -> Cells:
 
 
 def cells_by_tenant(rows: Rows) -> Cells:
-    """What rows in any order offer, a cell for each tenant; a row counts as a chunk."""
+    """What rows in any order offer, a cell for each tenant. Each row counts as a chunk."""
     live = rows.take(rows.size_bytes > 0)
     if not len(live):
         return NO_CELLS
@@ -235,19 +238,14 @@ def cells_by_tenant(rows: Rows) -> Cells:
     spans: Longs = np.zeros(len(live), dtype=np.int64)
     words = words_of(live)
     if np.all(words == words[0]):
-        # As most files are: one tenant's, which need not be sorted.
+        # Most files are of one tenant and need no sorting.
         oldest = live.written_at.min(keepdims=True)
         return Cells(words[:1], spans[:1], amounts.sum(axis=0, keepdims=True), oldest)
     return joined_cells(Cells(words, spans, amounts, live.written_at))
 
 
-def held_by_tenant(rows: Rows) -> dict[bytes, Usage]:
-    """The same, by tenant as rows name it."""
-    return holdings(cells_by_tenant(rows))
-
-
-def holdings(cells: Cells) -> dict[bytes, Usage]:
-    """What each tenant holds, by its bytes, of cells that have each tenant once."""
+def usage_by_tenant(cells: Cells) -> dict[bytes, Usage]:
+    """Usage by tenant as rows name it, of cells that have each tenant once."""
     columns = zip(
         cells.tenants.tolist(), cells.amounts.tolist(), cells.oldest.tolist(), strict=True
     )
@@ -255,3 +253,96 @@ def holdings(cells: Cells) -> dict[bytes, Usage]:
         tenant_of(word): Usage(amounts[SIZE], amounts[OBJECTS], oldest, amounts[CHUNKS])
         for word, amounts, oldest in columns
     }
+
+
+class _LogSum:
+    """The usage of consecutive rows of a log."""
+
+    __slots__ = ("end", "number", "tenants", "total")
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+        """Rows of the log up to the last one of these."""
+        self.number = _NOT_SENT
+        """The file that has the last row."""
+        self.tenants: dict[bytes, Usage] = {}
+        self.total = NO_USAGE
+
+    def add(self, tenant: bytes, usage: Usage) -> None:
+        self.tenants[tenant] = self.tenants.get(tenant, NO_USAGE).plus(usage)
+        self.total = self.total.plus(usage)
+
+    def absorb(self, later: _LogSum) -> None:
+        for tenant, usage in later.tenants.items():
+            self.add(tenant, usage)
+        self.end, self.number = later.end, later.number
+
+
+class LogUsage:
+    """The usage of the rows of one log that no manifest counts yet.
+
+    A manifest counts whole files of a log up to a number. So rows are summed by the file that they
+    went into, and those that wait for the next file together. A row counts from `add` until
+    `merged` names its file. Of more than `LOG_SUMS_MAX` sums the two oldest become one, which
+    counts until the later of their files is merged: too much for a while, never too little.
+    """
+
+    def __init__(self) -> None:
+        self.sums: deque[_LogSum] = deque()
+        self._open = False
+        """Whether the last sum takes more rows."""
+        self._rows = 0
+        self._rows_sent = 0
+        self._merged = -1
+
+    def add(self, row: Row) -> None:
+        """Count a row that waits to be sent. A withdrawal has no usage."""
+        self._rows += 1
+        if not self._open:
+            self.sums.append(_LogSum(self._rows))
+            self._open = True
+        last = self.sums[-1]
+        last.end = self._rows
+        if row.size_bytes:
+            last.add(row.tenant or NO_TENANT, Usage(row.size_bytes, 1, row.written_at, 1))
+
+    def cut(self) -> None:
+        """A file is made of the rows so far; later rows go into another."""
+        self._open = False
+
+    def sent(self, number: int, rows: int) -> None:
+        """File `number` is in the store, with the next `rows` rows."""
+        self._rows_sent += rows
+        for one in self.sums:
+            if one.number == _NOT_SENT and one.end <= self._rows_sent:
+                one.number = number
+        self._settle()
+
+    def merged(self, number: int) -> None:
+        """A manifest counts the files up to this one."""
+        self._merged = number
+        self._settle()
+
+    def _settle(self) -> None:
+        sums = self.sums
+        while sums and _NOT_SENT < sums[0].number <= self._merged:
+            sums.popleft()
+        while len(sums) > LOG_SUMS_MAX and sums[1].number != _NOT_SENT:
+            first = sums.popleft()
+            first.absorb(sums.popleft())
+            sums.appendleft(first)
+
+    @property
+    def total(self) -> Usage:
+        """Of all tenants together."""
+        found = NO_USAGE
+        for one in self.sums:
+            found = found.plus(one.total)
+        return found
+
+    def of(self, tenant: bytes) -> Usage:
+        """Of one tenant, as rows name it."""
+        found = NO_USAGE
+        for one in self.sums:
+            found = found.plus(one.tenants.get(tenant, NO_USAGE))
+        return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.lowlevel
 
+from tiers.catalog import manifest as manifests
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import catalog_folder, namespace_prefix
@@ -18,9 +19,13 @@ from tiers.store.middleware.metering import Metered
 from tiers.store.object_tier import UrlObjects
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Generator
 
+    from tiers.catalog.manifest import Manifest
+    from tiers.catalog.rows import Bytes
     from tiers.store.object_tier import ObjectTier
+
+T = TypeVar("T")
 
 NAMESPACE = bytes(range(32))
 PREFIX = namespace_prefix(NAMESPACE)
@@ -51,12 +56,29 @@ def writer(tier: ObjectTier, kind: str = "s") -> LogWriter:
     return LogWriter(tier, FOLDER, new_writer(kind), rows_max=10_000, seconds_max=1.0)
 
 
-def reader(tier: ObjectTier, *, page_names: int = 1000) -> CatalogReader:
-    return CatalogReader(tier, FOLDER, Counts(), page_names=page_names)
+def reader(tier: ObjectTier) -> CatalogReader:
+    return CatalogReader(tier, FOLDER, Counts())
 
 
 async def new_rows(of: CatalogReader) -> list[Row]:
     return [rows.row(index) async for rows in of.changes() for index in range(len(rows))]
+
+
+def encode_manifest(manifest: Manifest) -> Bytes:
+    return _at_once(manifests.encode(manifest))
+
+
+def decode_manifest(body: Bytes, folder: str, generation: int) -> Manifest:
+    return _at_once(manifests.decode(body, folder, generation))
+
+
+def _at_once(work: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @contextlib.asynccontextmanager

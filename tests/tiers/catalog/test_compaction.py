@@ -10,17 +10,17 @@ import pytest
 
 from tests import places
 from tests.tiers.catalog.bucket import START_SECONDS, Killed, View
-from tests.tiers.catalog.kit import FOLDER, PREFIX, new_rows, others_turns
+from tests.tiers.catalog.kit import (
+    FOLDER,
+    PREFIX,
+    encode_manifest,
+    new_rows,
+    others_turns,
+)
 from tests.tiers.catalog.world import GRACE, KEEP, LATER, World, view_of
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import manifest as manifests
-from tiers.catalog.compaction import (
-    ABANDONED_SECONDS,
-    MANIFESTS_KEPT,
-    CompactionPlan,
-    Superseded,
-    compact,
-)
+from tiers.catalog.compaction import ABANDONED_SECONDS, MANIFESTS_KEPT, compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.manifest import TENANTS_PER_SLICE, Counts, Manifest
 from tiers.catalog.names import (
     NUMBER_MAX,
@@ -29,8 +29,9 @@ from tiers.catalog.names import (
     parse_snapshot,
 )
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import RetentionLimits, RetentionRules, Why, Whys
+from tiers.catalog.retention import Reasons, RetentionLimits, RetentionReason, RetentionRules
 from tiers.catalog.rows import Row, Rows
+from tiers.catalog.scan import Superseded
 from tiers.catalog.usage import Usage
 from tiers.errors import TierUnavailable
 
@@ -41,27 +42,27 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-async def test_old_and_new_readers_see_the_same(world: World, whole: bool) -> None:
+@pytest.mark.parametrize("major", [False, True])
+async def test_old_and_new_readers_see_the_same(world: World, major: bool) -> None:
     counts = Counts()
     old = CatalogReader(world.tier, FOLDER, counts)
     seen: list[Row] = []
     for first in range(0, 60, 6):
         await world.write(*range(first, first + 6))
         world.bucket.now += LATER
-        report = await world.compact(whole=whole)
-        assert report.whole is whole
+        report = await world.compact(major=major)
+        assert report.major is major
         assert report.logs_merged == 1
         seen += await new_rows(old)
         assert view_of(seen) == set(range(first + 6))
         assert await world.offered() == set(range(first + 6))
     assert counts.reloads == 0
-    assert not old.take_doubt()
+    assert not old.take_suspect()
     assert len(world.bucket.names(f"{FOLDER}/log")) <= 2
     assert len(world.bucket.names(f"{FOLDER}/manifest")) <= MANIFESTS_KEPT + 1
     fresh = world.reader()
     assert await world.offered(fresh) == set(range(60))
-    assert not fresh.take_doubt()
+    assert not fresh.take_suspect()
 
 
 async def test_small_rounds_become_a_whole_one(
@@ -71,7 +72,7 @@ async def test_small_rounds_become_a_whole_one(
     done: list[bool] = []
     for first in range(0, 80, 5):
         await world.write(*range(first, first + 5))
-        done.append((await world.compact(whole=False)).whole)
+        done.append((await world.compact(major=False)).major)
     assert 0 < sum(done) < 5
     assert await world.offered() == set(range(80))
 
@@ -80,8 +81,8 @@ async def test_without_news_a_round_writes_nothing(world: World) -> None:
     await world.write(1)
     await world.compact()
     before = dict(world.bucket.objects)
-    report = await world.compact(whole=False)
-    assert (report.logs_merged, report.whole, report.generation) == (0, False, 0)
+    report = await world.compact(major=False)
+    assert (report.logs_merged, report.major, report.generation) == (0, False, 0)
     assert world.bucket.objects == before
 
 
@@ -94,17 +95,17 @@ async def test_what_is_too_old_is_withdrawn_then_deleted(world: World) -> None:
     await world.write(3)
     world.bucket.now += 200
     # Nobody has to ask for a whole round: it is due.
-    report = await world.compact(bounds, whole=False)
-    assert (report.whole, report.withdrawn, report.deleted) == (True, 2, 0)
+    report = await world.compact(bounds, major=False)
+    assert (report.major, report.withdrawn, report.deleted) == (True, 2, 0)
     seen += await new_rows(old)
     assert view_of(seen) == {3} == await world.offered()
     assert world.there() == {1, 2, 3}
     world.bucket.now += GRACE - 1
-    assert (await world.compact(bounds, whole=False)).deleted == 0
+    assert (await world.compact(bounds, major=False)).deleted == 0
     assert world.there() == {1, 2, 3}
     world.bucket.now += 2
-    report = await world.compact(bounds, whole=False)
-    assert (report.whole, report.deleted, report.waiting) == (True, 2, 0)
+    report = await world.compact(bounds, major=False)
+    assert (report.major, report.deleted, report.waiting) == (True, 2, 0)
     assert world.there() == {3} == await world.offered()
 
 
@@ -115,7 +116,7 @@ async def test_the_grace_begins_when_readers_can_have_heard(world: World) -> Non
     await world.write(1)
     world.bucket.now += LATER
     bounds = RetentionRules(ttl_seconds=LATER / 2)
-    assert (await world.compact(bounds, tell=slowly)).withdrawn == 1
+    assert (await world.compact(bounds, on_withdrawn=slowly)).withdrawn == 1
     assert (await world.compact(bounds)).deleted == 0
     world.bucket.now += GRACE
     assert (await world.compact(bounds)).deleted == 1
@@ -126,11 +127,11 @@ async def test_the_byte_cap_takes_the_oldest(world: World) -> None:
     for number in range(8):
         await world.write(number)
         world.bucket.now += 60
-    report = await world.compact(bounds, whole=False)
+    report = await world.compact(bounds, major=False)
     assert report.withdrawn == 4
     assert report.withdrawn_bytes == 4000
     assert await world.offered() == {4, 5, 6, 7}
-    assert report.census.whole.size_bytes == 4000
+    assert report.usage.total.size_bytes == 4000
     assert report.withdrawn_by()["store.size_max"] == 4
 
 
@@ -159,25 +160,25 @@ async def test_a_tenants_bound_makes_a_round_due_and_takes_its_own(
         await world.write(number)
         await world.write(number + 10, tenant=TENANT)
         world.bucket.now += 60
-    merged = await world.compact(whole=False)
-    assert not merged.whole
-    told: list[tuple[int, Why]] = []
+    merged = await world.compact(major=False)
+    assert not merged.major
+    told: list[tuple[int, RetentionReason]] = []
 
-    async def tell(rows: Rows, whys: Whys) -> None:
+    async def tell(rows: Rows, whys: Reasons) -> None:
         told.extend(
-            (int.from_bytes(rows.row(at).key[1:], "big"), Why(why))
+            (int.from_bytes(rows.row(at).key[1:], "big"), RetentionReason(why))
             for at, why in enumerate(whys.tolist())
         )
 
-    report = await world.compact(bounds, whole=False, tell=tell)
-    assert report.whole
+    report = await world.compact(bounds, major=False, on_withdrawn=tell)
+    assert report.major
     assert await world.offered() == {0, 1, 2, 3, 12, 13}
     assert [(number, why.setting) for number, why in sorted(told)] == [(10, setting), (11, setting)]
     assert {name: count for name, count in report.withdrawn_by().items() if count} == {setting: 2}
-    assert report.census.largest(2)[TENANT][:2] == (2000, 2)
+    assert report.usage.largest(2)[TENANT][:2] == (2000, 2)
     world.bucket.now += 1
     # Nothing more is due before what was withdrawn can be deleted.
-    assert not (await world.compact(bounds, whole=False)).whole
+    assert not (await world.compact(bounds, major=False)).major
 
 
 async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_tasks(
@@ -190,12 +191,12 @@ async def test_whether_a_tenant_has_too_much_is_found_out_in_turns_with_other_ta
         return False
 
     named = {f"{number:016x}": Usage(number, 1, 7, 1) for number in range(3 * TENANTS_PER_SLICE)}
-    body = manifests.encode(Manifest(0, tenants=named))
+    body = encode_manifest(Manifest(0, tenants=named))
     await world.tier.write(manifest_name(FOLDER, 0), body)
     await world.write(1, 2)
     monkeypatch.setattr(RetentionLimits, "exceeded", exceeded)
     async with others_turns() as turns:
-        await world.compact(whole=False)
+        await world.compact(major=False)
     assert len(asked) > len(named)
     assert max(Counter(asked).values()) <= TENANTS_PER_SLICE + 2
     newest = world.reader()
@@ -210,8 +211,8 @@ async def test_a_manifest_names_the_tenants_that_hold_most(
     places.patch(monkeypatch, "TENANTS_MAX", 3)
     for number in (4, 2, 5, 3, 1):
         await world.write(number, size_bytes=1000 * number, tenant=bytes(7) + bytes([number]))
-    for whole in (False, True):
-        await world.compact(whole=whole)
+    for major in (False, True):
+        await world.compact(major=major)
         newest = world.reader()
         await new_rows(newest)
         assert set(newest.manifest.tenants) == {f"{number:016x}" for number in (3, 4, 5)}
@@ -345,7 +346,7 @@ async def test_files_of_rounds_that_died_are_removed(world: World) -> None:
     await world.compact()
     assert stray in world.bucket.objects
     world.bucket.now += ABANDONED_SECONDS + 1
-    await world.compact(whole=False)
+    await world.compact(major=False)
     assert stray not in world.bucket.objects
     assert await world.offered() == {1}
 
@@ -355,8 +356,8 @@ async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_i
 ) -> None:
     """The same rows make the same file: it is old in a listing, and then the new manifest's."""
     await world.write(1)
-    await world.compact(whole=False)
-    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, whole=True)
+    await world.compact(major=False)
+    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, major=True)
     killed = View(world.bucket, steps=4)
     with pytest.raises(Killed):
         await compact(killed, PREFIX, plan, world.bucket.now)
@@ -371,7 +372,7 @@ async def test_what_a_dead_round_began_is_not_taken_from_one_that_goes_on_with_i
         await inner(names)
 
     monkeypatch.setattr(idle, "delete", delete)
-    await compact(idle, PREFIX, plan._replace(whole=False), world.bucket.now)
+    await compact(idle, PREFIX, plan._replace(major=False), world.bucket.now)
     if not world.bucket.names(f"{FOLDER}/manifest")[1:]:
         await world.compact()
     assert begun in world.bucket.objects
@@ -384,9 +385,9 @@ async def test_a_round_ends_when_the_lease_is_lost(world: World) -> None:
     async def lost() -> bool:
         return False
 
-    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, whole=True)
+    plan = CompactionPlan(RetentionRules(), GRACE, KEEP, major=True)
     with pytest.raises(Superseded):
-        await compact(world.tier, PREFIX, plan, world.bucket.now, alive=lost)
+        await compact(world.tier, PREFIX, plan, world.bucket.now, renew_lease=lost)
     assert not world.bucket.names(f"{FOLDER}/manifest")
     assert not world.bucket.names(f"{FOLDER}/snapshot")
 
@@ -408,7 +409,9 @@ async def test_a_manifest_with_the_last_number_of_all_ends_rounds_and_not_reader
     foreign = manifest_name(FOLDER, NUMBER_MAX)
     await world.tier.write(foreign, image_of(50))
     await world.write(3)
-    with pytest.raises(TierUnavailable, match=f"{NUMBER_MAX} has the last number.*delete it"):
+    with pytest.raises(
+        TierUnavailable, match=f"{NUMBER_MAX} has the highest possible number.*delete it"
+    ):
         await world.compact()
     assert await world.offered() == {1, 2, 3}
     await world.tier.delete([foreign])

@@ -10,7 +10,8 @@ import pytest
 from sidecar.catalog.garbage_collector import CROWDED_FILES
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, memory, new_rows, reader, row, writer
-from tiers.catalog.compaction import CompactionPlan, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import Row, Rows, rows_of
 
@@ -18,10 +19,13 @@ LONG = 1e9
 
 
 @pytest.mark.parametrize("page_names", [100, 1000], ids=["listed in parts", "listed at once"])
-async def test_logs_that_are_merged_and_young_are_no_crowd(page_names: int) -> None:
+async def test_logs_that_are_merged_and_young_are_no_crowd(
+    monkeypatch: pytest.MonkeyPatch, page_names: int
+) -> None:
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", page_names)
     tier = memory()
     log = writer(tier)
-    one = reader(tier, page_names=page_names)
+    one = reader(tier)
     for number in range(700):
         log.append(row(number))
         await log.flush()

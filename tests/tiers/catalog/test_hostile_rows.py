@@ -51,12 +51,12 @@ async def test_sizes_that_cannot_be_added_up_keep_no_bound_from_holding(
     )
     world.bucket.now += 120
     await world.write(*range(10, 14))
-    report = await world.compact(bounds, whole=False)
-    assert report.whole, "it was not found to hold too much"
+    report = await world.compact(bounds, major=False)
+    assert report.major, "it was not found to hold too much"
     assert report.withdrawn == 4
     assert report.withdrawn_bytes == 4 * SIZE_LARGEST
     assert await world.offered() == set(range(10, 14))
-    assert report.census.whole.size_bytes == 4000
+    assert report.usage.total.size_bytes == 4000
 
 
 @pytest.mark.promise("catalog-sizes")
@@ -64,10 +64,10 @@ async def test_sizes_of_a_namespace_come_to_what_they_are_counted_as(world: Worl
     segment = Segment(0, 8, 0, 4).name
     rows = [Row(chunk_key(number), segment, 7, AS_IT_IS, 1) for number in range(9)]
     await announce(world, rows)
-    report = await world.compact(RetentionRules(), whole=True)
-    assert report.census.whole.size_bytes == 9 * SIZE_LARGEST
-    small = await world.compact(RetentionRules(), whole=False)
-    assert not small.whole
+    report = await world.compact(RetentionRules(), major=True)
+    assert report.usage.total.size_bytes == 9 * SIZE_LARGEST
+    small = await world.compact(RetentionRules(), major=False)
+    assert not small.major
     files = Files(world.tier, FOLDER, Counts())
     manifest = await files.manifest(sort_out(FOLDER, await world.tier.list(FOLDER)), -1)
     assert manifest is not None
@@ -82,7 +82,7 @@ def test_bounds_that_no_store_reaches_are_none() -> None:
         ages = Ages(bounds, 1e9)
         rows = rows_of([Row(chunk_key(1), Segment(0, 8, 0, 4).name, 7, 1000, 1)])
         ages.add(rows)
-        assert not RetentionDecision(bounds, ages, 1e9).why(rows).any()
+        assert not RetentionDecision(bounds, ages, 1e9).reasons(rows).any()
 
 
 @pytest.mark.promise("catalog-limits")
@@ -103,11 +103,11 @@ async def test_logs_that_name_more_segments_than_a_file_may_are_compacted(
         "store: {url: 'file:///not/used', objects_max: 5, gc: {grace: 40s}}", environment={}
     )
     collector = Collector(world.tier, config, StoreHealth(creates=True), lambda: 0)
-    await collector.look()
+    await collector.poll()
     assert (collector.collected.rounds, collector.collected.withdrawn) == (1, 4)
     assert len(await world.offered()) == 5
     world.bucket.now += 100
-    await collector.look()
+    await collector.poll()
     assert collector.collected.deleted == 4
     assert len(await world.offered()) == 5
 

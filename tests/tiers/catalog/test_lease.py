@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.catalog.bucket import Bucket, Killed, View
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.lease import KEPT, CatalogLease
+from tiers.catalog.lease import LEASES_KEPT, CatalogLease
 from tiers.catalog.names import LEASE_FOLDER, NUMBER_MAX, lease_name
 from tiers.errors import TierUnavailable
 
@@ -34,26 +34,26 @@ def lease(bucket: Bucket, clock: Clock, name: str = "one", steps: int = 1 << 30)
 async def test_one_holds_it_until_it_is_given_back() -> None:
     bucket, clock = Bucket(), Clock()
     one, two = lease(bucket, clock, "one"), lease(bucket, clock, "two")
-    assert await one.take()
+    assert await one.acquire()
     assert one.held
     assert one.store_seconds == bucket.now
-    assert not await two.take()
+    assert not await two.acquire()
     assert two.other == "one"
-    await one.give_back()
-    assert await two.take()
+    await one.release()
+    assert await two.acquire()
     assert [one.held, two.held] == [False, True]
-    assert not await one.take()
+    assert not await one.acquire()
 
 
 async def test_a_holder_that_died_is_waited_for() -> None:
     bucket, clock = Bucket(), Clock()
     one, two = lease(bucket, clock), lease(bucket, clock, "two")
-    assert await one.take()
-    assert not await two.take()
+    assert await one.acquire()
+    assert not await two.acquire()
     clock.now += 59
-    assert not await two.take()
+    assert not await two.acquire()
     clock.now += 2
-    assert await two.take()
+    assert await two.acquire()
     # It was only slow, and finds out.
     assert not await one.renew()
     assert [one.held, two.held] == [False, True]
@@ -62,12 +62,12 @@ async def test_a_holder_that_died_is_waited_for() -> None:
 async def test_renewing_keeps_it() -> None:
     bucket, clock = Bucket(), Clock()
     one, two = lease(bucket, clock), lease(bucket, clock, "two")
-    assert await one.take()
+    assert await one.acquire()
     for _ in range(10):
         clock.now += 30
         assert await one.renew()
-        assert not await two.take()
-    assert len(bucket.names(LEASE_FOLDER)) <= KEPT
+        assert not await two.acquire()
+    assert len(bucket.names(LEASE_FOLDER)) <= LEASES_KEPT
 
 
 async def test_the_clock_of_the_holder_and_of_the_store_do_not_matter() -> None:
@@ -75,11 +75,11 @@ async def test_the_clock_of_the_holder_and_of_the_store_do_not_matter() -> None:
     other.now = 1e9
     bucket.now = 5.0
     one, two = lease(bucket, clock), lease(bucket, other, "two")
-    assert await one.take()
-    assert not await two.take()
+    assert await one.acquire()
+    assert not await two.acquire()
     bucket.now = 1e12
     other.now += 30
-    assert not await two.take()
+    assert not await two.acquire()
 
 
 async def test_a_damaged_lease_is_over_after_the_longest_time() -> None:
@@ -87,9 +87,9 @@ async def test_a_damaged_lease_is_over_after_the_longest_time() -> None:
     await View(bucket).write(lease_name(7), image_of(50))
     await View(bucket).write(f"{LEASE_FOLDER}/notes.txt", image_of(50))
     one = lease(bucket, clock)
-    assert not await one.take()
+    assert not await one.acquire()
     clock.now += 601
-    assert await one.take()
+    assert await one.acquire()
 
 
 @given(
@@ -106,9 +106,9 @@ def test_two_never_hold_it_at_once(steps: list[int], turns: list[int]) -> None:
 
     async def one(contender: CatalogLease) -> None:
         try:
-            await contender.take()
+            await contender.acquire()
         except Killed:
-            contender.mine = -1
+            contender.generation = -1
 
     async def run() -> None:
         for turn in [*turns, 0]:
@@ -128,14 +128,14 @@ async def test_tries_at_once_have_one_winner() -> None:
     won: list[bool] = []
 
     async def one(contender: CatalogLease) -> None:
-        won.append(await contender.take())
+        won.append(await contender.acquire())
 
     async with anyio.create_task_group() as tasks:
         for contender in contenders:
             tasks.start_soon(one, contender)
     assert won.count(True) == 1
     with pytest.raises(Killed):
-        await lease(bucket, clock, steps=0).take()
+        await lease(bucket, clock, steps=0).acquire()
 
 
 async def test_a_try_of_its_own_that_seemed_to_fail_is_not_waited_for() -> None:
@@ -144,12 +144,12 @@ async def test_a_try_of_its_own_that_seemed_to_fail_is_not_waited_for() -> None:
     tier = View(bucket, steps=1, after=True)
     one, two = CatalogLease(tier, "one", seconds=60.0, clock=clock), lease(bucket, clock, "two")
     with pytest.raises(Killed):
-        await one.take()
+        await one.acquire()
     assert bucket.names(LEASE_FOLDER) == [lease_name(0)]
-    assert [one.held, await two.take()] == [False, False]
+    assert [one.held, await two.acquire()] == [False, False]
     tier.steps = 1 << 30
-    assert await one.take()
-    assert [one.held, await two.take()] == [True, False]
+    assert await one.acquire()
+    assert [one.held, await two.acquire()] == [True, False]
 
 
 async def test_an_answer_that_was_lost_below_is_no_others_lease() -> None:
@@ -163,18 +163,20 @@ async def test_an_answer_that_was_lost_below_is_no_others_lease() -> None:
 
     bucket, clock = Bucket(), Clock()
     one = CatalogLease(Repeats(bucket), "one", seconds=60.0, clock=clock)
-    assert await one.take()
-    assert await one.renew(at_once=True)
-    assert not await lease(bucket, clock, "two").take()
+    assert await one.acquire()
+    assert await one.renew(now=True)
+    assert not await lease(bucket, clock, "two").acquire()
 
 
 async def test_the_last_number_of_all_is_an_error_that_says_what_to_delete() -> None:
     bucket, clock = Bucket(), Clock()
     await View(bucket).write(lease_name(NUMBER_MAX), image_of(50))
     one = lease(bucket, clock)
-    assert not await one.take()
+    assert not await one.acquire()
     clock.now += 601
-    with pytest.raises(TierUnavailable, match=f"{NUMBER_MAX} has the last number.*delete it"):
-        await one.take()
+    with pytest.raises(
+        TierUnavailable, match=f"{NUMBER_MAX} has the highest possible number.*delete it"
+    ):
+        await one.acquire()
     await View(bucket).delete([lease_name(NUMBER_MAX)])
-    assert await one.take()
+    assert await one.acquire()

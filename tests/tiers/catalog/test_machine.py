@@ -23,12 +23,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests import places
 from tests.tiers.catalog.bucket import Bucket, Killed, View
-from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX
+from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, decode_manifest
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import manifest as manifests
-from tiers.catalog.compaction import CompactionPlan, Superseded, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter
-from tiers.catalog.manifest import NOTHING, Counts, Manifest
+from tiers.catalog.manifest import EMPTY_MANIFEST, Counts, Manifest
 from tiers.catalog.names import (
     digest_in,
     object_name,
@@ -40,6 +40,7 @@ from tiers.catalog.names import (
 from tiers.catalog.reader import CatalogReader
 from tiers.catalog.retention import RetentionRules
 from tiers.catalog.rows import CatalogCorrupt, Row, Rows, decode
+from tiers.catalog.scan import Superseded
 from tiers.errors import TierUnavailable
 from tiers.kv.layout import Segment
 
@@ -114,13 +115,13 @@ class Catalog(RuleBasedStateMachine):
     # --- what is there, read without any of the code under test's positions --------------------
 
     def _manifest(self) -> Manifest:
-        found = [NOTHING]
+        found = [EMPTY_MANIFEST]
         for name, (body, _) in self.bucket.objects.items():
             generation = parse_manifest(FOLDER, name)
             if generation is not None:
                 try:
                     image = np.frombuffer(body, dtype=np.uint8)
-                    found.append(manifests.decode(image, FOLDER, generation))
+                    found.append(decode_manifest(image, FOLDER, generation))
                 except CatalogCorrupt:
                     continue
         return max(found, key=lambda one: one.generation)
@@ -229,9 +230,9 @@ class Catalog(RuleBasedStateMachine):
 
     # --- compactors ----------------------------------------------------------------------------
 
-    def _plan(self, *, whole: bool, reconcile: bool, ttl: bool, cap: bool) -> CompactionPlan:
+    def _plan(self, *, major: bool, reconcile: bool, ttl: bool, cap: bool) -> CompactionPlan:
         bounds = RetentionRules(TTL if ttl else None, 3 * len(IMAGE) if cap else None)
-        return CompactionPlan(bounds, GRACE, KEEP, whole, reconcile)
+        return CompactionPlan(bounds, GRACE, KEEP, major, reconcile)
 
     async def _compact(self, plan: CompactionPlan, alive_for: int, *, after: bool) -> None:
         view = View(self.bucket, steps=alive_for, after=after)
@@ -241,23 +242,23 @@ class Catalog(RuleBasedStateMachine):
             return
 
     @rule(
-        whole=st.booleans(), reconcile=st.booleans(), ttl=st.booleans(), cap=st.booleans(),
+        major=st.booleans(), reconcile=st.booleans(), ttl=st.booleans(), cap=st.booleans(),
         steps=steps, after=st.booleans(),
     )  # fmt: skip
     def compact(
-        self, whole: bool, reconcile: bool, ttl: bool, cap: bool, steps: int, after: bool
+        self, major: bool, reconcile: bool, ttl: bool, cap: bool, steps: int, after: bool
     ) -> None:
-        plan = self._plan(whole=whole, reconcile=reconcile, ttl=ttl, cap=cap)
+        plan = self._plan(major=major, reconcile=reconcile, ttl=ttl, cap=cap)
         anyio.run(lambda: self._compact(plan, steps, after=after))
 
     @rule(
-        whole=st.tuples(st.booleans(), st.booleans()), ttl=st.booleans(),
+        major=st.tuples(st.booleans(), st.booleans()), ttl=st.booleans(),
         steps=st.tuples(steps, steps), number=numbers, late=st.integers(0, 20),
         waits=st.lists(st.integers(0, 30), min_size=1, max_size=12),
     )  # fmt: skip
     def at_once(
         self,
-        whole: tuple[bool, bool],
+        major: tuple[bool, bool],
         ttl: bool,
         steps: tuple[int, int],
         number: int,
@@ -277,8 +278,8 @@ class Catalog(RuleBasedStateMachine):
 
         async def run() -> None:
             async with anyio.create_task_group() as tasks:
-                for one, alive_for in zip(whole, steps, strict=True):
-                    plan = self._plan(whole=one, reconcile=False, ttl=ttl, cap=False)
+                for one, alive_for in zip(major, steps, strict=True):
+                    plan = self._plan(major=one, reconcile=False, ttl=ttl, cap=False)
                     tasks.start_soon(functools.partial(self._compact, after=False), plan, alive_for)
                 tasks.start_soon(later, lambda: self._refresh(0))
                 tasks.start_soon(later, write)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.tiers.catalog.kit import key
 from tiers.catalog.merge import (
     SHARDS,
-    both_have,
+    contained_in,
     is_sorted,
     merged,
     shard_starts,
@@ -103,6 +103,6 @@ def test_withdrawing_is_a_row_of_the_same_time() -> None:
 @given(rows=some_rows, others=some_rows)
 def test_rows_are_found_again_by_key_segment_and_time(rows: list[Row], others: list[Row]) -> None:
     there = {(row.key, row.segment, row.written_at) for row in others}
-    found = both_have(rows_of(rows), rows_of(others))
+    found = contained_in(rows_of(rows), rows_of(others))
     expected = [(row.key, row.segment, row.written_at) in there for row in rows]
     assert found.tolist() == expected

@@ -9,9 +9,16 @@ import pytest
 
 from tests import places
 from tests.faulty_tier import FaultRates, Faulty
-from tests.tiers.catalog.kit import FOLDER, memory, new_rows, reader, row, writer
+from tests.tiers.catalog.kit import (
+    FOLDER,
+    encode_manifest,
+    memory,
+    new_rows,
+    reader,
+    row,
+    writer,
+)
 from tests.tiers.tier_suite import image_of
-from tiers.catalog import manifest as manifests
 from tiers.catalog.manifest import Counts, Manifest, Merged
 from tiers.catalog.names import (
     LogName,
@@ -43,7 +50,7 @@ async def put_snapshot(tier: ObjectTier, manifest: Manifest, rows: list[Row]) ->
     name = snapshot_name(FOLDER, manifest.generation, 0, digest_of(body))
     await tier.write(name, body)
     whole = Manifest(manifest.generation, (*manifest.snapshots, name), merged=manifest.merged)
-    await tier.write(manifest_name(FOLDER, whole.generation), manifests.encode(whole), create=True)
+    await tier.write(manifest_name(FOLDER, whole.generation), encode_manifest(whole), create=True)
     return whole
 
 
@@ -56,10 +63,13 @@ def reads(tier: Metered) -> int:
 
 
 @pytest.mark.parametrize("page_names", [1000, 1])
-async def test_what_is_new_comes_once_from_every_writer(page_names: int) -> None:
+async def test_what_is_new_comes_once_from_every_writer(
+    monkeypatch: pytest.MonkeyPatch, page_names: int
+) -> None:
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", page_names)
     tier = memory()
     first, second = writer(tier), writer(tier)
-    one = reader(tier, page_names=page_names)
+    one = reader(tier)
     assert await new_rows(one) == []
     first.append(row(1))
     second.append(row(2))
@@ -91,14 +101,17 @@ async def test_a_refresh_without_news_is_one_listing_and_no_read() -> None:
     assert (lists(tier), reads(tier)) == (before[0] + 1, before[1])
 
 
-async def test_many_files_are_listed_from_where_each_writer_was() -> None:
+async def test_many_files_are_listed_from_where_each_writer_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tier = memory()
     logs = [writer(tier) for _ in range(3)]
     for log in logs:
         for number in range(10):
             log.append(row(number))
             await log.flush()
-    one = reader(tier, page_names=5)
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 5)
+    one = reader(tier)
     await new_rows(one)
     before = lists(tier), reads(tier)
     # The folder of manifests, that of logs, and one for each writer.
@@ -106,7 +119,9 @@ async def test_many_files_are_listed_from_where_each_writer_was() -> None:
     assert (lists(tier), reads(tier)) == (before[0] + 5, before[1])
 
 
-async def test_foreign_folders_beside_those_of_writers_are_not_listed(tmp_path: Path) -> None:
+async def test_foreign_folders_beside_those_of_writers_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their names need not be such as a tier takes."""
     tier = Metered(UrlObjects(f"file://{tmp_path}"))
     log = writer(tier)
@@ -117,7 +132,8 @@ async def test_foreign_folders_beside_those_of_writers_are_not_listed(tmp_path: 
         folder = tmp_path / FOLDER / "log" / foreign
         folder.mkdir()
         (folder / "file").write_bytes(b"not ours")
-    one = reader(tier, page_names=2)
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 2)
+    one = reader(tier)
     assert len(await new_rows(one)) == 6
     log.append(row(6))
     await log.flush()
@@ -126,10 +142,13 @@ async def test_foreign_folders_beside_those_of_writers_are_not_listed(tmp_path: 
     assert lists(tier) == before + 3
 
 
-async def test_files_that_were_removed_are_not_counted_for_ever() -> None:
+async def test_files_that_were_removed_are_not_counted_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tier = memory()
     log = writer(tier)
-    one = reader(tier, page_names=2)
+    places.patch(monkeypatch, "CATALOG_PAGE_NAMES", 2)
+    one = reader(tier)
     for number in range(20):
         log.append(row(number))
         await log.flush()
@@ -269,18 +288,18 @@ async def test_a_damaged_manifest_leaves_the_one_before() -> None:
 async def test_an_absent_catalog_is_doubted_once() -> None:
     tier = memory()
     one = reader(tier)
-    assert not one.take_doubt()
+    assert not one.take_suspect()
     for doubted in (True, False):
         assert await new_rows(one) == []
-        assert one.take_doubt() is doubted
+        assert one.take_suspect() is doubted
     log = writer(tier)
     log.append(row(1))
     await log.flush()
     assert await new_rows(one) == [row(1)]
     other = reader(tier)
     await new_rows(other)
-    assert not one.take_doubt()
-    assert not other.take_doubt()
+    assert not one.take_suspect()
+    assert not other.take_suspect()
 
 
 async def test_a_file_that_was_lost_is_waited_for_once_and_doubted() -> None:
@@ -290,18 +309,18 @@ async def test_a_file_that_was_lost_is_waited_for_once_and_doubted() -> None:
     log.append(row(0))
     await log.flush()
     await new_rows(one)
-    one.take_doubt()
+    one.take_suspect()
     for number in range(1, 4):
         log.append(row(number))
         await log.flush()
     names = sorted(found.name for found in await tier.list(FOLDER))
     await tier.delete([names[1]])
     assert await new_rows(one) == []
-    assert not one.take_doubt()
+    assert not one.take_suspect()
     assert await new_rows(one) == [row(2), row(3)]
-    assert one.take_doubt()
+    assert one.take_suspect()
     assert await new_rows(one) == []
-    assert not one.take_doubt()
+    assert not one.take_suspect()
 
 
 async def test_a_file_that_a_listing_did_not_show_yet_is_read_before_the_next() -> None:
@@ -317,7 +336,7 @@ async def test_a_file_that_a_listing_did_not_show_yet_is_read_before_the_next() 
     assert await new_rows(one) == []
     await tier.write(names[0], late)
     assert await new_rows(one) == [row(0), row(1)]
-    assert not one.take_doubt()
+    assert not one.take_suspect()
 
 
 async def test_a_snapshot_that_is_lost_is_given_up_the_second_time() -> None:
@@ -329,7 +348,7 @@ async def test_a_snapshot_that_is_lost_is_given_up_the_second_time() -> None:
     with pytest.raises(TierUnavailable):
         await new_rows(one)
     assert await new_rows(one) == [row(1)]
-    assert one.take_doubt()
+    assert one.take_suspect()
     assert await new_rows(one) == []
 
 
@@ -342,9 +361,9 @@ async def test_a_broken_file_is_a_doubt() -> None:
     await tier.write(name, image_of(100))
     one = reader(tier)
     assert await new_rows(one) == []
-    assert one.take_doubt()
+    assert one.take_suspect()
     await new_rows(one)
-    assert not one.take_doubt()
+    assert not one.take_suspect()
 
 
 async def test_a_log_file_that_was_damaged_after_it_was_merged_is_read_from_the_snapshots() -> None:
@@ -358,7 +377,7 @@ async def test_a_log_file_that_was_damaged_after_it_was_merged_is_read_from_the_
         await log.flush()
         if number == 1:
             assert await new_rows(one) == [row(0), row(1)]
-            one.take_doubt()
+            one.take_suspect()
     names = sorted(found.name for found in await tier.list(FOLDER))
     for name in names[2:]:
         await tier.write(name, image_of(100))
@@ -367,12 +386,12 @@ async def test_a_log_file_that_was_damaged_after_it_was_merged_is_read_from_the_
     await put_snapshot(tier, merged, held)
     assert await new_rows(one) == held
     assert counts.reloads == 1
-    assert one.take_doubt()
+    assert one.take_suspect()
     log.append(row(4))
     await log.flush()
     assert await new_rows(one) == [row(4)]
     assert counts.reloads == 1
-    assert not one.take_doubt()
+    assert not one.take_suspect()
 
 
 async def test_snapshots_in_place_of_a_damaged_log_file_are_read_again_after_a_failure() -> None:
@@ -437,7 +456,7 @@ async def test_merged_files_that_vanish_before_they_are_read_are_read_from_the_s
     await log.flush()
     assert await new_rows(one) == [*both, row(2)]
     assert await new_rows(one) == []
-    assert not one.take_doubt()
+    assert not one.take_suspect()
 
 
 async def test_manifests_that_are_counted_anew_are_followed() -> None:
@@ -452,6 +471,6 @@ async def test_manifests_that_are_counted_anew_are_followed() -> None:
     await tier.delete([found.name for found in await tier.list(f"{FOLDER}/log")])
     assert await new_rows(one) == [row(0), row(1)]
     assert one.generation == 0
-    assert one.take_doubt()
+    assert one.take_suspect()
     assert await new_rows(one) == []
-    assert not one.take_doubt()
+    assert not one.take_suspect()

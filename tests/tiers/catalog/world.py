@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, new_rows
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.compaction import CompactionPlan, CompactionReport, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan, CompactionReport
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.names import object_name
 from tiers.catalog.reader import CatalogReader
-from tiers.catalog.retention import RetentionRules, Whys
+from tiers.catalog.retention import Reasons, RetentionRules
 from tiers.catalog.rows import Row, Rows
 from tiers.kv.layout import Segment
 
@@ -58,16 +59,21 @@ class World:
         self,
         bounds: RetentionRules | None = None,
         *,
-        whole: bool = True,
+        major: bool = True,
         reconcile: bool = False,
         dry_run: bool = False,
-        tell: Callable[[Rows, Whys], Awaitable[None]] | None = None,
+        on_withdrawn: Callable[[Rows, Reasons], Awaitable[None]] | None = None,
     ) -> CompactionReport:
         plan = CompactionPlan(
-            bounds or RetentionRules(), GRACE, KEEP, whole, reconcile, None, dry_run
+            bounds or RetentionRules(), GRACE, KEEP, major, reconcile, None, dry_run
         )
         return await compact(
-            self.tier, PREFIX, plan, self.bucket.now, tell=tell, clock=lambda: self.bucket.now
+            self.tier,
+            PREFIX,
+            plan,
+            self.bucket.now,
+            on_withdrawn=on_withdrawn,
+            clock=lambda: self.bucket.now,
         )
 
     async def offered(self, reader: CatalogReader | None = None) -> set[int]:

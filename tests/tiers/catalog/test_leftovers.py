@@ -12,13 +12,13 @@ import pytest
 from tests import places
 from tests.tiers.catalog.bucket import START_SECONDS, Bucket, View
 from tests.tiers.tier_suite import NAME, image_of, sized
-from tiers.catalog.leftovers import (
+from tiers.catalog.names import namespace_prefix, object_name
+from tiers.catalog.orphans import (
     PROBE_SECONDS_MAX,
     REMOVED_TOGETHER,
     Leftovers,
     remove_leftovers,
 )
-from tiers.catalog.names import namespace_prefix, object_name
 from tiers.errors import TierExpired
 from tiers.kv.layout import Segment
 from tiers.store.object_tier import UrlObjects
@@ -92,7 +92,7 @@ async def test_of_one_namespace_only() -> None:
 
 async def test_a_full_quarantine_is_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one listing it would never be done by the deadline, and only grow."""
-    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
     bucket = Bucket()
     bucket.late = lambda prefix, listing: len(listing) > 2
     for number in (*range(5), 1 << 248):
@@ -127,7 +127,9 @@ async def test_it_ends_when_the_lease_is_somebody_elses(turns: int) -> None:
         asked += 1
         return asked <= turns
 
-    left = await remove_leftovers(View(bucket), bucket.now, quarantine_seconds=WEEK, alive=alive)
+    left = await remove_leftovers(
+        View(bucket), bucket.now, quarantine_seconds=WEEK, renew_lease=alive
+    )
     assert left.quarantined == turns * REMOVED_TOGETHER
     assert len(bucket.objects) == 3 * REMOVED_TOGETHER + 5 - left.quarantined
 

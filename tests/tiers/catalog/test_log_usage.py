@@ -9,8 +9,7 @@ import pytest
 from tests.tiers.catalog.kit import memory
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.rows import NO_TENANT, Row
-from tiers.catalog.tally import FILES_MAX, LogUsage
-from tiers.catalog.usage import Usage
+from tiers.catalog.usage import LOG_SUMS_MAX, LogUsage, Usage
 
 A, B = b"tenant-a", b"tenant-b"
 
@@ -25,16 +24,16 @@ def test_a_row_counts_until_its_file_is_merged() -> None:
     tally.cut()
     tally.add(row(20, B, 400))
     tally.add(row(7, b""))
-    assert tally.held(A) == Usage(10, 1, 500, 1)
+    assert tally.of(A) == Usage(10, 1, 500, 1)
     tally.sent(0, 1)
-    assert tally.whole == Usage(37, 3, 400, 3)
+    assert tally.total == Usage(37, 3, 400, 3)
     tally.merged(0)
-    assert (tally.held(A), tally.held(B)) == (Usage(), Usage(20, 1, 400, 1))
-    assert tally.held(NO_TENANT) == Usage(7, 1, 500, 1)
+    assert (tally.of(A), tally.of(B)) == (Usage(), Usage(20, 1, 400, 1))
+    assert tally.of(NO_TENANT) == Usage(7, 1, 500, 1)
     tally.cut()
     tally.sent(1, 2)
     tally.merged(1)
-    assert tally.whole == Usage()
+    assert tally.total == Usage()
 
 
 def test_a_withdrawal_comes_to_nothing_and_has_its_place_in_a_file() -> None:
@@ -45,7 +44,7 @@ def test_a_withdrawal_comes_to_nothing_and_has_its_place_in_a_file() -> None:
     tally.cut()
     tally.sent(0, 1)
     tally.merged(0)
-    assert tally.held(A) == Usage(5, 1, 500, 1)
+    assert tally.of(A) == Usage(5, 1, 500, 1)
 
 
 def test_a_file_that_was_merged_before_its_writer_heard_that_it_is_there() -> None:
@@ -54,9 +53,9 @@ def test_a_file_that_was_merged_before_its_writer_heard_that_it_is_there() -> No
     tally.add(row(5))
     tally.cut()
     tally.merged(0)
-    assert tally.held(A).size_bytes == 5
+    assert tally.of(A).size_bytes == 5
     tally.sent(0, 1)
-    assert tally.whole == Usage()
+    assert tally.total == Usage()
 
 
 def test_what_waits_longer_than_one_file_takes_counts_until_its_last_row_is_merged() -> None:
@@ -66,10 +65,10 @@ def test_what_waits_longer_than_one_file_takes_counts_until_its_last_row_is_merg
     tally.cut()
     tally.sent(0, 3)
     tally.merged(0)
-    assert tally.held(A).size_bytes == 5
+    assert tally.of(A).size_bytes == 5
     tally.sent(1, 2)
     tally.merged(1)
-    assert tally.held(A).size_bytes == 0
+    assert tally.of(A).size_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -94,37 +93,37 @@ def test_random_lives_are_never_told_too_small(seed: int) -> None:
             merged = chooser.randrange(max(0, merged), len(files))
             tally.merged(merged)
         left = rows[files[merged] if merged >= 0 else 0 :]
-        told = tally.held(A)
+        told = tally.of(A)
         assert told.size_bytes >= sum(left)
-        if len(files) - merged <= FILES_MAX:
+        if len(files) - merged <= LOG_SUMS_MAX:
             assert told.size_bytes == sum(left)
             assert told.objects == sum(map(bool, left))
-        assert told == tally.whole
+        assert told == tally.total
 
 
 def test_many_files_are_few_sums() -> None:
     tally = LogUsage()
-    for number in range(10 * FILES_MAX):
+    for number in range(10 * LOG_SUMS_MAX):
         tally.add(row(1))
         tally.cut()
         tally.sent(number, 1)
-    assert len(tally.sums) == FILES_MAX  # pyright: ignore[reportPrivateUsage]
-    assert tally.held(A) == Usage(10 * FILES_MAX, 10 * FILES_MAX, 500, 10 * FILES_MAX)
-    tally.merged(9 * FILES_MAX)
-    assert tally.held(A).objects == FILES_MAX - 1
+    assert len(tally.sums) == LOG_SUMS_MAX  # pyright: ignore[reportPrivateUsage]
+    assert tally.of(A) == Usage(10 * LOG_SUMS_MAX, 10 * LOG_SUMS_MAX, 500, 10 * LOG_SUMS_MAX)
+    tally.merged(9 * LOG_SUMS_MAX)
+    assert tally.of(A).objects == LOG_SUMS_MAX - 1
 
 
 async def test_a_log_tells_its_tally() -> None:
     tally = LogUsage()
-    log = LogWriter(memory(), "f", new_writer(), rows_max=10, seconds_max=1.0, tally=tally)
+    log = LogWriter(memory(), "f", new_writer(), rows_max=10, seconds_max=1.0, usage=tally)
     log.append(row(3))
     log.append(row(4, B))
-    assert tally.whole.size_bytes == 7
+    assert tally.total.size_bytes == 7
     await log.flush()
     log.append(row(5))
-    assert tally.whole.size_bytes == 12
+    assert tally.total.size_bytes == 12
     tally.merged(0)
-    assert tally.whole.size_bytes == 5
+    assert tally.total.size_bytes == 5
     await log.flush()
     tally.merged(log.files - 1)
-    assert tally.whole == Usage()
+    assert tally.total == Usage()

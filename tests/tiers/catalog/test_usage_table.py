@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests import places
 from tests.tiers.catalog.kit import key
 from tiers.catalog.merge import merged
-from tiers.catalog.rows import NO_TENANT, Row, rows_of
+from tiers.catalog.rows import NO_TENANT, Row, Rows, rows_of
 from tiers.catalog.usage import (
     CHUNKS,
     OBJECTS,
@@ -21,8 +21,9 @@ from tiers.catalog.usage import (
     Sums,
     Usage,
     UsageTable,
-    held_by_tenant,
+    cells_by_tenant,
     tenant_of,
+    usage_by_tenant,
     word_of,
 )
 
@@ -37,21 +38,25 @@ def test_what_is_offered_is_counted_by_chunk_object_and_byte() -> None:
     census = UsageTable()
     census.add(merged(rows_of([row(1, A), row(1, A, part=1, at=300), row(2, B, at=200)])))
     census.add(merged(rows_of([row(3, b"", size_bytes=0), row(4, b"", size_bytes=7, at=50)])))
-    assert census.whole == Usage(37, 4, 50, 3)
+    assert census.total == Usage(37, 4, 50, 3)
     assert census.withdrawn == 1
     assert census.num_tenants == 3
     # A chunk is as old as its newest segment.
     assert census.largest(2) == {A: Usage(20, 2, 300, 1), B: Usage(10, 1, 200, 1)}
-    assert UsageTable().whole == Usage()
+    assert UsageTable().total == Usage()
     assert UsageTable().largest(5) == {}
+
+
+def by_tenant(rows: Rows) -> dict[bytes, Usage]:
+    return usage_by_tenant(cells_by_tenant(rows))
 
 
 def test_rows_in_any_order_are_counted_by_tenant() -> None:
     rows = [row(1, A), row(2, B, at=5), row(1, A, part=1), row(3, A, size_bytes=0)]
-    assert held_by_tenant(rows_of(rows)) == {A: Usage(20, 2, 100, 2), B: Usage(10, 1, 5, 1)}
-    assert held_by_tenant(rows_of(rows[:1])) == {A: Usage(10, 1, 100, 1)}
-    assert held_by_tenant(rows_of([row(1, b"")])) == {NO_TENANT: Usage(10, 1, 100, 1)}
-    assert held_by_tenant(rows_of([])) == {}
+    assert by_tenant(rows_of(rows)) == {A: Usage(20, 2, 100, 2), B: Usage(10, 1, 5, 1)}
+    assert by_tenant(rows_of(rows[:1])) == {A: Usage(10, 1, 100, 1)}
+    assert by_tenant(rows_of([row(1, b"")])) == {NO_TENANT: Usage(10, 1, 100, 1)}
+    assert by_tenant(rows_of([])) == {}
 
 
 def test_a_tenant_is_its_eight_bytes() -> None:

@@ -13,7 +13,7 @@ from tests.tiers.catalog.world import GRACE, SEGMENT, World, chunk_key, view_of
 from tests.tiers.tier_suite import image_of
 from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name, parse_name
-from tiers.catalog.orphans import objects_in
+from tiers.catalog.orphans import rows_in_shard
 from tiers.catalog.retention import RetentionLimits, RetentionRules
 from tiers.catalog.rows import Row
 from tiers.errors import TierExpired
@@ -37,8 +37,8 @@ async def test_steady_writing_does_not_put_off_what_waits_to_be_deleted(
     for turn in range(20):
         await world.write(*range(10 * turn, 10 * turn + 10))
         world.bucket.now += 0.6 * GRACE
-        report = await world.compact(bounds, whole=False)
-        assert report.whole
+        report = await world.compact(bounds, major=False)
+        assert report.major
         deleted += report.deleted
         # What is too much is withdrawn every other round, and deleted in the next but one.
         assert len(world.there()) <= 60
@@ -55,23 +55,23 @@ async def test_what_others_withdraw_while_a_base_waits_has_a_grace_of_its_own(
     await world.write(2)
     two = world.bucket.micros
     world.bucket.now += 200
-    assert (await world.compact(bounds, whole=False)).withdrawn == 1
+    assert (await world.compact(bounds, major=False)).withdrawn == 1
     world.bucket.now += GRACE - 1
     # Object 2 goes, somebody finds none, and much is written.
     del world.bucket.objects[world.name(2)]
     world.log.append(Row(chunk_key(2), SEGMENT.name, two))
     await world.write(*range(10, 20))
-    report = await world.compact(bounds, whole=False)
-    assert (report.whole, report.deleted, report.waiting) == (True, 0, 2)
+    report = await world.compact(bounds, major=False)
+    assert (report.major, report.deleted, report.waiting) == (True, 0, 2)
     assert await world.offered() == set(range(10, 20))
     world.bucket.now += 2
-    report = await world.compact(bounds, whole=False)
-    assert (report.whole, report.deleted, report.waiting) == (True, 1, 1)
+    report = await world.compact(bounds, major=False)
+    assert (report.major, report.deleted, report.waiting) == (True, 1, 1)
     assert 1 not in world.there()
     world.bucket.now += GRACE - 1
-    assert not (await world.compact(bounds, whole=False)).whole
+    assert not (await world.compact(bounds, major=False)).major
     world.bucket.now += 2
-    report = await world.compact(bounds, whole=False)
+    report = await world.compact(bounds, major=False)
     assert (report.deleted, report.waiting) == (0, 0)
     assert world.there() == set(range(10, 20)) == await world.offered()
 
@@ -86,21 +86,21 @@ async def test_many_rows_that_others_withdraw_make_a_base_wait_again(
     world.bucket.now += 1100
     await world.write(*range(10, 20))
     then = world.bucket.micros
-    assert (await world.compact(bounds, whole=False)).withdrawn == 1
+    assert (await world.compact(bounds, major=False)).withdrawn == 1
     world.bucket.now += GRACE - 1
     for number in range(10, 20):
         del world.bucket.objects[world.name(number)]
         world.log.append(Row(chunk_key(number), SEGMENT.name, then))
     await world.log.flush()
-    assert (await world.compact(bounds, whole=False)).waiting == 11
+    assert (await world.compact(bounds, major=False)).waiting == 11
     world.bucket.now += 2
-    assert not (await world.compact(bounds, whole=False)).whole
+    assert not (await world.compact(bounds, major=False)).major
     world.bucket.now += GRACE
     # Those that came first were kept beyond the base.
-    report = await world.compact(bounds, whole=False)
+    report = await world.compact(bounds, major=False)
     assert (report.deleted, report.waiting) == (1, 3)
     world.bucket.now += 2 * GRACE
-    assert (await world.compact(bounds, whole=False)).waiting == 0
+    assert (await world.compact(bounds, major=False)).waiting == 0
     assert world.there() == set()
 
 
@@ -241,7 +241,7 @@ async def test_what_is_written_again_while_a_shard_is_deleted_stays(
 
 async def test_a_shard_is_listed_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadline would end a listing of very many names every time."""
-    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
     inner = world.tier.list
 
     async def list_in_time(prefix: str, **asked: Any) -> Listing:
@@ -256,4 +256,4 @@ async def test_a_shard_is_listed_in_parts(world: World, monkeypatch: pytest.Monk
     world.bucket.now += YOUNG_SECONDS + 1
     monkeypatch.setattr(world.tier, "list", list_in_time)
     assert (await world.compact(reconcile=True)).found == 5
-    assert len(await objects_in(world.tier, PREFIX, chunk_key(0)[0])) == 5
+    assert len(await rows_in_shard(world.tier, PREFIX, chunk_key(0)[0])) == 5

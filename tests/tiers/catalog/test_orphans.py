@@ -12,15 +12,16 @@ from tests.faulty_tier import FaultRates, Faulty
 from tests.tiers.catalog.bucket import Bucket, View
 from tests.tiers.catalog.kit import FOLDER, NAMESPACE, PREFIX, SEGMENT, memory
 from tests.tiers.tier_suite import image_of
-from tiers.catalog.compaction import CompactionPlan, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.diff import YOUNG_SECONDS
 from tiers.catalog.names import object_name
 from tiers.catalog.orphans import (
-    listed_in,
-    objects_in,
+    list_shard,
+    nonempty_shards,
+    rows_in_shard,
     rows_of_listing,
-    slice_folder,
-    slices_there,
+    shard_folder,
 )
 from tiers.catalog.retention import RetentionRules
 from tiers.errors import TierUnavailable
@@ -38,14 +39,14 @@ KEYS = [bytes([first]) * 32 for first in (0, 7, 7, 255)]
 
 async def test_a_namespace_is_its_folders_by_two_digits() -> None:
     tier = memory()
-    assert await slices_there(tier, PREFIX) == []
-    assert len(await objects_in(tier, PREFIX, 7)) == 0
+    assert await nonempty_shards(tier, PREFIX) == []
+    assert len(await rows_in_shard(tier, PREFIX, 7)) == 0
     for number, key in enumerate(KEYS):
         name = object_name(NAMESPACE, key, Segment(0, 8, number, 1))
         await tier.write(name, image_of(1000 + number))
     await tier.write(f"{FOLDER}/log/s{'0' * 15}/junk", image_of(10))
-    assert await slices_there(tier, PREFIX) == [0, 7, 255]
-    rows = await objects_in(tier, PREFIX, 7)
+    assert await nonempty_shards(tier, PREFIX) == [0, 7, 255]
+    rows = await rows_in_shard(tier, PREFIX, 7)
     found = sorted(rows.row(index) for index in range(len(rows)))
     assert [(one.key, one.segment, one.size_bytes) for one in found] == [
         (KEYS[1], "0-8.1-2", 1001),
@@ -55,7 +56,7 @@ async def test_a_namespace_is_its_folders_by_two_digits() -> None:
 
 
 def test_foreign_objects_are_left_out() -> None:
-    name = f"{slice_folder(PREFIX, 7)}/{KEYS[1].hex()}/{SEGMENT}.arrow"
+    name = f"{shard_folder(PREFIX, 7)}/{KEYS[1].hex()}/{SEGMENT}.arrow"
     listing = [
         Found(name, 5, 0.0),
         Found(f"{name}.tmp", 5, 0.0),
@@ -72,7 +73,7 @@ def test_foreign_objects_are_left_out() -> None:
 async def test_a_store_that_fails_is_an_error_of_the_tier() -> None:
     tier = Faulty(memory(), seed=1, rates=FaultRates(unavailable=1.0))
     with pytest.raises(TierUnavailable):
-        await objects_in(tier, PREFIX, 0)
+        await rows_in_shard(tier, PREFIX, 0)
 
 
 @pytest.mark.parametrize("foreign", ["~x", "x.arrow~", "sub folder/.nfs0000", "\u00e4"])
@@ -80,16 +81,16 @@ async def test_a_foreign_name_in_a_slice_does_not_end_a_sweep_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
 ) -> None:
     """The last name of a page is what the next one begins after."""
-    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
     tier = UrlObjects(f"file://{tmp_path}")
     for number in range(3):
         name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
         await tier.write(name, image_of(1000))
-    path = tmp_path / slice_folder(PREFIX, 0) / foreign
+    path = tmp_path / shard_folder(PREFIX, 0) / foreign
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"not ours")
-    assert len(await objects_in(tier, PREFIX, 0)) == 3
-    plan = CompactionPlan(RetentionRules(), 100.0, 300.0, whole=True, reconcile=True)
+    assert len(await rows_in_shard(tier, PREFIX, 0)) == 3
+    plan = CompactionPlan(RetentionRules(), 100.0, 300.0, major=True, reconcile=True)
     report = await compact(tier, PREFIX, plan, time.time() + 2 * YOUNG_SECONDS)
     assert (report.found, report.lost) == (3, 0)
     assert path.exists()
@@ -105,12 +106,12 @@ class Deaf(View):
 
 
 async def test_a_listing_that_does_not_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.patch(monkeypatch, "SWEEP_PAGE_NAMES", 2)
+    places.patch(monkeypatch, "LIST_PAGE_NAMES", 2)
     tier = Deaf(Bucket())
     for number in range(3):
         name = object_name(NAMESPACE, bytes(32), Segment(0, 8, number, 1))
         await tier.write(name, image_of(10))
     with pytest.raises(TierUnavailable, match="does not go on after a name") as info:
-        await listed_in(tier, PREFIX, 0)
+        await list_shard(tier, PREFIX, 0)
     assert not info.value.retryable
-    assert f"{tier.url}/{slice_folder(PREFIX, 0)}" in str(info.value)
+    assert f"{tier.url}/{shard_folder(PREFIX, 0)}" in str(info.value)

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from tests import places
 from tests.tiers.catalog.kit import key
 from tiers.catalog.merge import merged
-from tiers.catalog.retention import Ages, RetentionDecision, RetentionLimits, RetentionRules, Why
+from tiers.catalog.retention import (
+    Ages,
+    RetentionDecision,
+    RetentionLimits,
+    RetentionRules,
+    TenantLimits,
+)
+from tiers.catalog.retention import (
+    RetentionReason as Reason,
+)
 from tiers.catalog.rows import Row, Rows, rows_of
+from tiers.catalog.usage import word_of
 
 MINUTE = 60_000_000
 NOW = 1_700_000_000.0
@@ -35,7 +45,7 @@ def parts_of(rows: Rows, parts: int) -> list[Rows]:
     return [rows.take(slices == part) for part in range(parts)]
 
 
-def fallen(rows: list[Row], bounds: RetentionRules, parts: int = 1) -> dict[int, Why]:
+def fallen(rows: list[Row], bounds: RetentionRules, parts: int = 1) -> dict[int, Reason]:
     """Numbers of the keys that go, and what each falls to."""
     whole = merged(rows_of(rows))
     slices = parts_of(whole, parts)
@@ -43,12 +53,12 @@ def fallen(rows: list[Row], bounds: RetentionRules, parts: int = 1) -> dict[int,
     for part in slices:
         ages.add(part)
     verdict = RetentionDecision(bounds, ages, NOW)
-    found: dict[int, Why] = {}
+    found: dict[int, Reason] = {}
     for part in slices:
-        for at, why in enumerate(verdict.why(part).tolist()):
+        for at, why in enumerate(verdict.reasons(part).tolist()):
             number = number_of(part.row(at))
-            assert found.setdefault(number, Why(why)) is Why(why), "a chunk goes in parts"
-    return {number: why for number, why in found.items() if why is not Why.KEPT}
+            assert found.setdefault(number, Reason(why)) is Reason(why), "a chunk goes in parts"
+    return {number: why for number, why in found.items() if why is not Reason.KEPT}
 
 
 def gone(rows: list[Row], bounds: RetentionRules) -> set[int]:
@@ -69,7 +79,7 @@ def test_no_bound_takes_nothing() -> None:
 
 def test_ttl_of_a_namespace_takes_what_is_too_old_and_what_comes_from_the_future() -> None:
     rows = [chunk(1, 59), chunk(2, 61), chunk(3, -100), chunk(4, -2000)]
-    expected = {2: Why.TTL, 4: Why.CLOCK}
+    expected = {2: Reason.TTL, 4: Reason.CLOCK}
     assert fallen(rows, RetentionRules(ttl_seconds=3600)) == expected
 
 
@@ -77,33 +87,37 @@ def test_ttl_of_a_tenant_takes_its_own() -> None:
     named = {A: RetentionLimits(ttl_seconds=150.0), b"": RetentionLimits()}
     bounds = RetentionRules(tenant=RetentionLimits(ttl_seconds=112.5 * 60), named=named)
     # A's third minute is over, B has the default, and those without a salt have no limit.
-    expected = dict.fromkeys((3, 4, 13, 14), Why.TENANT_TTL)
+    expected = dict.fromkeys((3, 4, 13, 14), Reason.TENANT_TTL)
     assert fallen(TWO_TENANTS, bounds) == expected
-    assert fallen([chunk(1, -2000, tenant=A), chunk(2, -2000)], bounds) == {1: Why.CLOCK}
+    assert fallen([chunk(1, -2000, tenant=A), chunk(2, -2000)], bounds) == {1: Reason.CLOCK}
 
 
 def test_the_lesser_of_two_ttls_holds() -> None:
     rows = [chunk(1, 5, tenant=A), chunk(2, 30, tenant=A), chunk(3, 90, tenant=A)]
     bounds = RetentionRules(ttl_seconds=3600, named={A: RetentionLimits(ttl_seconds=600)})
-    assert fallen(rows, bounds) == {2: Why.TENANT_TTL, 3: Why.TTL}
+    assert fallen(rows, bounds) == {2: Reason.TENANT_TTL, 3: Reason.TTL}
     bounds = RetentionRules(ttl_seconds=3600, named={A: RetentionLimits(ttl_seconds=86_400)})
-    assert fallen(rows, bounds) == {3: Why.TTL}
+    assert fallen(rows, bounds) == {3: Reason.TTL}
 
 
 def test_bytes_of_a_namespace_take_the_oldest_until_the_rest_fits() -> None:
     rows = [chunk(number, minute=number) for number in range(1, 8)]
-    assert fallen(rows, RetentionRules(size_bytes_max=30)) == dict.fromkeys((4, 5, 6, 7), Why.SIZE)
+    assert fallen(rows, RetentionRules(size_bytes_max=30)) == dict.fromkeys(
+        (4, 5, 6, 7), Reason.SIZE
+    )
 
 
 def test_objects_of_a_namespace_take_the_oldest_until_the_rest_fits() -> None:
     rows = [chunk(number, minute=number) for number in range(1, 8)]
-    assert fallen(rows, RetentionRules(objects_max=3)) == dict.fromkeys((4, 5, 6, 7), Why.OBJECTS)
+    assert fallen(rows, RetentionRules(objects_max=3)) == dict.fromkeys(
+        (4, 5, 6, 7), Reason.OBJECTS
+    )
 
 
 def test_bytes_of_a_tenant_cost_only_itself() -> None:
     named = {A: RetentionLimits(size_bytes_max=20), b"": RetentionLimits(size_bytes_max=30)}
     assert fallen(TWO_TENANTS, RetentionRules(named=named)) == dict.fromkeys(
-        (3, 4, 24), Why.TENANT_SIZE
+        (3, 4, 24), Reason.TENANT_SIZE
     )
 
 
@@ -111,7 +125,7 @@ def test_objects_of_a_tenant_cost_only_itself() -> None:
     bounds = RetentionRules(
         tenant=RetentionLimits(objects_max=3), named={A: RetentionLimits(objects_max=1)}
     )
-    expected = dict.fromkeys((2, 3, 4, 14, 24), Why.TENANT_OBJECTS)
+    expected = dict.fromkeys((2, 3, 4, 14, 24), Reason.TENANT_OBJECTS)
     assert fallen(TWO_TENANTS, bounds) == expected
 
 
@@ -119,9 +133,9 @@ def test_what_goes_for_one_bound_makes_room_under_the_others() -> None:
     rows = [chunk(number, minute=number, tenant=A if number < 4 else B) for number in range(1, 9)]
     # Three of A's go although they are the newest, and so none of B's must.
     bounds = RetentionRules(size_bytes_max=60, named={A: RetentionLimits(objects_max=1)})
-    assert fallen(rows, bounds) == dict.fromkeys((2, 3), Why.TENANT_OBJECTS)
+    assert fallen(rows, bounds) == dict.fromkeys((2, 3), Reason.TENANT_OBJECTS)
     bounds = RetentionRules(ttl_seconds=7.5 * 60, size_bytes_max=60)
-    assert fallen(rows, bounds) == {8: Why.TTL, 7: Why.SIZE}
+    assert fallen(rows, bounds) == {8: Reason.TTL, 7: Reason.SIZE}
 
 
 def test_of_one_minute_no_more_than_needed_goes() -> None:
@@ -154,34 +168,35 @@ class Made(NamedTuple):
     tenant: bytes
 
 
-def by_rule(chunks: list[Made], bounds: RetentionRules) -> dict[int, Why]:
+def by_rule(chunks: list[Made], bounds: RetentionRules) -> dict[int, Reason]:
     """Who goes, chunk by chunk."""
-    found: dict[int, Why] = {}
+    found: dict[int, Reason] = {}
 
     def old(one: Made, ttl_seconds: float | None) -> bool:
         return ttl_seconds is not None and one.minute * 60 > ttl_seconds
 
+    limits = TenantLimits(bounds)
     for one in chunks:
         if old(one, bounds.ttl_seconds):
-            found[one.number] = Why.TTL
-        elif old(one, bounds.of(one.tenant).ttl_seconds):
-            found[one.number] = Why.TENANT_TTL
+            found[one.number] = Reason.TTL
+        elif old(one, limits.of(word_of(one.tenant)).ttl_seconds):
+            found[one.number] = Reason.TENANT_TTL
 
-    def trim(scope: list[Made], limits: RetentionLimits, kinds: tuple[Why, Why]) -> None:
+    def trim(scope: list[Made], most: RetentionLimits, kinds: tuple[Reason, Reason]) -> None:
         left = sorted((one for one in scope if one.number not in found), key=lambda one: one.minute)
         amounts = ([one.size_bytes for one in left], [one.segments for one in left])
-        limit = (limits.size_bytes_max, limits.objects_max)
-        for kind, most, amount in zip(kinds, limit, amounts, strict=True):
+        limit = (most.size_bytes_max, most.objects_max)
+        for kind, cap, amount in zip(kinds, limit, amounts, strict=True):
             kept = len(left)
-            while most is not None and sum(amount[:kept]) > most:
+            while cap is not None and sum(amount[:kept]) > cap:
                 kept -= 1
             for one in left[kept:]:
                 found.setdefault(one.number, kind)
 
     for tenant in (b"", A, B):
         own = [one for one in chunks if one.tenant == tenant]
-        trim(own, bounds.of(tenant), (Why.TENANT_SIZE, Why.TENANT_OBJECTS))
-    trim(chunks, bounds, (Why.SIZE, Why.OBJECTS))
+        trim(own, limits.of(word_of(tenant)), (Reason.TENANT_SIZE, Reason.TENANT_OBJECTS))
+    trim(chunks, bounds, (Reason.SIZE, Reason.OBJECTS))
     return found
 
 

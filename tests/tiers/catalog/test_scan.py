@@ -9,7 +9,8 @@ import pytest
 
 from tests import places
 from tests.tiers.catalog.kit import FOLDER, PREFIX, SEGMENT, memory
-from tiers.catalog.compaction import CompactionPlan, compact
+from tiers.catalog.compaction import compact
+from tiers.catalog.compaction_work import CompactionPlan
 from tiers.catalog.log import LogWriter, new_writer
 from tiers.catalog.manifest import Counts
 from tiers.catalog.merge import SHARDS, merged
@@ -64,7 +65,7 @@ async def test_all_rows_are_told_in_order_however_many_are_not_merged(
     told = random_rows(chooser, 1000, keys)
     await write(tier, told)
     if seed % 3:
-        await compact(tier, PREFIX, PLAN._replace(whole=True), 1e9)
+        await compact(tier, PREFIX, PLAN._replace(major=True), 1e9)
     if seed % 3 == 2:
         told += (more := random_rows(chooser, 300, keys))
         await write(tier, more)

@@ -9,8 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tiers.catalog.footer import plain_rows
-from tiers.catalog.rows import SCHEMA, CatalogCorrupt, Row, decode, digest_of, encode, rows_of
+from tiers.catalog.rows import (
+    SCHEMA,
+    CatalogCorrupt,
+    Row,
+    decode,
+    digest_of,
+    encode,
+    plain_rows,
+    rows_of,
+)
 
 ROW = Row(key=bytes(32), segment="0-8.0-4", written_at=7)
 

@@ -9,8 +9,15 @@ import anyio
 import numpy as np
 import pytest
 
-from tiers.catalog.about import ABOUT_BYTES_MAX, About, decode, encode, read_about, write_about
-from tiers.catalog.names import about_name, namespace_prefix, parse_name, parse_namespace
+from tiers.catalog.names import namespace_info_name, namespace_prefix, parse_name, parse_namespace
+from tiers.catalog.namespace_info import (
+    INFO_BYTES_MAX,
+    NamespaceInfo,
+    decode,
+    encode,
+    read_info,
+    write_info,
+)
 from tiers.catalog.rows import CatalogCorrupt
 from tiers.store.object_tier import UrlObjects
 
@@ -27,16 +34,16 @@ def image(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def test_it_is_json_that_gives_back_what_went_in() -> None:
-    about = About(NAMESPACE, "/models/llama")
-    body = encode(about)
+    info = NamespaceInfo(NAMESPACE, "/models/llama")
+    body = encode(info)
     assert json.loads(body.tobytes()) == {
         "format": 1,
         "namespace": {"model": {"name": "org/mödel"}, "dtype": "float16"},
         "served_as": "/models/llama",
     }
-    assert decode(body, prefix_of(NAMESPACE)) == about
+    assert decode(body, prefix_of(NAMESPACE)) == info
     more = image(body.tobytes().decode().replace('"format":1', '"format":1,"later":[2]'))
-    assert decode(more, prefix_of(NAMESPACE)) == about
+    assert decode(more, prefix_of(NAMESPACE)) == info
 
 
 @pytest.mark.parametrize(
@@ -61,27 +68,27 @@ def test_nothing_else_is_one(text: str) -> None:
 @pytest.mark.parametrize("namespace", [b'{"a":' * 17 + b"1" + b"}" * 17, b"[1]", b'"model"'])
 def test_its_own_digest_makes_nothing_a_namespace(namespace: bytes) -> None:
     with pytest.raises(CatalogCorrupt):
-        decode(encode(About(namespace)), prefix_of(namespace))
+        decode(encode(NamespaceInfo(namespace)), prefix_of(namespace))
 
 
 def test_other_names_in_the_folder_do_not_parse() -> None:
     """So that sidecars of before, and whoever lists the folder, pass it over."""
-    name = about_name(prefix_of(NAMESPACE))
+    name = namespace_info_name(prefix_of(NAMESPACE))
     assert parse_name(name) is None
     assert parse_namespace(name) is None
 
 
-@pytest.mark.parametrize("size_bytes", [None, 0, ABOUT_BYTES_MAX + 1])
+@pytest.mark.parametrize("size_bytes", [None, 0, INFO_BYTES_MAX + 1])
 def test_a_store_without_a_good_one_has_none(size_bytes: int | None) -> None:
     async def main() -> None:
-        tier, prefix = UrlObjects(f"memory://about-{size_bytes}"), prefix_of(NAMESPACE)
+        tier, prefix = UrlObjects(f"memory://info-{size_bytes}"), prefix_of(NAMESPACE)
         if size_bytes == 0:
-            await write_about(tier, prefix, About(NAMESPACE))
-            assert await read_about(tier, prefix) == About(NAMESPACE)
-            await tier.write(about_name(prefix), image("x"))
+            await write_info(tier, prefix, NamespaceInfo(NAMESPACE))
+            assert await read_info(tier, prefix) == NamespaceInfo(NAMESPACE)
+            await tier.write(namespace_info_name(prefix), image("x"))
         elif size_bytes:
-            await tier.write(about_name(prefix), np.zeros(size_bytes, dtype=np.uint8))
-        assert await read_about(tier, prefix) is None
+            await tier.write(namespace_info_name(prefix), np.zeros(size_bytes, dtype=np.uint8))
+        assert await read_info(tier, prefix) is None
         await tier.close()
 
     anyio.run(main)
