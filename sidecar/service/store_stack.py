@@ -2,10 +2,10 @@
 
 Owns the order of the wrappers. Does not own what any of them does (`tiers/store/middleware/`).
 
-Invariant: from the outside in, `Metered(Deadline(Retrying(Limited(Paced(Billed(tier))))))`. The
-deadline holds for a request with its retries and with its wait for a turn, as
-`store.deadline_seconds_max` says; every attempt counts for the rate and the bill; and the counters
-see what the callers see.
+Invariant: from the outside in, the order is Metered, Deadline, Retrying, ConcurrencyLimited,
+RateLimited, Billed. The deadline holds for a request with its retries and with its wait for a turn,
+as `store.deadline_seconds_max` says; every attempt counts for the rate and the bill; and the
+counters see what the callers see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiers.errors import TierError
 from tiers.store.access import names_per_removal
 from tiers.store.middleware.billing import Billed
 from tiers.store.middleware.deadline import DELETED_TOGETHER_MAX, Deadline
-from tiers.store.middleware.limits import Limited, Paced
+from tiers.store.middleware.limits import ConcurrencyLimited, RateLimited
 from tiers.store.middleware.metering import Metered
 from tiers.store.middleware.retrying import Retrying
 from tiers.store.object_tier import ObjectTier, UrlObjects
@@ -53,11 +53,11 @@ def open_store(settings: StoreSettings, wrap_store: WrapStore | None = None) -> 
     together = DELETED_TOGETHER_MAX
     if (rate := settings.requests_per_second_max) is not None:
         step = names_per_removal(url, settings.access, settings.storage_options)
-        tier = Paced(tier, requests_per_second_max=rate, names_per_removal=step)
+        tier = RateLimited(tier, requests_per_second_max=rate, names_per_removal=step)
         # Others take turns in between, and a removal that waits for all of its own has a deadline.
         requests = int(rate * settings.deadline_seconds_max * REMOVAL_TURNS_SHARE)
         together = min(together, max(1, requests) * step)
-    tier = Limited(
+    tier = ConcurrencyLimited(
         tier,
         writes_max=settings.writes_inflight_max,
         reads_max=settings.reads_inflight_max,

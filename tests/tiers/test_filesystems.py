@@ -16,7 +16,7 @@ import pytest
 
 from tests.tiers.tier_suite import NAME, image_of
 from tiers.errors import TierUnavailable
-from tiers.store.client import Leaving, run_to_end
+from tiers.store.client import AbandonableThreads, run_to_end
 from tiers.store.middleware.deadline import Deadline
 from tiers.store.object_tier import UrlObjects
 
@@ -89,9 +89,9 @@ class TestRunToEnd:
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
 
 
-class TestLeaving:
+class TestAbandonableThreads:
     async def test_a_cancel_waits_for_nothing_that_hangs(self) -> None:
-        leaving, mount, begun = Leaving(2), threading.Event(), threading.Event()
+        threads, mount, begun = AbandonableThreads(2), threading.Event(), threading.Event()
 
         def hang() -> None:
             begun.set()
@@ -99,25 +99,25 @@ class TestLeaving:
 
         for _ in range(2):
             begun.clear()
-            await cancel_scope(lambda: leaving.run(hang), begun)
-        with pytest.raises(TimeoutError, match="2 listings have not come back"):
-            await leaving.run(lambda: 1)
+            await cancel_scope(lambda: threads.run(hang), begun)
+        with pytest.raises(TimeoutError, match="2 listings have not returned"):
+            await threads.run(lambda: 1)
         mount.set()
         with anyio.fail_after(30):
             while True:
                 try:
-                    assert await leaving.run(lambda: 1) == 1
+                    assert await threads.run(lambda: 1) == 1
                     break
                 except TimeoutError:
                     await anyio.sleep(0.01)
 
     async def test_what_never_began_is_not_waited_for(self) -> None:
-        leaving = Leaving(1)
+        threads = AbandonableThreads(1)
         for _ in range(3):
             with anyio.CancelScope() as scope:
                 scope.cancel()
-                await leaving.run(lambda: 1)
-        assert await leaving.run(lambda: 1) == 1
+                await threads.run(lambda: 1)
+        assert await threads.run(lambda: 1) == 1
 
     async def test_a_folder_whose_server_is_gone_meets_its_deadline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -223,7 +223,7 @@ class TestLocalFolder:
             tier.delete([NAME]),
             tier.quarantine(NAME),
         ):
-            with pytest.raises(TierUnavailable, match="not mounted any more") as info:
+            with pytest.raises(TierUnavailable, match="is it still mounted") as info:
                 await call
             assert info.value.retryable
         assert list(root.iterdir()) == []
@@ -257,7 +257,7 @@ class TestLocalFolder:
             return os.stat_result((*found[:2], found.st_dev + 1, *found[3:10]))
 
         monkeypatch.setattr(os, "stat", elsewhere)
-        with pytest.raises(TierUnavailable, match="not mounted any more"):
+        with pytest.raises(TierUnavailable, match="is it still mounted"):
             await tier.write(NAME, image_of(10))
         monkeypatch.undo()
         assert not root.exists()

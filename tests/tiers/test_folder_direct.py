@@ -67,7 +67,7 @@ def direct_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def local(root: Path, **options: Any) -> LocalFolder:
-    return LocalFolder(str(root), **{"threads_max": 2, "fsync": False, "direct": True, **options})
+    return LocalFolder(str(root), Folder(), threads_max=2, **options)
 
 
 class TestDirectContract(TierSuite):

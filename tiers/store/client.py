@@ -1,20 +1,18 @@
-"""What every kind of file system gives a tier: names and bytes, and when memory is free.
+"""What a client of a store gives to a tier: names and bytes, and when memory is free.
 
-Owns the protocol `Filesystem`, the lines of a listing, work in threads that is never left behind,
-the checks of an object's size, and how what has come is told while it is in a core's cache
-(`Seen`). Does not own any way to the bytes: a local folder is
-`folder.py`, S3, GCS and Azure on obstore `obstore_client.py`, everything that fsspec knows
-`fsspec_client.py`; nor names, checks of arguments and the meaning of errors: a file system raises
-whatever the system or the client raises, and `object_tier.py` turns it into the tier's errors.
+Owns the protocol `StoreClient`, the lines of a listing, work in threads that is waited for, and the
+checks of an object's size. Clients are `folder.py`, `obstore_client.py` (S3, GCS, Azure) and
+`fsspec_client.py` (all others). Does not own names, checks of arguments or the meaning of errors: a
+client raises whatever the system or its library raises, and `object_tier.py` translates it.
 
-Invariants of every file system:
+Invariants of every client:
 
 * When `put` or `get` has returned or raised, cancelled or not, nothing touches the caller's memory
-  any more (rule 3 of the design). Cancelling stops the waiting for a server at once, and the
-  waiting for a thread only when the thread has ended.
-* A name is there with all its bytes, or not there.
-* A read costs one request and never more memory than the caller's slot plus one byte, and its
-  copy in the client.
+  any more. Cancelling stops the wait for a server at once, and the wait for a thread only when the
+  thread has ended.
+* A name exists with all its bytes, or does not exist.
+* A read costs one request, and at most the memory of the caller's slot plus one byte, and its copy
+  in the client.
 """
 
 from __future__ import annotations
@@ -39,49 +37,45 @@ T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
 Seen = Callable[[int, int, int], None]
-"""Told by a read, `seen(size_bytes, first, last)`: of an object of so many bytes, those from
-`first` to `last` lie in the slot now, and most likely still in this core's cache.
+"""Called by a read as `seen(size_bytes, first, last)`: bytes `first` to `last` of an object of
+`size_bytes` are in the slot, and most likely still in this core's cache.
 
-Pieces come in order, in worker threads, one at a time; `first` 0 begins anew. Where a read is tried
-again, `seen(0, 0, 0)` says so before: nothing that was told counts any more. It raises nothing.
-Whoever reads may tell less than all, or nothing; and who changes bytes after they came must not
-hand it on.
+Calls come in order, from worker threads, one at a time; `first` 0 starts over. Before another
+attempt a read calls `seen(0, 0, 0)`, which revokes all earlier calls. It raises nothing. A read may
+report a part of the object, or nothing. A wrapper that changes bytes must not pass it on.
 """
 
 PIECE_BYTES: Final = 256 * 1024
-"""What a core copies and then finds in its cache again, though other reads take turns on it."""
+"""What stays in a core's cache after a copy, while other reads take turns on the core."""
 
 
 class Found(NamedTuple):
     """One line of a listing."""
 
     name: str
-    """Relative to the root. A folder, in a listing of one level, ends with a slash."""
+    """Relative to the root. A folder ends with a slash (in listings of one level)."""
     size_bytes: int
     """0 for a folder."""
     modified_seconds: float
-    """Seconds since 1970 by the store's own clock; 0 where the store does not say."""
+    """Seconds since 1970 by the store's clock; 0 if the store does not say."""
 
 
 Listing = list[Found]
 
 
-class Filesystem(Protocol):
-    """Names and bytes; names are relative to the root that it was made with."""
+class StoreClient(Protocol):
+    """Names and bytes. Names are relative to the client's root."""
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """Store all of `image`, which is not touched after this has ended.
+        """Store all of `image`.
 
-        With `create`, raises `FileExistsError` (or the client's own word for it) for a name that
-        is taken, where the store can.
+        With `create`, raises `FileExistsError` (or the library's equivalent) if the name is taken,
+        and `NotImplementedError` or the like if the store cannot tell.
         """
         ...
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`.
-
-        `seen` is told of what has come, see `Seen`.
-        """
+        """Fill the start of `into`; the size in bytes. Raises `ImageTruncated`."""
         ...
 
     async def find(
@@ -89,8 +83,8 @@ class Filesystem(Protocol):
     ) -> Listing:
         """Objects below `folder` ("" for all) whose names sort after `start_after`.
 
-        Not `deep`: only what is in the folder itself, and its folders. Where there are more than
-        `names_max`, the first so many in order are enough.
+        Not `deep`: the objects in the folder itself, and its folders. If there are more than
+        `names_max`, the first `names_max` in order are enough.
         """
         ...
 
@@ -99,20 +93,20 @@ class Filesystem(Protocol):
         ...
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Delete objects; one that is not there is deleted."""
+        """Delete objects. A missing one is no error."""
         ...
 
     async def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         ...
 
 
 class _ThreadWork:
     """One call in a worker thread, and whether it may still touch memory."""
 
-    def __init__(self, *, behind: bool = True) -> None:
+    def __init__(self, *, lowered: bool = True) -> None:
         self._lock = threading.Lock()
-        self._behind = behind
+        self._lowered = lowered
         self._started = False
         self._abandoned = False
         self.ended = False
@@ -122,7 +116,7 @@ class _ThreadWork:
             if self._abandoned:
                 raise RuntimeError("work was abandoned before its thread began")
             self._started = True
-        if self._behind:
+        if self._lowered:
             lower_priority()
         try:
             return work()
@@ -143,16 +137,16 @@ async def run_to_end(
     abort: Callable[[], None] | None = None,
     threads: OwnThreads | None = None,
 ) -> T:
-    """Run `work` in a worker thread, and do not return before it has ended, whoever cancels.
+    """Run `work` in a worker thread. Returns after it has ended, even if cancelled.
 
-    `abort` makes work that waits for somebody else end soon. It is called after a cancel, on the
-    loop, until the work has ended. Without it a cancel waits for as long as the work takes.
-    Without `threads` the work stands behind the event loop for a core (`turns.step_back`).
+    `abort` makes waiting work end soon. It is called after a cancel, on the loop, until the work
+    has ended; without it a cancel waits as long as the work takes. Without `threads` the work has a
+    lower priority than the event loop (`tiers.threads.lower_priority`).
 
     anyio shields the wait from its own cancel scopes, but a bare `Task.cancel()` (asyncio itself
-    on SIGINT) goes through that shield; so after any exception the thread is asked.
+    on SIGINT) passes that shield; so after any exception the thread is asked.
     """
-    thread = _ThreadWork(behind=threads is None)
+    thread = _ThreadWork(lowered=threads is None)
     run_sync = anyio.to_thread.run_sync if threads is None else threads.run_sync
     try:
         return await run_sync(
@@ -162,22 +156,21 @@ async def run_to_end(
         while not thread.abandon():
             if abort is not None:
                 abort()
-            # The cancel that came first is raised again below; another adds nothing to it.
+            # The first cancel is raised again below; another adds nothing.
             with anyio.CancelScope(shield=True):
                 with contextlib.suppress(anyio.get_cancelled_exc_class()):
                     await anyio.sleep(0.001)
         raise
 
 
-class Leaving:
-    """Work in threads that use no memory of the caller's, so that a cancel does not wait for them.
+class AbandonableThreads:
+    """Work in threads that use no memory of the caller, so that a cancel does not wait for it.
 
-    A mount whose server is gone holds a thread for as long as it likes. Whoever waits for a listing
-    goes on at its deadline, and says that the store is unwell. Python itself does wait for such a
-    thread when the process ends: a program that must not is to end by `os._exit`.
+    A mount whose server is gone blocks a thread for any time; the caller goes on at its deadline.
+    Python waits for such threads when it ends: a process that must not wait ends by `os._exit`.
 
     Args:
-        left_max: threads that may be left behind; beyond it `run` raises `TimeoutError` at once.
+        left_max: threads that may be abandoned; beyond it `run` raises `TimeoutError` at once.
     """
 
     def __init__(self, left_max: int) -> None:
@@ -186,17 +179,17 @@ class Leaving:
         self._limiter = anyio.CapacityLimiter(left_max)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. After a cancel it may go on, and nobody hears of it."""
+        """The result of `work`. After a cancel it may go on, and its result is dropped."""
         async with self._limiter:
             self._left = [one for one in self._left if not one.ended]
             if len(self._left) >= self._left_max:
                 raise TimeoutError(
-                    f"{len(self._left)} listings have not come back: is this a mount whose server "
+                    f"{len(self._left)} listings have not returned: is this a mount whose server "
                     "is gone?"
                 )
             thread = _ThreadWork()
             try:
-                # A limiter of its own: the shared one would have no place left one day.
+                # A limiter for each: abandoned threads would use up a shared one.
                 return await anyio.to_thread.run_sync(
                     thread.run, work, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
                 )

@@ -1,25 +1,25 @@
 """A local folder, or a mount, as an object store: plain system calls from and into slots.
 
-Owns the files: temporary names, renames and links, folders that come and go, leftovers of writers
-that died, and the choice between direct and buffered I/O. Does not own arguments, names or the
+Owns the files: temporary names, renames and links, folders that are made and removed, leftovers of
+dead writers, and the choice between direct and buffered I/O. Does not own arguments, names or the
 meaning of errors (`object_tier.py`).
 
 Direct I/O (O_DIRECT) moves a slot's pages to the device and back without a copy through the page
-cache: it costs a fraction of the processor time, which engines want, and does not push other
-files out of the cache. What a file system refuses (tmpfs on older kernels), and what is not
-aligned, goes the buffered way: the last, partly filled page of every object, objects under
-`DIRECT_BYTES_MIN`, and memory that does not begin at a page.
+cache: it costs a fraction of the processor time, which engines need, and does not evict other files
+from the cache. What a file system refuses (tmpfs on older kernels) and what is not aligned is
+buffered: the last, partly filled page of every object, objects under `DIRECT_BYTES_MIN`, and memory
+that does not begin at a page.
 
 Invariants:
 
-* A name is there with all its bytes, or not there: a write goes to a temporary name in the same
-  folder and is renamed, or linked where it must not replace anything.
-* Without `fsync` a write that has returned is seen by every reader of the folder, and may be lost
-  with the power, direct or not: neither the file's length nor its name is on the disk then. With
-  it, both are before the write returns.
-* Whoever can write to the folder can put anything under any name: a link, a pipe that never
-  answers, a name of another user's. Only regular files are read, none is waited for, and an entry
-  that cannot be looked at is left out of a listing and counted.
+* A name exists with all its bytes, or does not exist: a write goes to a temporary name in the same
+  folder, which is renamed, or linked if it must not replace anything.
+* Without `fsync` a completed write is seen by every reader of the folder, and may be lost in a
+  power failure, direct or not: neither the file's length nor its name is on the disk then. With it,
+  both are before the write returns.
+* Others can put anything under any name: a link, a pipe that never answers, a file of another user.
+  Only regular files are read, none is waited for, and an entry that cannot be examined is omitted
+  from listings and counted.
 * A slot's bytes beyond the object are left alone. (The kernel fills whole sectors: that is why the
   last page is not read directly.)
 """
@@ -41,9 +41,9 @@ import anyio
 from tiers.errors import ImageTruncated, ObjectDenied, ObjectOdd, TierUnmounted
 from tiers.store.client import (
     PIECE_BYTES,
+    AbandonableThreads,
     Bytes,
     Found,
-    Leaving,
     Listing,
     Seen,
     check_size,
@@ -51,23 +51,25 @@ from tiers.store.client import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from tiers.store.access import Folder
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 TEMPORARY_SECONDS_MAX: Final = 24 * 3600
 """A temporary file older than this was left by a process that died; a listing removes it."""
 LOCAL_THREADS_MAX: Final = 4
-"""Enough to keep a disk busy. More only take turns on the cores, which engines want."""
+"""Enough to keep a disk busy. More only compete with engines for cores."""
 MAKE_FOLDER_ATTEMPTS_MAX: Final = 8
 DIRECT_ALIGNMENT: Final = 4096
-"""What memory, offsets and lengths are multiples of: at least any device's block."""
+"""Of memory, offsets and lengths: at least any device's block."""
 DIRECT_BYTES_MIN: Final = 256 * 1024
 """Below it, waiting for the device costs more than copying."""
 
 _NO_WAY_THERE: Final = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _GONE_OR_ODD: Final = (*_NO_WAY_THERE, errno.ENOENT, errno.EACCES, errno.EPERM)
-"""What one folder within another answers for its own sake. Other errors may be the disk's or the
-server's, and a listing without what they hide would say that objects are gone."""
+"""Errors of a single folder in a listing. Others may be those of the disk or the server, and a
+listing that ignores them would report objects as gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,38 +80,35 @@ class LocalFolder:
     def __init__(
         self,
         root: str,
+        settings: Folder,
         *,
         threads_max: int,
-        fsync: bool,
-        direct: bool,
         direct_bytes_min: int = DIRECT_BYTES_MIN,
-        shared: bool = False,
     ) -> None:
         self._root = root
-        # KV and token ids are nobody else's to read, unless several users share them.
-        self._file_mode = 0o666 if shared else 0o600
-        self._folder_mode = 0o777 if shared else 0o700
-        self._seen: os.stat_result | None = None
-        """The root when it was last looked at."""
-        self._fsync = fsync
-        self.direct = direct
-        """Whether direct I/O is used; False from the moment that the file system refused it."""
+        # KV and token ids are private, unless several users share them.
+        self._file_mode = 0o666 if settings.shared else 0o600
+        self._folder_mode = 0o777 if settings.shared else 0o700
+        self._root_status: os.stat_result | None = None
+        self._fsync = settings.fsync
+        self.direct = settings.direct
+        """Whether direct I/O is used; False once the file system has refused it."""
         self._direct_bytes_min = direct_bytes_min
-        # Apart, so that a backlog of writes does not hold up a read that a prompt waits for.
+        # Separate limits: a backlog of writes must not delay a read that a prompt waits for.
         threads = min(threads_max, LOCAL_THREADS_MAX)
         self._writers = anyio.CapacityLimiter(threads)
         self._readers = anyio.CapacityLimiter(threads)
-        self._listings = Leaving(threads)
+        self._listings = AbandonableThreads(threads)
         self.entries_skipped = 0
-        """Entries that listings left out: no files, or not to be looked at. Each listing counts."""
+        """Entries that listings omitted because they are no files or cannot be examined."""
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `Filesystem.put`."""
+        """See `StoreClient.put`."""
         place = os.link if create else os.replace
         await run_to_end(lambda: self._put(self._path(name), image, place), self._writers)
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Filesystem.get`."""
+        """See `StoreClient.get`."""
         return await run_to_end(lambda: self._get(self._path(name), into, seen), self._readers)
 
     async def find(
@@ -120,51 +119,50 @@ class LocalFolder:
         deep: bool,
         names_max: int | None,  # noqa: ARG002 (a folder has no pages)
     ) -> Listing:
-        """See `Filesystem.find`."""
+        """See `StoreClient.find`."""
         found = await self._listings.run(lambda: self._find(folder, deep=deep))
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        """See `Filesystem.move`."""
+        """See `StoreClient.move`."""
         await run_to_end(lambda: self._move(self._path(name), self._path(target)), self._writers)
 
     async def remove(self, names: Sequence[str]) -> None:
-        """See `Filesystem.remove`."""
+        """See `StoreClient.remove`."""
         await run_to_end(lambda: self._remove(names), self._writers)
 
     async def close(self) -> None:
-        """See `Filesystem.close`."""
+        """See `StoreClient.close`."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _require_root(self) -> None:
-        """Raise `TierUnmounted` where the root is another than before: one below its mount point.
+        """Raise `TierUnmounted` if the root is another folder than before: one below a mount point.
 
-        What is written there fills another disk, and what is not found there is not gone.
+        Writing there fills another disk, and what is missing there still exists.
         """
-        place, seen = self._root, self._seen
+        path, before = self._root, self._root_status
         while True:
             try:
-                found = os.stat(place)
+                found = os.stat(path)
                 break
             except FileNotFoundError:
-                place = os.path.dirname(place)
-        if place == self._root:
+                path = os.path.dirname(path)
+        if path == self._root:
             # A mount that comes back may have another device; its root has the same inode.
-            same = seen is None or seen.st_ino == found.st_ino
-            seen = found
+            same = before is None or before.st_ino == found.st_ino
+            self._root_status = found if same else before
         else:
             # Somebody removed it, and it is made again, or the mount is gone that it was on.
-            same = seen is None or seen.st_dev == found.st_dev
-            seen = None
+            same = before is None or before.st_dev == found.st_dev
+            self._root_status = None if same else before
         if not same:
             raise TierUnmounted(
-                f"{self._root} is not the folder that it was: is it not mounted any more? Mount it "
-                "again, or restart the sidecar to use the folder that is there",
+                f"{self._root} is not the folder that it was; is it still mounted? Mount it again, "
+                "or restart the sidecar to use the folder that is there",
                 retryable=True,
             )
-        self._seen = seen
 
     def _put(self, path: str, image: Bytes, place: Callable[[str, str], None]) -> None:
         self._require_root()
@@ -172,10 +170,10 @@ class LocalFolder:
         fd = self._create_in_folder(temporary)
         try:
             try:
-                if self._seen is None:
+                if self._root_status is None:
                     # It has just been made.
                     self._require_root()
-                done = self._write_direct(fd, image)
+                done = self._direct_io(fd, image, image.nbytes, lambda part: os.write(fd, part))
                 rest = image.data[done:]
                 while rest:
                     rest = rest[os.write(fd, rest) :]
@@ -192,18 +190,18 @@ class LocalFolder:
             _sync_folder(os.path.dirname(path))
 
     def _create_in_folder(self, path: str) -> int:
-        # The folder is made only where it is missing: for the first segment of a chunk. Then again,
+        def create() -> int:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            return os.open(path, flags, self._file_mode)
+
+        # The folder is made only if it is missing: for the first segment of a chunk. Then again,
         # because a removal may take an empty folder away in between.
         for _ in range(MAKE_FOLDER_ATTEMPTS_MAX):
             with contextlib.suppress(FileNotFoundError):
-                return self._create(path)
+                return create()
             with contextlib.suppress(FileNotFoundError):
                 self._make_folders(os.path.dirname(path))
-        return self._create(path)
-
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(path, flags, self._file_mode)
+        return create()
 
     def _make_folders(self, path: str) -> None:
         try:
@@ -214,9 +212,9 @@ class LocalFolder:
                 os.mkdir(path, self._folder_mode)
         except FileExistsError as error:
             if os.path.isdir(path) or not os.path.lexists(path):
-                # There, or taken away again by a removal: whoever needs it finds out.
+                # It exists, or a removal has taken it away again, which the caller finds out.
                 return
-            # Not the name that is written: a file, or a link to nowhere, on the way to it.
+            # Not the name that is written: a file, or a dangling link, on the way to it.
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
     def _get(self, path: str, into: Bytes, seen: Seen | None) -> int:
@@ -228,9 +226,9 @@ class LocalFolder:
         try:
             size_bytes = os.fstat(fd).st_size
             check_size(size_bytes, into.nbytes)
-            done = self._read_direct(fd, into, size_bytes)
+            done = self._direct_io(fd, into, size_bytes, lambda part: os.readv(fd, [part]))
             if seen is not None and done:
-                # Not in any cache, but this thread need not be left to hash it.
+                # Not in any cache, but this thread can hash it.
                 seen(size_bytes, 0, done)
             step = size_bytes if seen is None else PIECE_BYTES
             while done < size_bytes:
@@ -247,60 +245,31 @@ class LocalFolder:
         finally:
             os.close(fd)
 
-    def _write_direct(self, fd: int, image: Bytes) -> int:
-        """Write the whole pages of `image` past the page cache; how many bytes that were."""
-        whole = self._direct_part(image, image.nbytes)
-        done = 0
-        with self._direct_io(fd, whole) as pages:
-            # A short write that is not whole pages ends it: the rest would not be aligned.
-            while done < pages and done % DIRECT_ALIGNMENT == 0:
-                done += os.write(fd, image.data[done:pages])
-        return done
-
-    def _read_direct(self, fd: int, into: Bytes, size_bytes: int) -> int:
-        """Read an object's whole pages past the page cache; how many bytes that were."""
-        whole = self._direct_part(into, size_bytes)
-        done = 0
-        with self._direct_io(fd, whole) as pages:
-            while done < pages and done % DIRECT_ALIGNMENT == 0:
-                count = os.readv(fd, [into.data[done:pages]])
-                if count == 0:
-                    break
-                done += count
-        return done
-
-    def _direct_part(self, memory: Bytes, size_bytes: int) -> int:
+    def _direct_io(
+        self, fd: int, memory: Bytes, size_bytes: int, transfer: Callable[[memoryview], int]
+    ) -> int:
+        """Transfer whole pages past the page cache; how many bytes that were."""
         aligned = memory.ctypes.data % DIRECT_ALIGNMENT == 0
         if not self.direct or not aligned or size_bytes < self._direct_bytes_min:
             return 0
-        return size_bytes - size_bytes % DIRECT_ALIGNMENT
-
-    @contextlib.contextmanager
-    def _direct_io(self, fd: int, whole_bytes: int) -> Generator[int]:
-        """Direct I/O on `fd` within the block; gives 0 where there is none to be done."""
-        if not whole_bytes:
-            yield 0
-            return
+        done, end = 0, size_bytes - size_bytes % DIRECT_ALIGNMENT
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            # A short transfer that is not whole pages ends it: the rest would not be aligned.
+            while done < end and done % DIRECT_ALIGNMENT == 0:
+                count = transfer(memory.data[done:end])
+                if count == 0:
+                    break
+                done += count
         except OSError as error:
-            self._refused(error)
-            yield 0
-            return
-        try:
-            yield whole_bytes
-        except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            self._refused(error)
-        finally:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-
-    def _refused(self, error: OSError) -> None:
-        if self.direct:
             self.direct = False
             _log.info("%s: no direct I/O here (%s); buffered instead", self._root, error.strerror)
+        finally:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return done
 
     def _find(self, folder: str, *, deep: bool) -> Listing:
         self._require_root()
@@ -309,8 +278,8 @@ class LocalFolder:
         dead_before = time.time() - TEMPORARY_SECONDS_MAX
         while pending:
             inner = pending.pop()
-            # Others write, move and remove while this listing runs; only the folder that was asked
-            # for has to be there.
+            # Others write, move and remove while this listing runs; only the requested folder has
+            # to exist.
             try:
                 entries = os.scandir(f"{self._root}/{inner}" if inner else self._root)
             except OSError as error:
@@ -330,7 +299,7 @@ class LocalFolder:
         return found
 
     def _found_file(self, entry: os.DirEntry[str], name: str, dead_before: float) -> Listing:
-        """The line of one file; none for a temporary one, which is removed once it is old."""
+        """The line of one file; none for a temporary one, which is removed when it is old."""
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
@@ -343,7 +312,7 @@ class LocalFolder:
         elif not entry.name.endswith(TEMPORARY_SUFFIX):
             return [Found(name, status.st_size, status.st_mtime)]
         elif status.st_mtime < dead_before:
-            # Who may only read the folder may still list it.
+            # A user who may only read the folder can still list it.
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
         return []
@@ -365,8 +334,8 @@ class LocalFolder:
 
     def _move(self, path: str, target: str) -> None:
         self._require_root()
-        # As a bucket's copy has it, its time is that of the moving. Another user's object keeps its
-        # own, and so does any on a mount that sets no times.
+        # Its time becomes that of the move, as with a copy in a bucket. Objects of another user
+        # keep theirs, and so do all on a mount that sets no times.
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
         # As for a new file, a removal may take the folder away in between.
@@ -383,19 +352,19 @@ class LocalFolder:
 
 
 def _open_object(path: str) -> int:
-    """Open a regular file to read, and nothing else; no open waits for a pipe's other end.
+    """Open a regular file to read, without waiting for the other end of a pipe.
 
-    Raises `ObjectOdd`, `ObjectDenied`, and an `OSError` where no single entry is to blame.
+    Raises `ObjectOdd`, `ObjectDenied`, and `OSError` if the entry is not the cause.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _NO_WAY_THERE and not os.path.islink(path):
-            # A file or a link stands where one of its folders should be: the object is not there.
+            # A file or a link stands in the place of a folder: the object does not exist.
             raise FileNotFoundError(errno.ENOENT, os.strerror(error.errno), path) from error
         if error.errno == errno.ENOENT:
             raise
-        # Raises again where the folder is at fault, and not this entry.
+        # Raises again if the cause is the folder, and not this entry.
         mode = os.lstat(path).st_mode
         _require_regular(mode, path)
         if error.errno != errno.EACCES:
@@ -416,7 +385,7 @@ def _require_regular(mode: int, path: str) -> None:
     if stat.S_ISREG(mode):
         return
     if stat.S_ISDIR(mode):
-        # Object stores have no folders: such a name is one of no object.
+        # Object stores have no folders: no object has such a name.
         raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
     kind = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}.get(stat.filemode(mode)[0])
     raise ObjectOdd(f"the name is that of {kind or 'a device'}, not of a regular file; it is moved")

@@ -1,6 +1,6 @@
 """Object stores through fsspec: the general path, for every store that fsspec has a driver for.
 
-Owns the adapter from `Filesystem` to a driver's own verbs, and the translation of `Access` for
+Owns the adapter from `StoreClient` to a driver's own verbs, and the translation of `Access` for
 s3fs, gcsfs and adlfs. `storage_options` override what is derived from `Access`. Does not own the
 meaning of errors (`errors.py`) or S3 credentials (`aws_credentials.py`).
 
@@ -29,7 +29,7 @@ import anyio
 from tiers.errors import TierUnavailable
 from tiers.store import aws_credentials as aws
 from tiers.store.access import azure_account
-from tiers.store.client import Bytes, Filesystem, Found, Listing, Seen, fill, run_to_end
+from tiers.store.client import Bytes, Found, Listing, Seen, StoreClient, fill, run_to_end
 from tiers.store.errors import is_missing
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ and then writes, so two writers may both succeed."""
 _S3FS_IDENTITY: Final = frozenset(("key", "secret", "token", "session", "profile", "anon"))
 
 
-def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> Filesystem:
+def open_fsspec(url: str, access: Access, options: Mapping[str, object]) -> StoreClient:
     """The file system of `url`. Raises `TierUnavailable` if the URL is not understood."""
     import fsspec  # here: a sidecar without a store, or with a folder, does not need it
 
@@ -144,7 +144,7 @@ class FsspecClient:
         return f"{self._root}/{name}" if name else self._root
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `Filesystem.put`."""
+        """See `StoreClient.put`."""
         options = dict(self._put_options)
         if create:
             if not self._creates:
@@ -158,7 +158,7 @@ class FsspecClient:
         await self._call("pipe_file", self._path(name), body, **options)
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Filesystem.get`."""
+        """See `StoreClient.get`."""
         # The range bounds the memory that a foreign object of any size can take, and spares the
         # HEAD request by which s3fs would first ask for the size.
         body: bytes = await self._call("cat_file", self._path(name), start=0, end=into.nbytes + 1)
@@ -172,7 +172,7 @@ class FsspecClient:
         deep: bool,
         names_max: int | None,  # noqa: ARG002 (fsspec has no pages)
     ) -> Listing:
-        """See `Filesystem.find`."""
+        """See `StoreClient.find`."""
         path = self._path(folder)
         try:
             found = await self._call("find" if deep else "ls", path, detail=True)
@@ -198,7 +198,7 @@ class FsspecClient:
         return [one for one in listing if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        """See `Filesystem.move`."""
+        """See `StoreClient.move`."""
         source = self._path(name)
         await self._make_folder(target)
         try:
@@ -218,7 +218,7 @@ class FsspecClient:
             shutil.copyfileobj(read, write, COPY_BYTES)
 
     async def remove(self, names: Sequence[str]) -> None:
-        """See `Filesystem.remove`."""
+        """See `StoreClient.remove`."""
         for name in names:
             try:
                 await self._call("rm_file", self._path(name))
@@ -228,7 +228,7 @@ class FsspecClient:
                     raise
 
     async def close(self) -> None:
-        """See `Filesystem.close`."""
+        """See `StoreClient.close`."""
         # fsspec has no verb for it. These are where s3fs, gcsfs (and http) and adlfs keep theirs.
         for place in ("_s3", "_session", "service_client"):
             client: Any = getattr(self._fs, place, None)

@@ -1,15 +1,13 @@
 """The object tier: named immutable objects behind a URL.
 
-Owns the protocol `ObjectTier` and its one implementation, `UrlObjects`: checks of names and
-memory, the probe, errors in the tier's own words, and which client serves a URL.
+Owns the protocol `ObjectTier` and its implementation `UrlObjects`: checks of names and memory, the
+probe, the translation of errors, and the choice of the client. Does not own the transfer
+(`folder.py`, `obstore_client.py`, `fsspec_client.py`), names (`tiers/catalog/`), retries, deadlines
+and counters (`middleware/`), or verification: a read gives bytes, not yet a chunk.
 
-Does not own how bytes get there (`folder.py`, `obstore_client.py`, `fsspec_client.py`), names
-(`catalog.py`), retries, deadlines and counters (`middleware.py`), or the verdict on what was read
-(`kv/slot_image.py`): a read that succeeds is bytes, not yet a chunk.
-
-Invariants: once `write` or `read` has returned or raised, cancelled or not, nothing touches the
-caller's memory any more; no name leaves the URL's own folder; every failure is an error of
-`tiers.errors` that names the URL, what failed and the remedy, and holds no secret.
+Invariants: when `write` or `read` has returned or raised, cancelled or not, nothing touches the
+caller's memory any more; no name leaves the URL's folder; every failure is an error of
+`tiers.errors` that names the URL, what failed and the remedy, and contains no secret.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from tiers.store.folder import LocalFolder
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from tiers.store.client import Bytes, Filesystem, Listing, Seen
+    from tiers.store.client import Bytes, Listing, Seen, StoreClient
 
 NAME_CHARACTERS_MAX: Final = 512
 PROBE_BYTES: Final = 4096
@@ -55,21 +53,21 @@ _NAME = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a probe found out about a store that works."""
+    """What a probe found out about a working store."""
 
     creates: bool
-    """Whether `write(create=True)` leaves what is there. Without it, nothing is compacted."""
+    """Whether `write(create=True)` never replaces an object. Without it, nothing is compacted."""
 
 
 class ObjectTier(Protocol):
     """Named immutable objects. Names are relative: `v1/0f3a…/ab/ab12…/0-8.0-4.arrow`.
 
-    Every verb raises `TierUnavailable`, and beside it what its own line says.
+    Every verb may raise `TierUnavailable`.
     """
 
     @property
     def url(self) -> str:
-        """Where this tier keeps its objects, without secrets, for messages."""
+        """The URL without secrets, for messages."""
         ...
 
     async def probe(self) -> Abilities:
@@ -77,21 +75,21 @@ class ObjectTier(Protocol):
         ...
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
-        """Store all of `image` under `name`, replacing what is there. Raises `TierFull`.
+        """Store all of `image` under `name`, replacing an object. Raises `TierFull`.
 
-        With `create` nothing is replaced: of several writers of one name, one succeeds and the
-        others get `ObjectExists`. A writer whose answer was lost gets it too: what is there may be
-        its own. A store that cannot do this replaces (see `Abilities`), or is `TierUnavailable`.
+        With `create` nothing is replaced: of several writers of a name one succeeds, and the others
+        get `ObjectExists`; so does a writer that is retried after its answer was lost, though the
+        object may be its own. A store that cannot do this replaces (see `Abilities`), or raises
+        `TierUnavailable`.
         """
         ...
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """Put an object at the start of `into` and return its size in bytes.
 
-        `seen` is told of its bytes as they come, so that they can be hashed out of the core's
-        cache; a store that does not say so is hashed afterwards.
-        Raises `ChunkMissing`, `ImageTruncated` for an object that is empty or does not fit, and in
-        a folder `ObjectOdd` or `ObjectDenied`.
+        `seen` is called as bytes arrive, so that they can be hashed while they are in a core's
+        cache. Raises `ChunkMissing`, `ImageTruncated` for an object that is empty or does not fit,
+        and in a folder `ObjectOdd` or `ObjectDenied`.
         """
         ...
 
@@ -100,43 +98,42 @@ class ObjectTier(Protocol):
     ) -> Listing:
         """All objects in folder `prefix` and below ("" for all), in no order.
 
-        `start_after`: only those whose whole name sorts after it, whatever it is. For a folder
-        without folders: servers do not agree on whether "a/x" or "a-b/x" comes first.
-        Not `deep`: only what is in the folder itself, and its folders, whose names end with "/".
-        `names_max`: where there are more, the first so many in order of their names are enough, and
-        the rest is asked for with `start_after`. A store that has no such way answers with all.
         What was written before the call is in the answer.
+        `start_after`: only those whose whole name sorts after it. For folders without folders:
+        servers differ in whether "a/x" or "a-b/x" comes first.
+        Not `deep`: the objects in the folder itself, and its folders, whose names end with "/".
+        `names_max`: if there are more, the first ones in order of their names are enough, and the
+        caller asks for the rest with `start_after`. Some stores answer with all.
         """
         ...
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, any number of them. Deleting one that is gone is a success.
+        """Delete any number of objects; a missing one is no error.
 
         After an error some are deleted and some are not.
         """
         ...
 
     async def quarantine(self, name: str) -> None:
-        """Move an object to `quarantine/<name>`. Moving one that is gone is a success.
+        """Move an object to `quarantine/<name>`; a missing one is no error.
 
-        From then on its time, in a listing, is that of the moving: it stays for a while to be
-        looked at (`catalog/leftovers.py`).
+        Listings give the time of the move, from which it is kept for a while.
         """
         ...
 
     async def close(self) -> None:
-        """Give connections back. No other call may be running or follow."""
+        """Close connections. No other call may run or follow."""
         ...
 
 
 class UrlObjects:
-    """The objects under one URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
+    """The objects under a URL (`file://`, `s3://`, `gs://`, `az://`, and what fsspec knows).
 
     Args:
         url: a folder, or a bucket and a prefix.
         access: how the site reaches the store.
-        storage_options: handed to the fsspec client's constructor; values are never logged.
-        threads_max: how many writes, and how many reads, of a local folder may run side by side.
+        storage_options: arguments of the fsspec driver; values are never logged.
+        threads_max: concurrent writes, and concurrent reads, of a local folder.
 
     Raises:
         TierUnavailable: the URL or a setting is not understood, or a package is missing.
@@ -153,7 +150,7 @@ class UrlObjects:
         access = access or Access()
         options = dict(storage_options or {})
         self._secrets = Secrets({**options, **access.credentials.secrets()})
-        # "memory://" stays as it is; elsewhere a slash at the end would be doubled in messages.
+        # "memory://" stays; elsewhere a slash at the end would be doubled in messages.
         self._url = hide_user_info(url if url.endswith("://") else url.rstrip("/"))
         self._listed_by_server = provider_of(url) in ("s3", "gcs", "azure")
         with self._translated("open"):
@@ -166,7 +163,7 @@ class UrlObjects:
 
     @property
     def entries_skipped(self) -> int:
-        """Entries of a local folder that listings left out."""
+        """Entries of a local folder that listings omitted."""
         return self.store.entries_skipped if isinstance(self.store, LocalFolder) else 0
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
@@ -194,7 +191,7 @@ class UrlObjects:
     ) -> Listing:
         """See `ObjectTier.list`."""
         folder = prefix.rstrip("/")
-        # What to begin after opens nothing: any name that a listing had, a foreign one too.
+        # `start_after` may be any name of a listing, also a foreign one: it opens nothing.
         if folder:
             _check_name(folder)
         try:
@@ -204,9 +201,11 @@ class UrlObjects:
                 )
         except ChunkMissing as error:
             if self._listed_by_server:
-                # A server lists an empty prefix as empty; taking its 404 for that would have the
-                # catalog forget all that is there.
-                raise TierUnavailable(f"{error}: no answer to a listing", retryable=True) from None
+                # A server lists an empty prefix as empty. Taking its 404 for that would make the
+                # catalog forget everything.
+                raise TierUnavailable(
+                    f"{error}: a listing got a 404; check that the bucket exists", retryable=True
+                ) from None
             return []
 
     async def delete(self, names: Sequence[str]) -> None:
@@ -240,13 +239,13 @@ class UrlObjects:
         return abilities
 
     async def _probe_create(self, name: str, sent: Bytes) -> bool:
-        """Whether a write that must not replace anything is refused, as it should be."""
+        """Whether a write that would replace an object is refused."""
         try:
             await self.write(name, sent, create=True)
         except ObjectExists:
             return True
         except TierUnavailable as error:
-            # "Not implemented" is an answer; a store that fails in passing gives none.
+            # "Not implemented" is an answer; a store that fails for a while gives none.
             if error.retryable:
                 raise
         return False
@@ -285,13 +284,13 @@ class UrlObjects:
         except TierError:
             raise
         except Exception as error:
-            # `from None`: the client's own text may hold what Secrets has just taken out.
+            # `from None`: the client's own text may contain a secret.
             raise translate(error, f"{verb} {target}", self._secrets) from None
 
 
 def _open(
     url: str, access: Access, options: Mapping[str, object], *, threads_max: int
-) -> Filesystem:
+) -> StoreClient:
     if "::" in url:
         raise TierUnavailable(
             f"store.url={url.split('::', 1)[0]}::…: chained URLs are not served; give the store's "
@@ -302,16 +301,10 @@ def _open(
     check(url, access, backend)
     if provider_of(url) == "folder":
         path = url.split("://", 1)[1] if "://" in url else url
-        folder = access.folder
-        return LocalFolder(
-            # A root that is given from here stays where it is.
-            os.path.abspath(os.path.expanduser(path)),
-            threads_max=threads_max,
-            fsync=folder.fsync,
-            direct=folder.direct,
-            shared=folder.shared,
-        )
-    # Here: each needs packages that a sidecar with another kind of store does not have.
+        # A relative root must not move with the working directory.
+        root = os.path.abspath(os.path.expanduser(path))
+        return LocalFolder(root, access.folder, threads_max=threads_max)
+    # Not at the top: a sidecar with another kind of store does not have their packages.
     if backend == "obstore":
         from tiers.store.obstore_client import ObstoreClient
 

@@ -81,7 +81,7 @@ class ObstoreClient:
         _keep_freed_memory()
 
     async def put(self, name: str, image: Bytes, *, create: bool) -> None:
-        """See `Filesystem.put`."""
+        """See `StoreClient.put`."""
         body = image.data
         try:
             await obstore.put_async(
@@ -96,7 +96,7 @@ class ObstoreClient:
             await _released(body)
 
     async def get(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
-        """See `Filesystem.get`."""
+        """See `StoreClient.get`."""
         if (direct := self._direct) is not None:
             try:
                 return await direct.get(name, into, seen=seen)
@@ -114,7 +114,7 @@ class ObstoreClient:
     async def find(
         self, folder: str, *, start_after: str, deep: bool, names_max: int | None
     ) -> Listing:
-        """See `Filesystem.find`."""
+        """See `StoreClient.find`."""
         if self._direct is not None:
             # Listings run every few seconds, reads may not.
             self._direct.tidy()
@@ -141,12 +141,12 @@ class ObstoreClient:
         return [one for one in found if one.name > start_after]
 
     async def move(self, name: str, target: str) -> None:
-        """See `Filesystem.move`."""
+        """See `StoreClient.move`."""
         await obstore.copy_async(self.client, name, target, overwrite=True)
         await self.remove([name])
 
     async def remove(self, names: Sequence[str]) -> None:
-        """See `Filesystem.remove`."""
+        """See `StoreClient.remove`."""
         try:
             await obstore.delete_async(self.client, list(names))
         except FileNotFoundError:
@@ -160,7 +160,7 @@ class ObstoreClient:
                         raise
 
     async def close(self) -> None:
-        """See `Filesystem.close`."""
+        """See `StoreClient.close`."""
         if self._direct is not None:
             self._direct.close()
         # obstore has no verb for it. Its threads must be idle when Python ends.

@@ -1,12 +1,11 @@
 """What a store charges for: requests and bytes by operation.
 
-Owns `Billed`, a wrapper that counts every request that reaches the store, retries included, and
-the arithmetic of a monthly estimate. Does not own prices (the configuration) or what callers see
-(`metering.py`).
+Owns `Billed`, which counts every request that reaches the store, retries included, and the monthly
+estimate. Does not own prices (the configuration) or what callers see (`metering.py`).
 
-Invariants: counting changes nothing; a verb counts as the requests that S3 needs for it: a listing
-is one for each 1000 names, a deletion one for each 1000 objects, moving an object a copy and a
-deletion. A request that failed counts too: most stores charge for it.
+Invariant: a verb counts as the requests that S3 needs for it: a listing is one for each 1000 names,
+a deletion one for each 1000 objects, a move a copy and a deletion. A request that failed counts
+too: most stores charge for it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Billed(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Prices in one currency; of requests for 1000, of bytes for 10^9."""
+    """Prices in one currency: per 1000 requests, and per 10^9 bytes."""
 
     per_1000: Mapping[Operation, float]
     per_gb_month: float
@@ -89,9 +88,9 @@ class PriceTable:
 def monthly(
     prices: PriceTable, billed: Billed, *, stored_bytes: int, seconds: float
 ) -> dict[str, float]:
-    """What a month costs if it goes on as in the last `seconds`, by item, with its `total`.
+    """Costs of a month that goes on like the last `seconds`, by item, with their `total`.
 
-    Requests are this sidecar's own; what is stored is everybody's.
+    Requests are this sidecar's; stored bytes are those of all sidecars.
     """
     scale = MONTH_SECONDS / max(seconds, 1.0)
     items = {

@@ -1,4 +1,4 @@
-"""Ending a verb that takes too long."""
+"""Deadlines."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
 DELETED_TOGETHER_MAX: Final = 100
-"""Names of one removal that have a deadline together; more are removed in turns."""
+"""Names that are deleted within one deadline; more are deleted in several steps."""
 
 
 class Deadline(Wrapper):
     """Ends a verb that takes too long with a retryable `TierExpired`.
 
-    A removal has no bound on its names, so every `deleted_together_max` of them have a deadline of
-    their own. A listing has one, and whoever lists very many names asks for them in parts.
-
-    The error comes after the deadline where a worker thread still touches the caller's memory:
-    it waits for the thread, never the other way round.
+    Each `deleted_together_max` names of a deletion have a deadline of their own. A listing has one:
+    long listings are requested in parts. The error is raised after the deadline if a worker thread
+    still touches the caller's memory.
     """
 
     def __init__(
@@ -40,10 +37,6 @@ class Deadline(Wrapper):
         deleted_together_max: int = DELETED_TOGETHER_MAX,
     ) -> None:
         super().__init__(inner)
-        if seconds_max <= 0:
-            raise ValueError(f"seconds_max={seconds_max}: must be more than 0")
-        if deleted_together_max < 1:
-            raise ValueError(f"deleted_together_max={deleted_together_max}: must be at least 1")
         self._seconds_max = seconds_max
         self._deleted_together_max = deleted_together_max
 
@@ -56,8 +49,8 @@ class Deadline(Wrapper):
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
         with anyio.move_on_after(self._seconds_max):
             return await call()
-        # Reached only where this scope, and no outer one, was cancelled: a TimeoutError of the
-        # inner tier's own is not mistaken for it.
+        # Reached only if this scope was cancelled, and no outer one; a TimeoutError of the inner
+        # tier passes through.
         target = f"{self.url}/{name}" if name else self.url
         raise TierExpired(
             f"{verb} {target}: not done after {self._seconds_max:g} s; check the network to the "

@@ -1,6 +1,6 @@
-"""How many calls run side by side, and how many begin in a second."""
+"""Limits of concurrent calls, and of requests per second."""
 
-# ruff: noqa: ARG002 - a wrapper takes the verb and the name, and some need neither
+# ruff: noqa: ARG002 - not every wrapper needs the verb and the name
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Limited(Wrapper):
-    """Bounds how many calls run side by side; others wait their turn, in order.
+class ConcurrencyLimited(Wrapper):
+    """Bounds concurrent calls; others wait, in order.
 
-    Reads and listings, for which a prompt may be waiting, have their own turns, so that a backlog
-    of writes never holds them up. `probe` and `close` take none.
+    Reads and listings, for which a prompt may be waiting, have their own limit, so that a backlog
+    of writes never delays them. `probe` and `close` have none.
     """
 
     def __init__(self, inner: ObjectTier, *, writes_max: int, reads_max: int) -> None:
         super().__init__(inner)
-        for field, value in (("writes_max", writes_max), ("reads_max", reads_max)):
-            if value < 1:
-                raise ValueError(f"{field}={value}: must be at least 1")
         self._writes = anyio.Semaphore(writes_max)
         self._reads = anyio.Semaphore(reads_max)
 
@@ -42,11 +39,11 @@ class Limited(Wrapper):
             return await call()
 
 
-class Paced(Wrapper):
-    """Lets at most so many requests begin in a second, evenly; others wait, in order.
+class RateLimited(Wrapper):
+    """Bounds the requests that begin in a second, evenly spread; others wait, in order.
 
-    A verb is one request, a removal one for every `names_per_removal` names; `close` sends none.
-    A removal waits for one turn after the other, so that others come between.
+    A verb is one request, a deletion one for every `names_per_removal` names; `close` sends none.
+    A deletion waits for one turn after the other, so that other calls come in between.
     """
 
     def __init__(
@@ -59,10 +56,6 @@ class Paced(Wrapper):
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         super().__init__(inner)
-        if requests_per_second_max <= 0:
-            raise ValueError(
-                f"requests_per_second_max={requests_per_second_max}: must be more than 0"
-            )
         self._pause_seconds = 1.0 / requests_per_second_max
         self._names_per_removal = names_per_removal
         self._clock = clock
@@ -71,7 +64,7 @@ class Paced(Wrapper):
 
     async def delete(self, names: Sequence[str]) -> None:
         """See `ObjectTier.delete`."""
-        # The last one's turn is taken below, as any verb's.
+        # `_around` takes the turn of the last request.
         for _ in range((len(names) - 1) // self._names_per_removal):
             await self._take_turn()
         await super().delete(names)
@@ -82,7 +75,7 @@ class Paced(Wrapper):
         return await call()
 
     async def _take_turn(self) -> None:
-        # A turn that was taken is used up, also by a call that is cancelled while it waits.
+        # A call that is cancelled while it waits has used its turn.
         now = self._clock()
         turn = max(now, self._next)
         self._next = turn + self._pause_seconds

@@ -1,6 +1,6 @@
-"""Counting calls, bytes, seconds and failures of each verb."""
+"""Counters of calls, bytes, seconds and failures, by verb."""
 
-# ruff: noqa: ARG002 - a wrapper takes the verb and the name, and some need neither
+# ruff: noqa: ARG002 - not every wrapper needs the verb and the name
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiers.errors import TierError
 from tiers.store.middleware.wrapper import VERBS, Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
     from tiers.store.client import Bytes, Seen
     from tiers.store.middleware.billing import Billed
@@ -23,33 +23,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class VerbCounts:
-    """What one verb did since the start. `num_bytes` counts payloads of calls that succeeded."""
-
-    calls: int
-    succeeded: int
-    num_bytes: int
-    seconds: float
-    inflight: int
-    failures: Mapping[str, int]
-    """Calls that raised, by cause (`TierError.cause`, or the name of a bug's exception)."""
-
-
 @dataclasses.dataclass(slots=True)
-class _Tally:
+class VerbCounts:
+    """Counts of one verb since the start. `num_bytes` counts payloads of calls that succeeded."""
+
     calls: int = 0
     succeeded: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    inflight: int = 0
     failures: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """Calls that raised, by cause (`TierError.cause`, or the type of another exception)."""
 
 
 class Metered(Wrapper):
-    """Counts calls, bytes, seconds and failures of each verb; changes nothing.
-
-    It sees what its caller sees. What `retrying` inside it made good is in `retried`.
-    """
+    """Counts what its caller sees; changes nothing. Retries below it are in `retried`."""
 
     def __init__(
         self,
@@ -62,11 +50,11 @@ class Metered(Wrapper):
     ) -> None:
         super().__init__(inner)
         self.billed = billed
-        """What the store charges for, where that is counted."""
+        """What the store charges for, if that is counted."""
         self._retrying = retrying
         self._objects = objects
         self._clock = clock
-        self._tallies: dict[Verb, _Tally] = {verb: _Tally() for verb in VERBS}
+        self._counts: dict[Verb, VerbCounts] = {verb: VerbCounts() for verb in VERBS}
 
     def retried(self) -> dict[str, int]:
         """Attempts that failed and were followed by another, by cause."""
@@ -74,49 +62,44 @@ class Metered(Wrapper):
 
     @property
     def entries_skipped(self) -> int:
-        """Entries of a folder that listings left out."""
+        """Entries of a folder that listings omitted."""
         return 0 if self._objects is None else self._objects.entries_skipped
 
     def snapshot(self) -> dict[Verb, VerbCounts]:
         """The counts of every verb at this moment."""
         return {
-            verb: VerbCounts(
-                calls=tally.calls,
-                succeeded=tally.succeeded,
-                num_bytes=tally.num_bytes,
-                seconds=tally.seconds,
-                inflight=tally.calls - tally.succeeded - sum(tally.failures.values()),
-                failures=dict(tally.failures),
-            )
-            for verb, tally in self._tallies.items()
+            verb: dataclasses.replace(counts, failures=dict(counts.failures))
+            for verb, counts in self._counts.items()
         }
 
     async def write(self, name: str, image: Bytes, *, create: bool = False) -> None:
         """See `ObjectTier.write`."""
         await super().write(name, image, create=create)
-        self._tallies["write"].num_bytes += image.nbytes
+        self._counts["write"].num_bytes += image.nbytes
 
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
         num_bytes = await super().read(name, into, seen=seen)
-        self._tallies["read"].num_bytes += num_bytes
+        self._counts["read"].num_bytes += num_bytes
         return num_bytes
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        tally = self._tallies[verb]
-        tally.calls += 1
+        counts = self._counts[verb]
+        counts.calls += 1
+        counts.inflight += 1
         start = self._clock()
         try:
             result = await call()
         except BaseException as error:
             cause = _cause(error)
-            tally.failures[cause] = tally.failures.get(cause, 0) + 1
+            counts.failures[cause] = counts.failures.get(cause, 0) + 1
             raise
         else:
-            tally.succeeded += 1
+            counts.succeeded += 1
             return result
         finally:
-            tally.seconds += self._clock() - start
+            counts.inflight -= 1
+            counts.seconds += self._clock() - start
 
 
 def _cause(error: BaseException) -> str:

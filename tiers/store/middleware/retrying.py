@@ -1,4 +1,4 @@
-"""Trying again what failed for a while."""
+"""Retries."""
 
 from __future__ import annotations
 
@@ -40,13 +40,6 @@ class Retrying(Wrapper):
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         super().__init__(inner)
-        if attempts_max < 1:
-            raise ValueError(f"attempts_max={attempts_max}: must be at least 1")
-        if pause_seconds < 0 or pause_seconds_max < 0:
-            raise ValueError(
-                f"pause_seconds={pause_seconds}, pause_seconds_max={pause_seconds_max}: must not "
-                "be negative"
-            )
         self._attempts_max = attempts_max
         self._pause_seconds = pause_seconds
         self._pause_seconds_max = pause_seconds_max
@@ -55,23 +48,18 @@ class Retrying(Wrapper):
         self.retried: dict[str, int] = {}
         """Attempts that failed and were followed by another, by cause."""
 
-    @property
-    def retries(self) -> int:
-        """How often something was tried again."""
-        return sum(self.retried.values())
-
     async def read(self, name: str, into: Bytes, *, seen: Seen | None = None) -> int:
         """See `ObjectTier.read`."""
-        tries = 0
+        attempts = 0
 
-        def once() -> Awaitable[int]:
-            nonlocal tries
-            tries += 1
-            if tries > 1 and seen is not None:
+        def attempt() -> Awaitable[int]:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1 and seen is not None:
                 seen(0, 0, 0)
             return self._inner.read(name, into, seen=seen)
 
-        return await self._around("read", name, once)
+        return await self._around("read", name, attempt)
 
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:  # noqa: ARG002
         attempts_max = 1 if verb in {"probe", "close"} else self._attempts_max
@@ -82,7 +70,7 @@ class Retrying(Wrapper):
                 if not error.retryable:
                     raise
                 self.retried[error.cause] = self.retried.get(error.cause, 0) + 1
-            # Growth stops long before 2**attempt could overflow a float.
+            # 2**attempt must not overflow a float.
             pause = min(self._pause_seconds_max, self._pause_seconds * 2.0 ** min(attempt, 62))
             await self._sleep(self._rng.uniform(0.0, pause))
         return await call()

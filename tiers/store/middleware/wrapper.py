@@ -1,16 +1,14 @@
-"""What every wrapper of an object tier is: all verbs go through one method.
+"""The base class of wrappers of an object tier: all verbs go through one method.
 
-Does not own what a verb does, nor the meaning of its errors.
-
-Invariants: a wrapper passes on every verb and every error that is not its own business; it never
-runs two attempts of one call at a time, so the caller's memory has one user; and it returns only
-after the inner call has ended.
+Invariants: a wrapper passes on every verb and error that it does not handle; it never runs two
+attempts of a call at a time, so the caller's memory has one user; it returns only after the inner
+call has ended.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -20,19 +18,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Verb = Literal["probe", "write", "read", "list", "delete", "quarantine", "close"]
-VERBS: Final[tuple[Verb, ...]] = (
-    "probe",
-    "write",
-    "read",
-    "list",
-    "delete",
-    "quarantine",
-    "close",
-)
+VERBS: Final[tuple[Verb, ...]] = get_args(Verb)
 
 
 class Wrapper(abc.ABC):
-    """Routes every verb through one method, so that a wrapper is that method."""
+    """Routes every verb through `_around`."""
 
     def __init__(self, inner: ObjectTier) -> None:
         self._inner = inner
@@ -44,7 +34,7 @@ class Wrapper(abc.ABC):
 
     @abc.abstractmethod
     async def _around(self, verb: Verb, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`, which is one attempt of `verb` on `name` ("" where there is none)."""
+        """Run `call`, one attempt of `verb` on `name` ("" if it has none)."""
 
     async def probe(self) -> Abilities:
         """See `ObjectTier.probe`."""
