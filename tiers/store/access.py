@@ -47,21 +47,33 @@ _WORDS: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure", "folder": "a folder
 _OFFLINE_CLASSES: Final = ("GLACIER", "DEEP_ARCHIVE")
 _AZURE_TIERS: Final = ("Hot", "Cool", "Cold")
 
-_CREDENTIAL_FIELDS: Final[dict[tuple[Provider, CredentialsKind], tuple[str, ...]]] = {
-    ("s3", "static"): ("access_key", "secret_key", "session_token"),
-    ("s3", "profile"): ("profile",),
-    ("s3", "role"): (
-        "role_arn",
-        "web_identity_token_file",
-        "role_session_name",
-        "external_id",
-        "profile",
+_CREDENTIALS: Final[
+    dict[tuple[Provider, CredentialsKind], tuple[tuple[tuple[str, str], ...], str]]
+] = {
+    ("s3", "static"): (
+        (("access_key secret_key", "session_token"),),
+        "access_key and secret_key",
     ),
-    ("gcs", "static"): ("key_file", "token"),
-    ("azure", "static"): ("account_key", "sas_token", "tenant_id", "client_id", "client_secret"),
-    ("azure", "role"): ("tenant_id", "client_id", "web_identity_token_file"),
+    ("s3", "profile"): ((("profile", ""),), "profile"),
+    ("s3", "role"): (
+        (("role_arn", "web_identity_token_file role_session_name external_id profile"),),
+        "role_arn",
+    ),
+    ("gcs", "static"): ((("key_file", ""), ("token", "")), "either key_file or token"),
+    ("azure", "static"): (
+        (("account_key", ""), ("sas_token", ""), ("tenant_id client_id client_secret", "")),
+        "account_key, or sas_token, or tenant_id with client_id and client_secret",
+    ),
+    ("azure", "role"): (
+        (("", "client_id"), ("tenant_id client_id web_identity_token_file", "")),
+        (
+            "nothing or client_id (managed identity), or tenant_id, client_id and "
+            "web_identity_token_file (workload identity)"
+        ),
+    ),
 }
-"""Fields that each kind of credentials takes. `auto` and `anonymous` take none."""
+"""Alternatives of each kind of credentials, as required and optional fields, and what to say if
+none fits. `auto` and `anonymous` take no fields."""
 
 _CLOUD_ONLY: Final = "it is for s3://, gs:// and az://"
 _SETTINGS: Final[dict[str, tuple[str, tuple[Provider, ...], str]]] = {
@@ -295,13 +307,15 @@ def _check_storage_class(provider: Provider, name: str, backend: Backend) -> Non
 
 def _check_credentials(provider: Provider, credentials: Credentials) -> None:
     kind, given = credentials.kind, credentials.given()
-    allowed = _CREDENTIAL_FIELDS.get((provider, kind), ())
-    if not allowed and kind in ("static", "profile", "role"):
-        kinds = [one for who, one in _CREDENTIAL_FIELDS if who == provider]
+    found, needs = _CREDENTIALS.get((provider, kind), ((("", ""),), ""))
+    if not needs and kind in ("static", "profile", "role"):
+        kinds = [one for who, one in _CREDENTIALS if who == provider]
         raise AccessError(
             f"store.credentials.kind={kind}: {_words(provider)} has no such kind; write one of "
             f"auto, {', '.join(kinds)} or anonymous"
         )
+    alternatives = [(set(required.split()), set(more.split())) for required, more in found]
+    allowed = sorted(set().union(*(required | more for required, more in alternatives)))
     for name in given:
         if name not in allowed:
             takes = f"takes {', '.join(allowed)}" if allowed else "takes no further field"
@@ -309,44 +323,13 @@ def _check_credentials(provider: Provider, credentials: Credentials) -> None:
                 f"store.credentials.{name}: kind={kind} of {_words(provider)} {takes}; change "
                 "kind, or leave it out"
             )
-    wrong = _missing(provider, credentials)
-    if wrong is not None:
-        raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {wrong}")
+    if not any(required <= set(given) <= required | more for required, more in alternatives):
+        raise AccessError(f"store.credentials: kind={kind} of {_words(provider)} needs {needs}")
     if kind in ("profile", "role") and provider == "s3" and not installed("botocore"):
         raise AccessError(
             f"store.credentials.kind={kind}: it needs botocore, which is not installed; "
             f"{install('s3')}"
         )
-
-
-def _missing(provider: Provider, credentials: Credentials) -> str | None:
-    """What `credentials` lack, in words, or None."""
-    given = set(credentials.given())
-    match provider, credentials.kind:
-        case "s3", "static":
-            return None if {"access_key", "secret_key"} <= given else "access_key and secret_key"
-        case "s3", "profile":
-            return None if "profile" in given else "profile"
-        case "s3", "role":
-            return None if "role_arn" in given else "role_arn"
-        case "gcs", "static":
-            return None if len(given) == 1 else "either key_file or token"
-        case "azure", "static":
-            alone = given in ({"account_key"}, {"sas_token"})
-            principal = given == {"tenant_id", "client_id", "client_secret"}
-            if alone or principal:
-                return None
-            return "account_key, or sas_token, or tenant_id with client_id and client_secret"
-        case "azure", "role":
-            whole = {"tenant_id", "client_id", "web_identity_token_file"}
-            if given <= {"client_id"} or given == whole:
-                return None
-            return (
-                "nothing or client_id (managed identity), or tenant_id, client_id and "
-                "web_identity_token_file (workload identity)"
-            )
-        case _:
-            return None
 
 
 def _words(provider: Provider) -> str:
