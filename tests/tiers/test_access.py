@@ -125,7 +125,7 @@ def credentials(kind: Any, **fields: str) -> Access:
         ("s3://b", Access(encryption=Encryption("aws:kms", "key"), storage_class="STANDARD_IA")),
     ],
 )
-def test_what_makes_sense_passes(url: str, access: Access) -> None:
+def test_valid_settings_pass(url: str, access: Access) -> None:
     for backend in ("obstore", "fsspec"):
         check(url, access, backend)
 
@@ -161,7 +161,7 @@ def test_what_makes_sense_passes(url: str, access: Access) -> None:
         ("memory://", credentials("anonymous"), r"store\.credentials"),
     ],
 )
-def test_what_makes_no_sense_is_refused(url: str, access: Access, words: str) -> None:
+def test_invalid_settings_are_refused(url: str, access: Access, words: str) -> None:
     with pytest.raises(AccessError, match=words) as info:
         check(url, access, "obstore")
     assert "hunter2" not in str(info.value)
@@ -173,7 +173,7 @@ def test_a_profile_needs_the_package_that_reads_it(monkeypatch: pytest.MonkeyPat
         check("s3://b", credentials("profile", profile="p"), "obstore")
 
 
-def test_secrets_do_not_show() -> None:
+def test_secrets_are_not_in_a_repr() -> None:
     shown = repr(Access(credentials=Credentials("static", "AKIA", "hunter2", "token-value")))
     assert not any(word in shown for word in ("AKIA", "hunter2", "token-value"))
 

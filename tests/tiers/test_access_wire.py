@@ -91,7 +91,7 @@ async def test_names_are_below_the_prefix(server: Server, backend: Backend) -> N
         assert [one.name for one in await above.list("")] == [f"some.where/{NAME}"]
 
 
-async def test_a_client_never_tries_again_by_itself(server: Server, backend: Backend) -> None:
+async def test_clients_never_retry_by_themselves(server: Server, backend: Backend) -> None:
     async with (
         faulty_proxy(server.endpoint) as watch,
         tier_of(place(server), server.access_at(watch.endpoint, backend)) as tier,
@@ -170,7 +170,7 @@ def tls(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
-async def test_an_authority_of_ones_own_is_trusted(
+async def test_a_custom_authority_is_trusted(
     server: Server, backend: Backend, tls: ssl.SSLContext, ca_file: str
 ) -> None:
     async with faulty_proxy(server.endpoint, tls) as watch:
@@ -193,7 +193,7 @@ async def test_an_unknown_authority_is_refused_unless_told_otherwise(
         await written(place(server), careless, watch)
 
 
-async def test_a_proxy_is_asked_in_the_stores_name(server: Server, backend: Backend) -> None:
+async def test_requests_go_through_the_proxy(server: Server, backend: Backend) -> None:
     async with faulty_proxy(server.endpoint) as watch:
         access = dataclasses.replace(server.access_at(backend=backend), proxy=watch.endpoint)
         put = await written(place(server), access, watch)
@@ -321,7 +321,7 @@ class TestS3:
             assert "Credential=AKSTATIC/" in put.fields["authorization"]
             assert put.fields.get("x-amz-security-token") == token
 
-    async def test_nobodys_credentials(
+    async def test_anonymous_requests_are_not_signed(
         self, moto: S3Server, backend: Backend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKOTHER")
@@ -356,7 +356,7 @@ class TestS3:
 
     @pytest.mark.usefixtures("profiles")
     @pytest.mark.parametrize("kind", ["profile", "auto"])
-    async def test_credentials_that_somebody_renews_in_their_file(
+    async def test_credentials_renewed_in_their_file_are_read_again(
         self,
         moto: S3Server,
         backend: Backend,
@@ -432,7 +432,9 @@ class TestGcs:
             put = await written(place(gcs), gcs.access_at(watch.endpoint, backend), watch)
         assert put.fields["authorization"] == "Bearer any-token"
 
-    async def test_nobodys_credentials(self, gcs: GcsServer, backend: Backend) -> None:
+    async def test_anonymous_requests_are_not_signed(
+        self, gcs: GcsServer, backend: Backend
+    ) -> None:
         async with faulty_proxy(gcs.endpoint) as watch:
             access = dataclasses.replace(
                 gcs.access_at(watch.endpoint, backend), credentials=Credentials("anonymous")
@@ -456,7 +458,7 @@ class TestAzure:
         assert put.fields["authorization"].startswith(f"SharedKey {ACCOUNT}:")
 
     @pytest.mark.parametrize("whole", [False, True], ids=["key", "connection string"])
-    async def test_storage_options_say_who_asks(self, azure: AzureServer, *, whole: bool) -> None:
+    async def test_credentials_in_storage_options(self, azure: AzureServer, *, whole: bool) -> None:
         access = Access(endpoint=azure.endpoint, account=ACCOUNT)
         options: dict[str, object] = {"account_key": azure.account_key}
         if whole:

@@ -31,7 +31,7 @@ class TestBilledTier(TierSuite):
         return memory()
 
 
-async def test_requests_are_counted_as_a_store_does() -> None:
+async def test_requests_are_counted_as_a_store_bills_them() -> None:
     tier = memory()
     names = [f"v1/{number:04d}" for number in range(1001)]
     for name in names:
@@ -53,7 +53,7 @@ async def test_every_attempt_counts() -> None:
     assert billed.requests["put"] == 3
 
 
-def test_a_month_is_what_was_so_far_made_longer() -> None:
+def test_a_month_is_extrapolated() -> None:
     tier = memory()
     tier.requests.update({"put": 1000, "get": 5000})
     tier.num_bytes.update({"get": GIGABYTE})

@@ -32,7 +32,7 @@ class TestLocalFolder:
     def tier(self, root: Path) -> UrlObjects:
         return UrlObjects(f"file://{root}")
 
-    async def test_a_plain_path_is_a_folder_too(self, root: Path) -> None:
+    async def test_a_path_without_a_scheme_is_a_folder(self, root: Path) -> None:
         await UrlObjects(str(root)).write(NAME, image_of(10))
         assert (root / NAME).read_bytes() == image_of(10).tobytes()
 
@@ -91,7 +91,7 @@ class TestLocalFolder:
         assert not info.value.retryable
         assert str(root) in str(info.value)
 
-    async def test_a_mount_without_hard_links_is_whole_without(
+    async def test_a_mount_without_hard_links_passes_the_probe(
         self, tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(_source: str, _target: str) -> None:
@@ -161,7 +161,7 @@ class TestLocalFolder:
         with pytest.raises(ImageTruncated, match="empty"):
             await tier.read(NAME, slot())
 
-    async def test_temporary_files_are_not_objects_and_old_ones_go(
+    async def test_temporary_files_are_not_listed_and_old_ones_are_removed(
         self, tier: UrlObjects, root: Path
     ) -> None:
         await tier.write(NAME, image_of(10))
@@ -192,7 +192,7 @@ class TestLocalFolder:
     @pytest.mark.parametrize(
         ("shared", "file_mode", "folder_mode"), [(False, 0o600, 0o700), (True, 0o640, 0o750)]
     )
-    async def test_objects_are_for_their_user_unless_the_folder_is_shared(
+    async def test_objects_are_private_unless_the_folder_is_shared(
         self, root: Path, shared: bool, file_mode: int, folder_mode: int
     ) -> None:
         """They were 0644 beside a pool of 0600."""
@@ -208,7 +208,7 @@ class TestLocalFolder:
             assert path.stat().st_mode & 0o777 == wanted, path
 
     @pytest.mark.promise("folder-unmounted")
-    async def test_below_a_mount_point_nothing_is_written_and_nothing_is_gone(
+    async def test_nothing_is_written_or_missing_below_an_unmounted_mount_point(
         self, tier: UrlObjects, root: Path
     ) -> None:
         """A folder that is not mounted any more was written to the disk below, and listed empty."""

@@ -183,7 +183,7 @@ async def round_trip(store: LocalFolder, root: Path) -> None:
     assert not store.direct, "it is not tried again for every object"
 
 
-async def test_a_file_system_without_it_is_used_without(
+async def test_a_file_system_without_direct_io(
     ramfs: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ramfs is None:

@@ -49,7 +49,7 @@ def put_odd(root: Path, kind: str, name: str = NAME) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "folder"])
-async def test_an_odd_object_is_refused_and_can_be_moved_aside(
+async def test_an_irregular_file_is_refused_and_can_be_quarantined(
     tier: UrlObjects, root: Path, kind: str
 ) -> None:
     path = put_odd(root, kind)
@@ -66,7 +66,7 @@ async def test_an_odd_object_is_refused_and_can_be_moved_aside(
 
 
 @pytest.mark.parametrize("kind", list(ODD))
-async def test_a_listing_goes_on_behind_an_odd_entry(
+async def test_a_listing_continues_after_an_irregular_entry(
     tier: UrlObjects, root: Path, kind: str
 ) -> None:
     await tier.write(NAME, image_of(10))
@@ -78,7 +78,7 @@ async def test_a_listing_goes_on_behind_an_odd_entry(
 
 
 @pytest.mark.parametrize("code", [errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR])
-async def test_a_listing_goes_on_behind_a_folder_that_cannot_be_opened(
+async def test_a_listing_continues_after_a_folder_that_cannot_be_opened(
     tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     await tier.write(NAME, image_of(10))
@@ -95,7 +95,7 @@ async def test_a_listing_goes_on_behind_a_folder_that_cannot_be_opened(
     assert tier.entries_skipped == 1
 
 
-async def test_an_entry_that_cannot_be_looked_at_is_skipped(
+async def test_an_entry_that_cannot_be_examined_is_skipped(
     tier: UrlObjects, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unwell:
@@ -134,7 +134,7 @@ async def test_a_folder_in_an_objects_place_is_no_object(tier: UrlObjects, root:
 
 
 @pytest.mark.parametrize("kind", ["link to itself", "pipe"])
-async def test_where_a_folder_should_be_there_is_no_object(
+async def test_a_file_in_place_of_a_folder_has_no_objects_below(
     tier: UrlObjects, root: Path, kind: str
 ) -> None:
     put_odd(root, kind, str(Path(NAME).parent))

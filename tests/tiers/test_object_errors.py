@@ -141,7 +141,7 @@ def test_each_condition_says_what_to_do(
     assert outcome(error) == expected
 
 
-def test_the_server_s_word_counts_more_than_the_client_s() -> None:
+def test_the_servers_code_counts_more_than_the_clients_exception() -> None:
     # s3fs makes FileNotFoundError of both.
     error = FileNotFoundError("The specified bucket does not exist")
     error.__cause__ = Answered("NoSuchBucket", 404)
@@ -161,7 +161,7 @@ def test_the_reason_is_found_behind_a_general_error() -> None:
     assert "host name" in judge(error).what
 
 
-def test_a_chain_without_end_ends() -> None:
+def test_a_circular_chain_ends() -> None:
     first, second = named("A"), named("B")
     first.__cause__, second.__cause__ = second, first
     assert outcome(first) == LATER
@@ -173,7 +173,7 @@ def test_a_chain_without_end_ends() -> None:
     assert outcome(deep) == LATER
 
 
-def test_secrets_are_taken_out_wherever_they_stand() -> None:
+def test_secrets_are_removed_everywhere() -> None:
     hidden = Secrets(
         {
             "key": "AKIAsomebody",
@@ -190,7 +190,7 @@ def test_secrets_are_taken_out_wherever_they_stand() -> None:
     assert hidden.hide("abc http://host:1") == "abc http://host:1"
 
 
-def test_user_and_password_leave_a_url() -> None:
+def test_user_and_password_are_removed_from_a_url() -> None:
     assert hide_user_info("sftp://me:hunter2@host/path") == "sftp://***@host/path"
     assert hide_user_info("s3://bucket/a@b") == "s3://bucket/a@b"
     message = translate(

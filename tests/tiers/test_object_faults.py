@@ -68,7 +68,7 @@ class TestFaultsOnTheWay:
         await behind_proxy.probe()
         assert await behind_proxy.read(NAME, slot()) == 10
 
-    async def test_a_store_that_refuses_conditions_is_whole_without(
+    async def test_a_store_without_conditional_writes_passes_the_probe(
         self, behind_proxy: UrlObjects, proxy: FaultyProxy
     ) -> None:
         await proxy.become(Fault.NO_CONDITIONS)
@@ -177,16 +177,14 @@ class TestProbeOfS3:
         assert not error.retryable
         assert "http:// rather than https://" in str(error)
 
-    async def test_a_certificate_that_nobody_vouches_for(
-        self, seaweed: S3Server, tmp_path: Path
-    ) -> None:
+    async def test_an_untrusted_certificate(self, seaweed: S3Server, tmp_path: Path) -> None:
         async with SelfSignedServer(tmp_path) as endpoint:
             error = await self.probe(seaweed.url, seaweed.options_at(endpoint))
         assert not error.retryable
         assert "certificate is not trusted" in str(error)
         assert "store.tls.ca_file" in str(error)
 
-    async def test_an_option_that_nobody_knows(self, seaweed: S3Server) -> None:
+    async def test_an_unknown_option(self, seaweed: S3Server) -> None:
         options: dict[str, object] = {**seaweed.storage_options, "bogus_option": 1}
         error = await self.probe(seaweed.url, options)
         assert not error.retryable

@@ -61,7 +61,7 @@ class TierSuite:
         assert np.array_equal(into[size_bytes:], slot()[size_bytes:])
 
     @pytest.mark.parametrize("size_bytes", [1, 100_001, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 4097])
-    async def test_a_read_tells_of_all_that_came_in_order(
+    async def test_seen_is_called_for_all_bytes_in_order(
         self, tier: ObjectTier, size_bytes: int
     ) -> None:
         image = image_of(size_bytes)
@@ -89,7 +89,7 @@ class TierSuite:
         assert edges[:1] in ([], [0])
         assert np.array_equal(into[:size_bytes], image)
 
-    async def test_writing_leaves_the_image_alone(self, tier: ObjectTier) -> None:
+    async def test_writing_does_not_change_the_image(self, tier: ObjectTier) -> None:
         image = image_of(5000)
         image.flags.writeable = False
         await tier.write(NAME, image)
@@ -142,7 +142,7 @@ class TierSuite:
         assert await tier.list("") == []
         assert await tier.list("v1/0123456789abcdef") == []
 
-    async def test_a_listing_says_when(self, tier: ObjectTier) -> None:
+    async def test_a_listing_has_times(self, tier: ObjectTier) -> None:
         before = time.time()
         await tier.write(NAME, image_of(10))
         [found] = await tier.list("")
@@ -192,7 +192,7 @@ class TierSuite:
         assert sized(await tier.list("a/b/c", deep=False)) == [("a/b/c/two", 7)]
         assert await tier.list("nowhere", deep=False) == []
 
-    async def test_delete_takes_many_and_those_that_are_gone(self, tier: ObjectTier) -> None:
+    async def test_delete_takes_many_names_and_missing_ones(self, tier: ObjectTier) -> None:
         names = [f"many/{number:03}/x" for number in range(20)]
         async with anyio.create_task_group() as tasks:
             for name in (*names, "many/kept"):
@@ -204,7 +204,9 @@ class TierSuite:
         await tier.write(names[0], image_of(3))
         assert len(await tier.list("many")) == 2
 
-    async def test_writers_and_removers_of_one_folder_do_not_meet(self, tier: ObjectTier) -> None:
+    async def test_writers_and_removers_of_a_folder_do_not_interfere(
+        self, tier: ObjectTier
+    ) -> None:
         async def churn(name: str) -> None:
             for _ in range(10):
                 await tier.write(name, image_of(10))
@@ -252,7 +254,7 @@ class TierSuite:
         assert await tier.read(f"quarantine/{NAME}", into) == 5000
         assert np.array_equal(into[:5000], image_of(5000))
 
-    async def test_quarantine_of_what_is_gone_is_a_success(self, tier: ObjectTier) -> None:
+    async def test_quarantine_of_a_missing_object_is_no_error(self, tier: ObjectTier) -> None:
         await tier.quarantine(NAME)
         for size_bytes in (100, 200):
             await tier.write(NAME, image_of(size_bytes))
@@ -373,7 +375,7 @@ class TierSuite:
         assert (await tier.probe()).creates
         assert await tier.list("") == []
 
-    async def test_names_of_the_real_length_fit(self, tier: ObjectTier) -> None:
+    async def test_names_of_real_length_fit(self, tier: ObjectTier) -> None:
         key = secrets.token_hex(32)
         name = f"v1/{key[:16]}/{key[:2]}/{key}/1000-1024.65000-65536.arrow"
         await tier.write(name, image_of(10))

@@ -130,7 +130,7 @@ def check_pieces(pieces: list[tuple[int, int, int]], size_bytes: int) -> None:
     assert all(0 < last - first <= PIECE_BYTES for _, first, last in pieces)
 
 
-async def test_what_comes_is_told_in_pieces_and_anew_on_another_connection() -> None:
+async def test_seen_is_called_for_each_piece_and_again_on_another_connection() -> None:
     image = image_of(3 * PIECE_BYTES + 100)
     whole = OK.replace(b"300000", str(image.nbytes).encode()) + image.tobytes()
     async with telling(OK + IMAGE.tobytes(), b"", whole) as (told, tier):
@@ -174,7 +174,7 @@ async def test_a_server_may_be_slow_as_long_as_it_is_not_silent() -> None:
     check_pieces(pieces, IMAGE.nbytes)
 
 
-async def test_a_server_that_falls_silent_is_waited_for_no_longer() -> None:
+async def test_a_server_that_falls_silent_meets_the_read_timeout() -> None:
     async with telling(read_seconds_max=0.2) as (told, tier):
         told.answers = [Slowly([OK + bytes(1000), bytes(1000)], 30)]
         with pytest.raises(TierUnavailable, match="silent"):
@@ -256,7 +256,7 @@ async def test_a_new_connection_that_ends_is_an_error_and_not_tried_again() -> N
     ],
     ids=["missing", "no word of the store", "too long", "empty", "cut short", "head cut short"],
 )
-async def test_what_is_no_object(answer: bytes, error: type[Exception]) -> None:
+async def test_answers_that_are_no_object(answer: bytes, error: type[Exception]) -> None:
     async with telling(answer, b"") as (told, tier):
         told.ends = True
         with pytest.raises(error):
@@ -265,7 +265,7 @@ async def test_what_is_no_object(answer: bytes, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("answer", [NOWHERE, GONE], ids=["no word of the store", "a missing key"])
-async def test_a_404_is_no_empty_listing(answer: bytes) -> None:
+async def test_a_404_is_not_an_empty_listing(answer: bytes) -> None:
     async with telling() as (told, tier):
         told.for_obstore = answer
         with pytest.raises(TierUnavailable) as caught:
@@ -273,7 +273,7 @@ async def test_a_404_is_no_empty_listing(answer: bytes) -> None:
         assert caught.value.retryable
 
 
-async def test_obstore_finds_nothing_missing_or_removed_by_a_404_without_a_code() -> None:
+async def test_a_404_without_a_code_is_not_a_missing_object_for_obstore() -> None:
     # obstore has one exception for every 404.
     async with telling() as (told, tier):
         told.for_obstore = NOWHERE
@@ -286,7 +286,7 @@ async def test_obstore_finds_nothing_missing_or_removed_by_a_404_without_a_code(
         await tier.quarantine("one")
 
 
-async def test_a_refusal_is_told_with_its_code_and_words() -> None:
+async def test_a_refusal_is_reported_with_its_code_and_message() -> None:
     body = b"<Error><Code>SlowDown</Code><Message>ask less</Message><Key>secret</Key></Error>"
     head = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     async with telling(head + body) as (_, tier):
@@ -317,7 +317,7 @@ async def test_a_refusal_may_have_no_length(*, chunked: bool) -> None:
         assert await tier.read("name", slot()) == IMAGE.nbytes
 
 
-async def test_hints_before_the_answer_are_passed_over() -> None:
+async def test_early_hints_are_skipped() -> None:
     hints = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
     async with telling(hints + hints + OK + IMAGE.tobytes()) as (told, tier):
         told.for_obstore = b"HTTP/1.1 500 not it\r\nContent-Length: 0\r\n\r\n"
@@ -374,7 +374,7 @@ HERE = "http://127.0.0.1:1"
     ],
     ids=["path", "virtual", "tls", "aws", "proxy", "gcs"],
 )
-def test_which_stores_are_read_so(
+def test_which_stores_are_read_directly(
     url: str, access: Access, *, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
@@ -387,7 +387,7 @@ def test_which_stores_are_read_so(
     assert bool(made) is direct
 
 
-async def test_a_proxy_of_the_environment_is_obstores_to_follow(
+async def test_a_proxy_of_the_environment_is_left_to_obstore(
     moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody listens there: who asks it fails, who goes straight to the server does not.

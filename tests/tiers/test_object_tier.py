@@ -165,7 +165,7 @@ class TestRequestsToS3:
         ("s3://user:pass::word@b", "chained"),
     ],
 )
-def test_a_url_that_nobody_serves_is_refused_at_once(url: str, words: str) -> None:
+def test_an_unsupported_url_is_refused_at_once(url: str, words: str) -> None:
     with pytest.raises(TierUnavailable, match=words) as info:
         UrlObjects(url)
     assert not info.value.retryable

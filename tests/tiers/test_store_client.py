@@ -64,7 +64,7 @@ class TestRunToEnd:
         await cancel(lambda: tier.write(NAME, image_of(1000)), begun)
         assert ended.is_set()
 
-    async def test_work_that_waits_for_a_thread_never_starts_once_cancelled(self) -> None:
+    async def test_queued_work_never_starts_after_a_cancel(self) -> None:
         limiter = anyio.CapacityLimiter(1)
         release, begun = threading.Event(), threading.Event()
         ran: list[str] = []
@@ -84,13 +84,13 @@ class TestRunToEnd:
         await anyio.sleep(0.01)
         assert ran == []
 
-    async def test_what_the_work_raises_is_raised(self) -> None:
+    async def test_errors_of_the_work_are_raised(self) -> None:
         with pytest.raises(ZeroDivisionError):
             await run_to_end(lambda: 1 // 0, anyio.CapacityLimiter(1))
 
 
 class TestAbandonableThreads:
-    async def test_a_cancel_waits_for_nothing_that_hangs(self) -> None:
+    async def test_a_cancel_does_not_wait_for_a_blocked_thread(self) -> None:
         threads, mount, begun = AbandonableThreads(2), threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -111,7 +111,7 @@ class TestAbandonableThreads:
                 except TimeoutError:
                     await anyio.sleep(0.01)
 
-    async def test_what_never_began_is_not_waited_for(self) -> None:
+    async def test_work_that_never_began_is_not_counted(self) -> None:
         threads = AbandonableThreads(1)
         for _ in range(3):
             with anyio.CancelScope() as scope:

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from tests import places
-from tests.tiers.test_direct import IMAGE, OK, slot, telling
+from tests.tiers.test_s3_direct import IMAGE, OK, slot, telling
 from tiers.store.s3_direct import ANSWER_SECONDS_MAX, Address, Addresses, S3DirectReads
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def all_of(calls: int, call: Callable[[], Coroutine[Any, Any, Any]]) -> No
             tasks.start_soon(call)
 
 
-async def test_a_burst_asks_once_and_the_answer_holds_for_some_seconds(
+async def test_a_burst_resolves_once_and_the_answer_holds_for_some_seconds(
     resolver: FakeResolver,
 ) -> None:
     now = [100.0]
@@ -69,7 +69,7 @@ async def test_a_burst_asks_once_and_the_answer_holds_for_some_seconds(
     assert resolver.asked == 2
 
 
-async def test_connections_take_turns_at_the_addresses_that_come_first(
+async def test_connections_rotate_over_the_addresses_of_the_first_family(
     resolver: FakeResolver,
 ) -> None:
     resolver.hosts = [(FOUR, "a"), (FOUR, "b"), (SIX, "c"), (FOUR, "a")]
@@ -79,7 +79,7 @@ async def test_connections_take_turns_at_the_addresses_that_come_first(
     assert all(sorted(map(str, one)) == ["a", "b", "c"] and one[-1] == "c" for one in taken)
 
 
-async def test_an_address_that_failed_is_left_out_and_when_all_have_the_name_is_asked_for_anew(
+async def test_failed_addresses_are_skipped_and_resolved_again_when_all_have_failed(
     resolver: FakeResolver,
 ) -> None:
     resolver.hosts = [(FOUR, "a"), (FOUR, "b")]
@@ -94,7 +94,7 @@ async def test_an_address_that_failed_is_left_out_and_when_all_have_the_name_is_
     assert resolver.asked == 2
 
 
-async def test_a_name_that_is_not_known_fails_and_the_next_one_asks_again(
+async def test_an_unknown_name_fails_and_the_next_call_asks_again(
     resolver: FakeResolver,
 ) -> None:
     resolver.fails = True
@@ -109,7 +109,7 @@ async def test_a_name_that_is_not_known_fails_and_the_next_one_asks_again(
     assert hosts(await addresses.take()) == ["a"]
 
 
-async def test_one_that_is_cancelled_while_asking_leaves_it_to_the_next(
+async def test_a_cancelled_look_up_is_made_by_the_next_caller(
     resolver: FakeResolver,
 ) -> None:
     addresses = Addresses("store", 80)
@@ -121,7 +121,7 @@ async def test_one_that_is_cancelled_while_asking_leaves_it_to_the_next(
     assert hosts(await addresses.take()) == ["10.0.0.1"]
 
 
-async def test_reads_try_the_next_address_and_a_socket_that_cannot_be_made_is_no_end(
+async def test_reads_try_the_next_address_also_after_a_socket_error(
     resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """IPv6 is not there, then an address where nobody listens, then the server."""

@@ -34,9 +34,7 @@ class Renames(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
 
 class TestMoving:
     @pytest.mark.parametrize("kind", [MemoryFileSystem, Renames])
-    async def test_what_is_moved_is_as_old_as_the_moving(
-        self, kind: type[MemoryFileSystem]
-    ) -> None:
+    async def test_a_move_sets_the_time(self, kind: type[MemoryFileSystem]) -> None:
         root = "/moved"
         fs = kind(skip_instance_cache=True)
         files = FsspecClient(fs, root, creates=True)

@@ -123,7 +123,7 @@ class TestStackedOverFaults(TierSuite):
 
 
 class TestRetrying:
-    async def test_before_another_try_what_was_told_is_taken_back(self) -> None:
+    async def test_a_retry_revokes_what_seen_reported(self) -> None:
         """The second try may tell nothing, and then nobody has seen what lies in the slot."""
 
         class Telling(Scripted):
@@ -142,7 +142,7 @@ class TestRetrying:
         assert told == [(7, 0, 7), (0, 0, 0)]
 
     @pytest.mark.parametrize("failures", [0, 1, 3])
-    async def test_what_can_be_mended_is_tried_again(self, failures: int) -> None:
+    async def test_retryable_errors_are_retried(self, failures: int) -> None:
         inner = Scripted([later()] * failures)
         tier = Retrying(inner, attempts_max=4, sleep=no_sleep)
         assert await tier.read(NAME, slot()) == 7
@@ -164,13 +164,13 @@ class TestRetrying:
             ValueError("name"),
         ],
     )
-    async def test_what_cannot_be_mended_is_not(self, error: Exception) -> None:
+    async def test_other_errors_are_not_retried(self, error: Exception) -> None:
         inner = Scripted([error])
         with pytest.raises(type(error)):
             await Retrying(inner, sleep=no_sleep).read(NAME, slot())
         assert inner.calls == ["read"]
 
-    async def test_probe_and_close_tell_what_is_true_now(self) -> None:
+    async def test_probe_and_close_are_not_retried(self) -> None:
         inner = Scripted([later(), later()])
         tier = Retrying(inner, sleep=no_sleep)
         with pytest.raises(TierUnavailable):
@@ -207,7 +207,7 @@ class TestRetrying:
         ceilings = (0.1, 0.2, 0.4, 0.8, 1.0)
         assert all(0 <= pause <= most for pause, most in zip(seeded, ceilings, strict=True))
 
-    async def test_a_great_many_attempts_do_not_overflow(self) -> None:
+    async def test_many_attempts_do_not_overflow(self) -> None:
         tier = Retrying(Scripted([later()] * 2000), attempts_max=2001, sleep=no_sleep)
         await tier.write(NAME, image_of(10))
 
@@ -224,7 +224,7 @@ class TestDeadline:
         with pytest.raises(TierUnavailable, match="close scripted://here: "):
             await tier.close()
 
-    async def test_every_part_of_a_removal_has_its_own(self) -> None:
+    async def test_each_part_of_a_deletion_has_its_own_deadline(self) -> None:
         parts: list[Sequence[str]] = []
 
         class Slow(Scripted):
@@ -236,7 +236,7 @@ class TestDeadline:
         await tier.delete(["a", "b", "c"])
         assert parts == [["a", "b"], ["c"]]
 
-    async def test_a_call_in_time_is_left_alone(self) -> None:
+    async def test_a_call_in_time_is_unchanged(self) -> None:
         tier = Deadline(Scripted([None, later(), TimeoutError("its own")]), seconds_max=60)
         assert await tier.list("") == [Found("a", 1, 0.0)]
         with pytest.raises(TierUnavailable, match="busy"):
@@ -251,7 +251,7 @@ class TestDeadline:
             await Deadline(inner, seconds_max=60).read(NAME, slot())
         assert scope.cancelled_caught
 
-    async def test_each_attempt_has_its_own(self) -> None:
+    async def test_each_attempt_has_its_own_deadline(self) -> None:
         inner = Scripted()
         inner.gate = anyio.Event()
         tier = Retrying(Deadline(inner, seconds_max=0.01), attempts_max=3, sleep=no_sleep)
@@ -261,8 +261,8 @@ class TestDeadline:
         assert inner.running_max == 1
 
 
-class TestLimited:
-    async def test_reads_and_writes_have_turns_of_their_own(self) -> None:
+class TestConcurrencyLimited:
+    async def test_reads_and_writes_have_separate_limits(self) -> None:
         inner = Scripted()
         inner.gate = anyio.Event()
         tier = ConcurrencyLimited(inner, writes_max=2, reads_max=3)
@@ -284,7 +284,7 @@ class TestLimited:
         assert len(inner.calls) == 21
         assert inner.running_max == 6
 
-    async def test_a_failed_or_cancelled_call_gives_its_turn_back(self) -> None:
+    async def test_a_failed_or_cancelled_call_frees_its_place(self) -> None:
         inner = Scripted([later()])
         tier = ConcurrencyLimited(inner, writes_max=1, reads_max=1)
         with pytest.raises(TierUnavailable):
@@ -318,7 +318,7 @@ class TestMetered:
         assert counts["list"].calls == 0
         assert all(count.inflight == 0 for count in counts.values())
 
-    async def test_it_sees_what_is_on_its_way_and_what_was_cancelled(self) -> None:
+    async def test_it_counts_calls_in_flight_and_cancelled_ones(self) -> None:
         inner = Scripted()
         inner.gate = anyio.Event()
         tier = Metered(inner)
@@ -356,7 +356,7 @@ class TestFaulty:
             story.setdefault(name, []).append(what.rpartition("/")[2])
         return story
 
-    async def test_a_seed_replays_whatever_the_order(self) -> None:
+    async def test_a_seed_replays_in_any_order(self) -> None:
         order = [name for name in range(8) for _ in range(6)]
         story = await self.run_through(3, order)
         assert story == await self.run_through(3, order)
@@ -374,7 +374,7 @@ class TestFaulty:
             await tier.read(NAME, slot())
         assert tier.injected == {fault: 1}
 
-    async def test_a_lost_answer_is_of_a_call_that_was_carried_out(self) -> None:
+    async def test_a_call_whose_answer_is_lost_was_carried_out(self) -> None:
         inner = memory()
         tier = Faulty(inner, seed=1, rates=FaultRates(answer_lost=1.0))
         with pytest.raises(TierUnavailable, match="carried out"):
@@ -396,7 +396,7 @@ class TestFaulty:
         truncated = Faulty(inner, seed=1, rates=FaultRates(truncated=1.0))
         assert await truncated.read(NAME, into) < 1000
 
-    async def test_a_stall_waits_as_long_as_it_was_told(self) -> None:
+    async def test_a_stall_lasts_as_long_as_set(self) -> None:
         slept: list[float] = []
 
         async def sleep(seconds: float) -> None:
@@ -417,7 +417,7 @@ class TestFaulty:
             FaultRates(corrupt=2.0)
 
 
-async def test_what_retrying_made_good_is_told_by_cause() -> None:
+async def test_retries_are_counted_by_cause() -> None:
     busy = TierUnavailable("busy", retryable=True, cause="busy")
     retrying = Retrying(Scripted([busy, busy, later()]), attempts_max=4, sleep=no_sleep)
     tier = Metered(retrying, retrying=retrying)
@@ -427,7 +427,7 @@ async def test_what_retrying_made_good_is_told_by_cause() -> None:
     assert Metered(memory()).retried() == {}
 
 
-class TestPaced:
+class TestRateLimited:
     async def test_it_keeps_the_contract_of_a_wrapper(self) -> None:
         tier = RateLimited(memory(), requests_per_second_max=10_000)
         await tier.write(NAME, image_of(10))
@@ -460,7 +460,7 @@ class TestPaced:
             (100.0, "a"), (100.25, "b"), (100.5, "c"), (110.5, "d"), (110.75, "e"), (111.0, "f"),
         ]  # fmt: skip
 
-    async def test_a_removal_is_a_request_for_each_name(self) -> None:
+    async def test_a_deletion_is_a_request_for_each_name(self) -> None:
         slept: list[float] = []
 
         async def sleep(seconds: float) -> None:
@@ -473,7 +473,7 @@ class TestPaced:
         await tier.close()
         assert len(slept) == 3
 
-    async def test_a_removal_of_many_names_in_a_request_is_one(self) -> None:
+    async def test_a_deletion_of_many_names_in_a_request_is_one(self) -> None:
         slept: list[float] = []
 
         async def sleep(seconds: float) -> None:
@@ -491,7 +491,7 @@ class TestPaced:
         await tier.delete(["a", "b", "c"])
         assert slept == pytest.approx([0.1, 0.2])
 
-    async def test_a_removal_takes_no_turns_ahead_of_those_that_come(self) -> None:
+    async def test_a_deletion_lets_other_calls_in_between(self) -> None:
         now = 0.0
         begun: list[float] = []
         tier: RateLimited
@@ -513,7 +513,7 @@ class TestPaced:
         await tier.delete([f"n{number}" for number in range(50)])
         assert begun[1] <= 3.0
 
-    async def test_those_that_wait_side_by_side_take_turns(self) -> None:
+    async def test_concurrent_deletions_alternate(self) -> None:
         inner = Scripted()
         tier = RateLimited(inner, requests_per_second_max=1000)
         start = anyio.current_time()
